@@ -1,0 +1,73 @@
+"""thunder_moe: compiler plugin for PyTorch that runs the expert GEMMs of Mixture-of-Experts models in NVFP4.
+What users import; each name loads its module on first use, so that `import thunder_moe` costs little more than torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
+    from thunder_moe.compilers.thunder_executor import moe_executor
+    from thunder_moe.nn import (
+        GroupedLinear,
+        GroupedSwiGLU,
+        Llama4MoE,
+        Llama4MoEConfig,
+        NVFP4GroupedLinear,
+        NVFP4GroupedSwiGLU,
+        SwiGLU,
+    )
+    from thunder_moe.nvfp4 import NVFP4Weight
+    from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
+    from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
+    from thunder_moe.quantize import dequantize_, quantize_
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
+    "compilers.thunder_executor": ("moe_executor",),
+    "nn": (
+        "GroupedLinear",
+        "GroupedSwiGLU",
+        "Llama4MoE",
+        "Llama4MoEConfig",
+        "NVFP4GroupedLinear",
+        "NVFP4GroupedSwiGLU",
+        "SwiGLU",
+    ),
+    "nvfp4": ("NVFP4Weight",),
+    "ops.grouped_mm": ("f16a_nvfp4weight_scaled_grouped_mm",),
+    "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
+    "quantize": ("dequantize_", "quantize_"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "GroupedLinear",
+    "GroupedSwiGLU",
+    "Llama4MoE",
+    "Llama4MoEConfig",
+    "NVFP4GroupedLinear",
+    "NVFP4GroupedSwiGLU",
+    "NVFP4Weight",
+    "RewriteReport",
+    "RewriteWarning",
+    "SwiGLU",
+    "dequantize_",
+    "f16a_nvfp4weight_grouped_swiglu",
+    "f16a_nvfp4weight_scaled_grouped_mm",
+    "moe_executor",
+    "quantize_",
+    "rewrite_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The compile-time rewrite. Called by the package's users through moe_executor; calls ops and Thunder."""

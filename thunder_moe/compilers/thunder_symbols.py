@@ -1,0 +1,188 @@
+"""The symbols that moe_executor puts into Thunder's traces: meta, implementation and gradient of each.
+Called by thunder_transform and thunder_executor; calls the package's operators, torch's grouped GEMM and the weight cache.
+
+16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
+NVFP4:   f16a_nvfp4weight_scaled_grouped_mm and f16a_nvfp4weight_grouped_swiglu, arguments as the operators'.
+Prologue: nvfp4_pack, which quantises a weight once and hands out the cached result.
+
+Legend: M rows, E experts, N out_features, K in_features, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from thunder_moe.compilers.compat import import_thunder
+
+import_thunder()
+
+import thunder.core.dtypes as dtypes  # noqa: E402
+from thunder.core.compile_data import get_compile_data  # noqa: E402
+from thunder.core.prims import get_grad, put_grad  # noqa: E402
+from thunder.core.proxies import TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.extend import OperatorExecutor  # noqa: E402
+
+from thunder_moe.compilers.report import record  # noqa: E402
+from thunder_moe.compilers.weight_cache import WEIGHT_CACHE  # noqa: E402
+from thunder_moe.nvfp4 import BLOCK_SIZE  # noqa: E402
+from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402  (registers both operators)
+from thunder_moe.ops.grouped_mm import operands  # noqa: E402
+
+__all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "pack_meta"]
+
+
+class MoEExecutor(OperatorExecutor):
+    """An operator executor that notices compilations in which no grouped GEMM was traced."""
+
+    def __init__(self) -> None:
+        super().__init__("thunder_moe", version="0.1.0")
+        self._seen: weakref.WeakSet = weakref.WeakSet()
+
+    def attached(self, compile_data) -> None:
+        """The rewrite is part of this compilation and will record what it does."""
+        self._seen.add(compile_data)
+
+    def can_execute(self, bsym: BoundSymbol) -> bool:
+        # Thunder asks about every symbol of a computation; by the first one, the tracing is over.
+        data = get_compile_data()
+        if data is not None and data not in self._seen:
+            self._seen.add(data)
+            record(data, [])
+        return super().can_execute(bsym)
+
+
+EXECUTOR = MoEExecutor()
+
+# ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor in strides that torch._grouped_mm takes; it fails with "Invalid strides" on expanded tensors."""
+    return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else tensor.contiguous()
+
+
+def _grouped_mm_meta(a, b, offsets, out_dtype=None):
+    dtype = a.dtype if out_dtype is None else dtypes.to_dtype(out_dtype)
+    return TensorProxy(like=a, shape=(a.shape[0], b.shape[2]), dtype=dtype)
+
+
+def _grouped_mm_impl(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype)
+
+
+def _dgrad_meta(grad, b, offsets):
+    return TensorProxy(like=grad, shape=(grad.shape[0], b.shape[1]))
+
+
+def _dgrad_impl(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return torch._grouped_mm(grad.contiguous(), _readable(b).transpose(-1, -2), offs=offsets)
+
+
+def _wgrad_meta(a, grad, offsets):
+    return TensorProxy(like=a, shape=(offsets.shape[0], a.shape[1], grad.shape[1]))
+
+
+def _wgrad_impl(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    # Computed as (N, M) x (M, K), so that the gradient of a transposed (E, N, K) parameter is contiguous.
+    wgrad = torch._grouped_mm(grad.contiguous().t(), a.contiguous(), offs=offsets)
+    return wgrad.transpose(-1, -2)
+
+
+grouped_mm = EXECUTOR.register_operator("moe_grouped_mm", meta=_grouped_mm_meta, fn=_grouped_mm_impl)
+_dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn=_dgrad_impl)
+_wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=_wgrad_impl)
+
+
+def _grouped_mm_grad(a, b, offsets, out_dtype=None):
+    out = grouped_mm(a, b, offsets, out_dtype)
+    grad = get_grad(out).to(a.dtype)
+    put_grad(a, _dgrad(grad, b, offsets))
+    put_grad(b, _wgrad(a, grad, offsets))
+    return out
+
+
+# ---- NVFP4: a (M, K), fp4_weight (E, K // 2, N), scale (E, N, K // 16), global_scale (E,) or (E, N)
+
+
+def _nvfp4_meta(a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"):  # fmt: skip
+    return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2]))
+
+
+def _nvfp4_dgrad_meta(grad, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+    return TensorProxy(like=grad, shape=(grad.shape[0], 2 * fp4_weight.shape[1]))
+
+
+def _swiglu_meta(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+    return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2] // 2))
+
+
+def _swiglu_dgrad_meta(grad, a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+    return TensorProxy(like=a)
+
+
+_OPS = torch.ops.thunder_moe
+_NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
+nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=getattr(_OPS, _NAME))
+_nvfp4_dgrad = EXECUTOR.register_operator(
+    f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad")
+)
+nvfp4_grouped_swiglu = EXECUTOR.register_operator(_SWIGLU_NAME, meta=_swiglu_meta, fn=getattr(_OPS, _SWIGLU_NAME))
+_swiglu_dgrad = EXECUTOR.register_operator(
+    f"{_SWIGLU_NAME}_dgrad", meta=_swiglu_dgrad_meta, fn=_grouped_swiglu.swiglu_dgrad
+)
+
+
+def _nvfp4_grad(a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"):  # fmt: skip
+    packed = (fp4_weight, scale, global_scale, offsets)
+    out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, layout=layout)
+    put_grad(a, _nvfp4_dgrad(get_grad(out), *packed, layout=layout))
+    return out
+
+
+def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+    packed = (fp4_weight, scale, global_scale, offsets)
+    out = nvfp4_grouped_swiglu(a, *packed, layout=layout)
+    put_grad(a, _swiglu_dgrad(get_grad(out), a, *packed, layout=layout))
+    return out
+
+
+# ---- the prologue's quantisation
+
+
+def pack_meta(*weights, transposed: bool = False):
+    """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed."""
+    experts, n, k = weights[0].shape
+    if transposed:
+        n, k = k, n
+    n *= len(weights)
+    global_shape = (experts,) if len(weights) == 1 else (experts, n)
+    return tuple(
+        TensorProxy(like=weights[0], shape=shape, dtype=dtype, requires_grad=False)
+        for shape, dtype in (
+            ((experts, k // 2, n), dtypes.uint8),
+            ((experts, n, k // BLOCK_SIZE), dtypes.float8_e4m3fn),
+            (global_shape, dtypes.float32),
+        )
+    )
+
+
+def _pack_impl(*weights: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    return operands(WEIGHT_CACHE.get(*weights, transposed=transposed))
+
+
+nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=pack_meta, fn=_pack_impl)
+
+for _symbol, _gradient in (
+    (grouped_mm, _grouped_mm_grad),
+    (_dgrad, None),
+    (_wgrad, None),
+    (nvfp4_grouped_mm, _nvfp4_grad),
+    (_nvfp4_dgrad, None),
+    (nvfp4_grouped_swiglu, _swiglu_grad),
+    (_swiglu_dgrad, None),
+):
+    EXECUTOR.register_implementation(_symbol, _symbol, grad_transform=_gradient)

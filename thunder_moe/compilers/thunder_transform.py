@@ -1,0 +1,270 @@
+"""The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
+Called by Thunder (thunder_executor attaches it while tracing); calls eligibility, thunder_symbols and report.
+
+find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue -> rewrite
+the computation -> record what was done. It runs before autodiff, so the backward is made from the rewritten trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_moe.compilers.compat import import_thunder
+
+import_thunder()
+
+import thunder.core.dtypes as dtypes  # noqa: E402
+import thunder.torch as ltorch  # noqa: E402
+from thunder.core import prims, utils  # noqa: E402
+from thunder.core.compile_data import get_compile_data  # noqa: E402
+from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
+from thunder.core.transform_common import Transform  # noqa: E402
+
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.report import record  # noqa: E402
+from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
+    grouped_mm,
+    nvfp4_grouped_mm,
+    nvfp4_grouped_swiglu,
+    nvfp4_pack,
+    pack_meta,
+)
+
+__all__ = ["NVFP4Rewrite"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """A grouped GEMM of the trace. `weight` is the computation's argument that holds the weight, None if none does;
+    `transposed`: that argument is (E, K, N)."""
+
+    bsym: BoundSymbol
+    gemm: GroupedGemm
+    weight: TensorProxy | None
+    transposed: bool
+    reason: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class _SwiGLU:
+    """``silu(gate GEMM) * up GEMM``; `product` is the multiplication that the fused symbol replaces."""
+
+    gate: _Site
+    up: _Site
+    silu: BoundSymbol
+    product: BoundSymbol
+
+
+class NVFP4Rewrite(Transform):
+    """Rewrites what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
+
+    def transform_traces_pre_prologue(self, prologue_trace, computation_trace, epilogue_trace, **kwargs):
+        sites = list(_find_sites(prologue_trace, computation_trace))
+        blocks = _find_swiglu(computation_trace, [site for site in sites if site.reason is None])
+        fused = {id(site) for block in blocks for site in (block.gate, block.up)}
+        decisions = [_decision(site, fused=id(site) in fused) for site in sites]
+        record(get_compile_data(), decisions + _quantized_before(computation_trace, prologue_trace))
+        singles = [site for site in sites if site.reason is None and id(site) not in fused]
+        if not singles and not blocks:
+            return prologue_trace, computation_trace, epilogue_trace
+        packs = _Packs()
+        replacements: dict[int, BoundSymbol | None] = {}
+        trace = from_trace(computation_trace)
+        with tracectx(trace):
+            for site in singles:
+                a, _, offsets = site.bsym.args[:3]
+                packed = packs.of(site.transposed, site.weight)
+                replacements[id(site.bsym)] = nvfp4_grouped_mm.bind(a, *packed, offsets, output=site.bsym.output)
+            for block in blocks:
+                a, _, offsets = block.gate.bsym.args[:3]
+                packed = packs.of(block.gate.transposed, block.gate.weight, block.up.weight)
+                new = nvfp4_grouped_swiglu.bind(a, *packed, offsets, output=block.product.output)
+                replacements[id(block.product)] = new
+                replacements |= {id(dead): None for dead in (block.gate.bsym, block.up.bsym, block.silu)}
+        new_computation, arguments = _rewrite_computation(computation_trace, trace, replacements, packs)
+        return _rewrite_prologue(prologue_trace, packs, arguments), new_computation, epilogue_trace
+
+
+class _Packs:
+    """The packed forms that the computation needs: one per set of weights, made in the prologue."""
+
+    def __init__(self) -> None:
+        self.packed: dict[tuple, tuple[TensorProxy, ...]] = {}
+        self.weights: dict[tuple, tuple[TensorProxy, ...]] = {}
+
+    def of(self, transposed: bool, *weights: TensorProxy) -> tuple[TensorProxy, ...]:
+        key = (transposed, *(weight.name for weight in weights))
+        if key not in self.packed:
+            stem = "_and_".join(weight.name for weight in weights)
+            self.weights[key] = weights
+            self.packed[key] = tuple(
+                TensorProxy(
+                    name=f"{stem}_{part}",
+                    shape=like.shape,
+                    dtype=like.dtype,
+                    device=weights[0].device,
+                    requires_grad=False,
+                    tags={ProxyTag.STATIC_MEMORY_LOCATION},
+                )
+                for part, like in zip(("fp4", "scale", "global_scale"), pack_meta(*weights, transposed=transposed), strict=True)
+            )
+        return self.packed[key]
+
+    def proxies(self) -> list[TensorProxy]:
+        return [proxy for packed in self.packed.values() for proxy in packed]
+
+
+def _find_sites(prologue: TraceCtx, computation: TraceCtx) -> Iterator[_Site]:
+    producers = utils.producers(computation)
+    arguments = {arg.name for arg in computation.args}
+    names = _qualified_names(prologue)
+    grad_enabled = get_compile_data().is_grad_enabled
+    for bsym in computation.bound_symbols:
+        if bsym.sym.id != grouped_mm.id:
+            continue
+        a, b = bsym.args[:2]
+        out_dtype = bsym.args[3] if len(bsym.args) > 3 else bsym.kwargs.get("out_dtype")
+        source, transposed = b, True
+        producer = producers.get(b, None)
+        if producer is not None and _swaps_last_dims(producer):
+            source, transposed = producer.flat_proxy_args[0], False
+        static = source.name in arguments and ProxyTag.STATIC_MEMORY_LOCATION in source.tags
+        experts, k, n = b.shape
+        gemm = GroupedGemm(
+            weight=names.get(source.name, source.name) if static else None,
+            experts=experts,
+            out_features=n,
+            in_features=k,
+            rows=a.shape[0],
+            weight_dtype=dtypes.to_torch_dtype(b.dtype),
+            activation_dtype=dtypes.to_torch_dtype(a.dtype),
+            needs_grad=bool(source.requires_grad and grad_enabled),
+            out_dtype=out_dtype,
+        )
+        yield _Site(bsym, gemm, source if static else None, transposed, decline_reason(gemm))
+
+
+def _find_swiglu(computation: TraceCtx, sites: list[_Site]) -> list[_SwiGLU]:
+    consumers = utils.consumers(computation)
+    producers = utils.producers(computation)
+    by_output = {site.bsym.output.name: site for site in sites}
+    blocks = []
+    for product in computation.bound_symbols:
+        if product.sym.id != ltorch.mul.id or len(product.flat_proxy_args) != 2:
+            continue
+        for activated, other in (product.args, product.args[::-1]):
+            silu = producers.get(activated, None)
+            if silu is None or silu.sym.id != ltorch.silu.id:
+                continue
+            gate, up = by_output.get(silu.args[0].name), by_output.get(other.name)
+            if gate is None or up is None or gate is up or not _same_operands(gate, up):
+                continue
+            intermediates = (gate.bsym.output, up.bsym.output, activated)
+            if all(len(consumers[proxy]) == 1 for proxy in intermediates):
+                blocks.append(_SwiGLU(gate, up, silu, product))
+                break
+    return blocks
+
+
+def _same_operands(gate: _Site, up: _Site) -> bool:
+    same_rows = all(g.name == u.name for g, u in zip(gate.bsym.args[::2], up.bsym.args[::2], strict=False) if g is not None)
+    return same_rows and gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
+
+
+def _decision(site: _Site, *, fused: bool) -> tuple[GroupedGemm, str, str]:
+    if site.reason is not None:
+        return site.gemm, "16-bit", site.reason
+    if fused:
+        return site.gemm, "nvfp4 + swiglu", "frozen weight; gate and up projection in one GEMM with their SwiGLU"
+    return site.gemm, "nvfp4", "frozen weight"
+
+
+def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[tuple[GroupedGemm, str, str]]:
+    """The NVFP4 symbols of modules that quantize_ had swapped in already."""
+    names, producers = _qualified_names(prologue), utils.producers(computation)
+    found = []
+    for bsym in computation.bound_symbols:
+        if bsym.sym.id not in (nvfp4_grouped_mm.id, nvfp4_grouped_swiglu.id):
+            continue
+        a, fp4_weight = bsym.args[:2]
+        producer = producers.get(fp4_weight, None)
+        source = fp4_weight if producer is None or not producer.flat_proxy_args else producer.flat_proxy_args[0]
+        dtype = dtypes.to_torch_dtype(a.dtype)
+        experts, half, n = fp4_weight.shape
+        gemm = GroupedGemm(names.get(source.name, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
+        found.append((gemm, "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu", "quantised beforehand"))
+    return found
+
+
+def _rewrite_computation(
+    old: TraceCtx, new: TraceCtx, replacements: dict[int, BoundSymbol | None], packs: _Packs
+) -> tuple[TraceCtx, list[Any]]:
+    """Fills `new`, and returns it with its arguments: the weights that nothing reads any more give way to the packs."""
+    body = [replacements.get(id(bsym), bsym) for bsym in old.bound_symbols]
+    body = [bsym for bsym in body if bsym is not None]
+    unread = {weight.name for weights in packs.weights.values() for weight in weights}
+    # A transpose whose result nobody reads is dead; it would keep its weight alive.
+    read = {p.name for bsym in body if not _is_frame(bsym) for p in bsym.flat_proxy_args}
+    body = [b for b in body if not (_swaps_last_dims(b) and b.output.name not in read and b.flat_proxy_args[0].name in unread)]
+    read = {p.name for bsym in body if not _is_frame(bsym) for p in bsym.flat_proxy_args}
+    unread -= read
+    arguments = [arg for arg in old.args if arg.name not in unread] + packs.proxies()
+    new.args = tuple(arguments)
+    new._siginfo.args = [(arg.name, None) for arg in arguments]
+    out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in packs.proxies()]
+    for bsym in body:
+        if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL and bsym.output.name in unread:
+            continue
+        if bsym.sym.id == prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict):
+            # Thunder hands flat_args to autograd beside the computation's arguments: they have to agree.
+            bsym = bsym.from_bsym(args=({**bsym.args[0], "flat_args": arguments},))
+        out.append(bsym)
+    new.bound_symbols = out
+    new.set_provenance(TraceProvenance("NVFP4 rewrite of expert GEMMs (thunder_moe)"))
+    return new, arguments
+
+
+def _rewrite_prologue(old: TraceCtx, packs: _Packs, arguments: list[Any]) -> TraceCtx:
+    """Packs the weights at the end of the prologue, where the parameters are checked and at hand."""
+    new = from_trace(old)
+    for proxy in packs.proxies():
+        new.add_name(proxy.name)
+    with tracectx(new):
+        calls = [
+            nvfp4_pack.bind(*packs.weights[key], transposed=key[0], output=packed) for key, packed in packs.packed.items()
+        ]
+    *body, result = old.bound_symbols
+    inputs, to_epilogue = result.args[0]
+    new.bound_symbols = [*body, *calls, result.from_bsym(args=((tuple(arguments), to_epilogue),))]
+    new.set_provenance(TraceProvenance("NVFP4 weights packed (thunder_moe)"))
+    return new
+
+
+def _is_frame(bsym: BoundSymbol) -> bool:
+    """Unpacking of the arguments and the return, which name every argument without reading it."""
+    return bsym.sym.id in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.RETURN)
+
+
+def _swaps_last_dims(bsym: BoundSymbol) -> bool:
+    """Whether a symbol (transpose, permute, mT, ...) is one swap of the last two of three dims, and nothing more."""
+    leaves = list(_leaves(bsym))
+    if len(leaves) != 1 or leaves[0].sym.id != prims.PrimIDs.TRANSPOSE:
+        return False
+    return tuple(leaves[0].args[1]) == (0, 2, 1)
+
+
+def _leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    if not bsym.subsymbols:
+        yield bsym
+    for sub in bsym.subsymbols:
+        yield from _leaves(sub)
+
+
+def _qualified_names(prologue: TraceCtx) -> dict[str, str]:
+    """Proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
+    fetches = (prims.PrimIDs.UNPACK_PARAMETER, prims.PrimIDs.UNPACK_BUFFER)
+    return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym.id in fetches}

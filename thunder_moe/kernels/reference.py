@@ -1,0 +1,77 @@
+"""The reference backend in plain torch: every device, every dtype, never the fastest.
+Called by kernels.select; calls nvfp4 and torch's own matrix products.
+
+dequantise one expert -> GEMM over its rows -> (gate half, up half -> SwiGLU). On a CPU only experts that have rows are
+dequantised, one at a time, so the extra memory is one expert. On other devices the offsets stay on the device (no
+host synchronisation, CUDA-graph capturable): each expert's GEMM runs over all rows and a mask keeps its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize_rows
+
+__all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_swiglu", "unavailable_reason"]
+
+
+def unavailable_reason() -> str | None:
+    """None: the reference runs wherever torch does."""
+    return None
+
+
+def grouped_mm(activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    return _per_expert(activation, weight, offsets, weight.shape[1], lambda rows, expert: rows @ expert.t())
+
+
+def grouped_mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    return _per_expert(grad, weight, offsets, weight.shape[2], lambda rows, expert: rows @ expert)
+
+
+def grouped_swiglu(activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+    """(M, K), weight (E, 2I, K) with the gate's rows first -> silu(gate) * up, (M, I) in the activation's dtype."""
+
+    def gemm_and_activation(rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        gate, up = (rows @ expert.t()).float().chunk(2, -1)
+        return (F.silu(gate) * up).to(rows.dtype)
+
+    return _per_expert(activation, weight, offsets, weight.shape[1] // 2, gemm_and_activation)
+
+
+def _per_expert(
+    rows: torch.Tensor,
+    weight: NVFP4Weight,
+    offsets: torch.Tensor,
+    columns: int,
+    gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Runs `gemm(rows of the expert, dequantised (N, K) expert)` for each expert; rows past the last group are 0."""
+    out = rows.new_zeros(rows.shape[0], columns)
+    if rows.device.type == "cpu":
+        start = 0
+        ends = offsets.tolist()
+        groups = [(expert, end) for expert, end in enumerate(ends) if end > (ends[expert - 1] if expert else 0)]
+        for (_, end), matrix in zip(groups, _experts(weight, rows.dtype, [expert for expert, _ in groups]), strict=True):
+            out[start:end] = gemm(rows[start:end], matrix)
+            start = end
+        return out
+    row_expert = torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True)
+    for expert, matrix in enumerate(_experts(weight, rows.dtype, range(weight.shape[0]))):
+        out = torch.where((row_expert == expert)[:, None], gemm(rows, matrix), out)
+    return out
+
+
+def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
+    """Yields the dequantised (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
+    weight = weight.to_layout("linear")
+    _, n, k = weight.shape
+    matrix = torch.empty(n, k, dtype=dtype, device=weight.device)
+    global_scale = weight.row_global_scale()
+    for expert in experts:
+        dequantize_rows(weight.qdata[expert], weight.scale[expert], global_scale[expert], matrix)
+        yield matrix

@@ -1,0 +1,324 @@
+"""Mixture-of-Experts modules: GroupedLinear, SwiGLU, GroupedSwiGLU, Llama4MoE, and the NVFP4 forms of the grouped ones.
+Called by users and by quantize; calls torch's grouped GEMM, or the package's operators once a module is quantised.
+
+Legend: T tokens, M = T * top_k rows sorted by expert, E experts, H hidden_size, I intermediate_size,
+N out_features, K in_features. `offsets` is int32 (E,): cumulative row ENDS, group 0 starts at row 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thunder_moe.nvfp4 import NVFP4Weight
+from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
+
+if TYPE_CHECKING:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+__all__ = [
+    "GroupedLinear",
+    "GroupedSwiGLU",
+    "Llama4MoE",
+    "Llama4MoEConfig",
+    "NVFP4GroupedLinear",
+    "NVFP4GroupedSwiGLU",
+    "SwiGLU",
+]
+
+
+class GroupedLinear(nn.Module):
+    """One linear map per expert, without bias: rows of expert e are multiplied by ``weight[e].T``.
+
+    Args:
+        num_experts: E.
+        in_features: K.
+        out_features: N.
+        dtype: of the weight, torch's default when None.
+        device: of the weight, torch's default when None.
+
+    Attributes:
+        weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = dict(num_experts=num_experts, in_features=in_features, out_features=out_features)
+        for name, size in sizes.items():
+            _require_positive(name, size)
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N); rows past ``offsets[-1]`` are undefined.
+
+        Raises:
+            ValueError: x or offsets has the wrong rank or size.
+        """
+        _check_rows(x, offsets, self.num_experts, self.in_features)
+        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+class SwiGLU(nn.Module):
+    """Dense feed-forward block: ``down_proj(silu(gate_proj(x)) * up_proj(x))``, (..., H) -> (..., H)."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = dict(bias=False, dtype=dtype, device=device)
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GroupedSwiGLU(nn.Module):
+    """The experts of a layer: `SwiGLU` with one set of weights per expert.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+        dtype: of the weights.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = dict(dtype=dtype, device=device)
+        self.gate_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)
+        self.up_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)
+        self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, **options)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
+        return self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
+
+
+class NVFP4GroupedLinear(nn.Module):
+    """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
+
+    Args:
+        weight: (E, N, K), in layout "linear".
+        dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back.
+        requires_grad: whether that weight was trainable; likewise.
+
+    Attributes:
+        qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor
+
+    def __init__(self, weight: NVFP4Weight, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> None:
+        super().__init__()
+        self.num_experts, self.out_features, self.in_features = weight.shape
+        self.dtype, self.requires_grad = dtype, requires_grad
+        for field, tensor in zip(("qdata", "scale", "global_scale"), weight.to_layout("linear").tensors(), strict=True):
+            self.register_buffer(field, tensor)
+
+    @property
+    def nvfp4_weight(self) -> NVFP4Weight:
+        return NVFP4Weight(self.qdata, self.scale, self.global_scale)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
+        packed = (self.qdata.transpose(1, 2), self.scale, self.global_scale)
+        return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(x, *packed, offsets)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
+        # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
+        for buffer in (self.qdata, self.scale, self.global_scale):
+            moved = fn(buffer.data)
+            buffer.data = moved if moved.dtype == buffer.dtype else buffer.data.to(moved.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qdata.device)).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, nvfp4"
+
+
+class NVFP4GroupedSwiGLU(nn.Module):
+    """`GroupedSwiGLU` with frozen 4-bit weights: one GEMM over [gate; up] with the activation in the same operator.
+
+    Args:
+        gate_up_proj: (E, 2I, H), the gate's rows first.
+        down_proj: (E, H, I).
+    """
+
+    def __init__(self, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
+        gate_up = self.gate_up_proj
+        packed = (gate_up.qdata.transpose(1, 2), gate_up.scale, gate_up.global_scale)
+        return self.down_proj(torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu(x, *packed, offsets), offsets)
+
+
+@dataclass(frozen=True)
+class Llama4MoEConfig:
+    """Sizes of a `Llama4MoE`.
+
+    Attributes:
+        hidden_size: H.
+        intermediate_size: I of each routed expert, and of each shared one.
+        num_routed_experts: E.
+        num_shared_experts: experts that see every token, run as one of num_shared_experts * I; 0 for none.
+        top_k: routed experts per token.
+
+    Raises:
+        ValueError: a size is not positive, or top_k exceeds num_routed_experts.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_routed_experts: int
+    num_shared_experts: int = 1
+    top_k: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _require_positive(field.name, getattr(self, field.name), least=int(field.name != "num_shared_experts"))
+        if self.top_k > self.num_routed_experts:
+            raise ValueError(f"top_k: got {self.top_k}, wanted at most num_routed_experts = {self.num_routed_experts}")
+
+
+class Llama4MoE(nn.Module):
+    """The Mixture-of-Experts feed-forward block of Llama 4.
+
+    router -> top_k -> rows sorted by expert, times sigmoid(router logit) -> routed experts -> sum per token + shared expert
+
+    Traceable by Thunder and by ``torch.compile(fullgraph=True)``; never synchronises with the host.
+
+    Args:
+        config: the sizes.
+        dtype: of the weights, torch's default when None.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        config: Llama4MoEConfig,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.num_experts, self.top_k = config.num_routed_experts, config.top_k
+        options: dict[str, Any] = dict(dtype=dtype, device=device)
+        self.router = nn.Linear(hidden, self.num_experts, bias=False, **options)
+        self.routed_experts = GroupedSwiGLU(self.num_experts, hidden, intermediate, **options)
+        shared = config.num_shared_experts
+        self.shared_expert = SwiGLU(hidden, shared * intermediate, **options) if shared else None
+
+    @classmethod
+    def from_transformers(cls, module: Llama4TextMoe) -> Llama4MoE:
+        """Copies the weights of a transformers `Llama4TextMoe` exactly.
+
+        Raises:
+            TypeError: module is not a `Llama4TextMoe`.
+            ImportError: transformers is missing.
+        """
+        try:
+            from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+        except ImportError as error:
+            raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
+        if not isinstance(module, Llama4TextMoe):
+            raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
+        gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
+        experts, intermediate, hidden = down.shape
+        config = Llama4MoEConfig(hidden, intermediate, experts, top_k=module.top_k)
+        moe = cls(config, dtype=down.dtype, device=down.device)
+        gate, up = gate_up.chunk(2, -1)
+        routed = moe.routed_experts
+        pairs = [(routed.gate_proj, gate.mT), (routed.up_proj, up.mT), (routed.down_proj, down.mT)]
+        pairs.append((moe.router, module.router.weight))
+        shared = moe.shared_expert
+        assert shared is not None
+        pairs += [(getattr(shared, name), getattr(module.shared_expert, name).weight) for name, _ in shared.named_children()]
+        with torch.no_grad():
+            for target, source in pairs:
+                target.weight.copy_(source)
+                target.weight.requires_grad_(source.requires_grad)
+        return moe.train(module.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(B, S, H) -> (B, S, H).
+
+        Raises:
+            ValueError: hidden_states has the wrong rank or hidden size.
+        """
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.config.hidden_size:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states: got shape {shape}, wanted (batch, sequence, {self.config.hidden_size})")
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        out_TH = self.run_routed_experts(x_TH)
+        if self.shared_expert is not None:
+            out_TH = out_TH + self.shared_expert(x_TH)
+        return out_TH.reshape(hidden_states.shape)
+
+    def run_routed_experts(self, x_TH: Tensor) -> Tensor:
+        """(T, H) -> (T, H): the routed experts alone, weighted by the router."""
+        logits_TA, ids_TA = self.router(x_TH).topk(self.top_k, dim=-1)  # A = top_k
+        ids_M = ids_TA.reshape(-1)
+        order_M = torch.argsort(ids_M, stable=True)
+        ones_M = torch.ones_like(ids_M, dtype=torch.int32)
+        counts_E = torch.zeros(self.num_experts, dtype=torch.int32, device=x_TH.device).scatter_add(0, ids_M, ones_M)
+        offsets_E = torch.cumsum(counts_E, 0, dtype=torch.int32)
+        weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]
+        rows_MH = x_TH[order_M // self.top_k] * weight_M[:, None]
+        out_MH = self.routed_experts(rows_MH, offsets_E)[torch.argsort(order_M)]
+        return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)
+
+
+def _check_rows(x: Tensor, offsets: Tensor, num_experts: int, in_features: int) -> None:
+    if x.ndim != 2 or x.shape[1] != in_features:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (rows, in_features = {in_features})")
+    if offsets.ndim != 1 or offsets.shape[0] != num_experts:
+        raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({num_experts},), one row end per expert")
+
+
+def _require_positive(name: str, size: int, *, least: int = 1) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        raise ValueError(f"{name}: got {size!r}, wanted an integer of at least {least}")

@@ -1,0 +1,279 @@
+"""The NVFP4 number format: `NVFP4Weight`, `quantize`, `dequantize` and the layouts of its block scales.
+Called by kernels, ops, nn, compilers and checkpoints; calls plain torch and nothing else of the package.
+
+A weight value is ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]``: 4-bit floats (E2M1) in
+blocks of 16 along K, one E4M3 scale per block, one float32 multiplier per expert (or per row of an expert).
+
+Legend: E experts, N output features, K input features of the GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["BLOCK_SIZE", "LAYOUTS", "NVFP4Weight", "dequantize", "quantize", "swizzle_scale", "unswizzle_scale"]
+
+BLOCK_SIZE = 16
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LAYOUTS = ("linear", "swizzled_128x4")
+
+# A magnitude's code is the number of these bounds strictly below it. They are the midpoints of neighbouring values;
+# where the tie belongs to the upper neighbour (the even code), the bound is the float just below the midpoint.
+_CODE_BOUNDS = (0.25, 0.75 - 2**-24, 1.25, 1.75 - 2**-23, 2.5, 3.5 - 2**-22, 5.0)
+# Weights handled at a time: what fits a CPU's L2 cache; on a GPU, temporaries of at most 0.5 GB.
+_CHUNK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class NVFP4Weight:
+    """The 4-bit weights of E experts.
+
+    Attributes:
+        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k.
+        scale: float8_e4m3fn block scales; "linear": (E, N, K // 16), "swizzled_128x4": (E, N padded to 128,
+            K // 16 padded to 4).
+        global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
+        layout: how `scale` lies in memory, one of `LAYOUTS`.
+
+    Raises:
+        ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown.
+    """
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor
+    layout: str = "linear"
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout: got {self.layout!r}, wanted one of {LAYOUTS}")
+        require(self.qdata.dtype == torch.uint8, "qdata", self.qdata, "dtype uint8")
+        require(self.qdata.ndim == 3, "qdata", self.qdata, "shape (experts, out_features, in_features // 2)")
+        experts, n, k = self.shape
+        require(k % BLOCK_SIZE == 0, "qdata", self.qdata, f"in_features a multiple of {BLOCK_SIZE}")
+        wanted = scale_shape(experts, n, k, self.layout)
+        require(self.scale.dtype == torch.float8_e4m3fn, "scale", self.scale, "dtype float8_e4m3fn")
+        require(tuple(self.scale.shape) == wanted, "scale", self.scale, f"shape {wanted} in layout {self.layout!r}")
+        require(self.global_scale.dtype == torch.float32, "global_scale", self.global_scale, "dtype float32")
+        shapes = ((experts,), (experts, n))
+        require(tuple(self.global_scale.shape) in shapes, "global_scale", self.global_scale, f"a shape of {shapes}")
+        for name in ("scale", "global_scale"):
+            tensor = getattr(self, name)
+            require(tensor.device == self.qdata.device, name, tensor, f"device {self.qdata.device}, that of qdata")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K), the shape of the 16-bit weight."""
+        experts, n, half = self.qdata.shape
+        return experts, n, 2 * half
+
+    @property
+    def device(self) -> torch.device:
+        return self.qdata.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the three tensors."""
+        return self.qdata.nbytes + self.scale.nbytes + self.global_scale.nbytes
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(qdata, scale, global_scale)."""
+        return self.qdata, self.scale, self.global_scale
+
+    def to(self, device: torch.device | str) -> NVFP4Weight:
+        """The same weight on another device."""
+        qdata, scale, global_scale = (tensor.to(device) for tensor in self.tensors())
+        return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
+
+    def to_layout(self, layout: str) -> NVFP4Weight:
+        """The same weight with its scales in another layout of `LAYOUTS`; exact both ways."""
+        if layout == self.layout:
+            return self
+        if layout == "swizzled_128x4":
+            return replace(self, scale=swizzle_scale(self.scale), layout=layout)
+        if layout == "linear":
+            _, n, k = self.shape
+            return replace(self, scale=unswizzle_scale(self.scale, n, k), layout=layout)
+        raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
+
+    @staticmethod
+    def concatenate(*weights: NVFP4Weight) -> NVFP4Weight:
+        """Stacks the rows of "linear" weights, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ..., K).
+
+        The global scales become one per row, since each weight has its own. One weight alone comes back as it is.
+
+        Raises:
+            ValueError: a layout is not "linear", or the experts or in_features differ.
+        """
+        experts, _, k = weights[0].shape
+        for weight in weights:
+            if weight.layout != "linear":
+                raise ValueError(f"weights: got layout {weight.layout!r}, wanted 'linear'; use to_layout('linear')")
+            if (weight.shape[0], weight.shape[2]) != (experts, k):
+                raise ValueError(f"weights: got shape {weight.shape}, wanted experts and in_features of {weights[0].shape}")
+        if len(weights) == 1:
+            return weights[0]
+        qdata = torch.cat([weight.qdata for weight in weights], 1)
+        scale = torch.cat([weight.scale.view(torch.uint8) for weight in weights], 1).view(torch.float8_e4m3fn)
+        return NVFP4Weight(qdata, scale, torch.cat([weight.row_global_scale() for weight in weights], 1))
+
+    def row_global_scale(self) -> torch.Tensor:
+        """The global scale as (E, N), a view."""
+        experts, n, _ = self.shape
+        return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
+
+
+def quantize(weight: torch.Tensor) -> NVFP4Weight:
+    """Quantises expert weights to NVFP4, a chunk at a time (little memory beyond the result).
+
+    Per expert ``global = amax / 2688`` (1 if amax is 0); per block of 16 along K
+    ``scale = e4m3(blockamax / (6 * global))``; ``code = e2m1(x / (scale * global))``. All roundings are to nearest
+    even and saturate; scales are not clamped from below, and a block whose scale rounds to 0 is all zeros. This is
+    the arithmetic of TransformerEngine's NVFP4 kernels, with one global scale per expert.
+
+    Args:
+        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
+
+    Returns:
+        NVFP4Weight in layout "linear", global_scale (E,). The relative Frobenius error on normally distributed
+        weights is about 9.5%.
+
+    Raises:
+        ValueError: wrong rank, dtype or K, or NaN or Inf in the weight.
+    """
+    require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
+    require(weight.dtype in _WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
+    experts, n, k = weight.shape
+    require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
+    weight = weight.detach()
+    amax = torch.zeros(experts, device=weight.device)
+    if n > 0:
+        amax = torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
+    if not bool(torch.isfinite(amax).all()):
+        bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
+        raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
+    # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
+    tiny = torch.finfo(torch.float32).tiny
+    global_scale = torch.where(amax > 0, (amax / (E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
+    qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
+    for expert, rows in _chunks(weight):
+        qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows], global_scale[expert])
+    return NVFP4Weight(qdata, scale, global_scale)
+
+
+def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The 16-bit (or float32) weight that an `NVFP4Weight` stands for.
+
+    ``(e2m1 * (scale * global_scale)).to(dtype)``, both products in float32.
+
+    Args:
+        weight: any layout.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        (E, N, K) of `dtype`, contiguous, on the weight's device.
+    """
+    if dtype not in _WEIGHT_DTYPES:
+        raise ValueError(f"dtype: got {dtype}, wanted one of {_WEIGHT_DTYPES}")
+    weight = weight.to_layout("linear")
+    experts, n, k = weight.shape
+    out = torch.empty(experts, n, k, dtype=dtype, device=weight.device)
+    global_scale = weight.row_global_scale()
+    for expert, rows in _chunks(weight):
+        dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[expert, rows])
+    return out
+
+
+def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, out: torch.Tensor) -> None:
+    """Dequantises some rows of one expert into `out`.
+
+    Args:
+        qdata: uint8 (R, K // 2).
+        scale: float8_e4m3fn (R, K // 16), linear.
+        global_scale: float32 (R,).
+        out: (R, K), contiguous; float32, bfloat16 or float16.
+    """
+    # One gather fetches two values: as bfloat16 (which holds E2M1 exactly) the pair of a byte is one 32-bit word.
+    pairs = _pair_table(out.device).index_select(0, qdata.flatten().int()).view(torch.bfloat16)
+    factor = scale.float() * global_scale[:, None]  # [R, K // 16]
+    blocks = (*factor.shape, BLOCK_SIZE)
+    torch.mul(pairs.view(blocks).float(), factor[..., None], out=out.view(blocks))
+
+
+def swizzle_scale(scale: torch.Tensor) -> torch.Tensor:
+    """Block scales (E, N, S) -> (E, N padded to 128, S padded to 4) in tensor-core order, padding zero.
+
+    Tiles of 128 rows by 4 scales lie one after the other (along S first); in a tile, row r and column c stand at
+    ``(r % 32) * 16 + (r // 32) * 4 + c``: cuBLAS' and CUTLASS' layout for 1D block scaling factors.
+    """
+    experts, n, columns = scale.shape
+    _, n_padded, columns_padded = scale_shape(experts, n, columns * BLOCK_SIZE, "swizzled_128x4")
+    padded = torch.zeros(experts, n_padded, columns_padded, dtype=torch.uint8, device=scale.device)
+    padded[:, :n, :columns] = scale.view(torch.uint8)
+    tiles = padded.view(experts, n_padded // 128, 4, 32, columns_padded // 4, 4)
+    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(padded.shape).view(torch.float8_e4m3fn)
+
+
+def unswizzle_scale(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """The inverse of `swizzle_scale`: drops the padding and gives (E, n, k // 16)."""
+    experts, n_padded, columns_padded = scale.shape
+    tiles = scale.view(torch.uint8).view(experts, n_padded // 128, columns_padded // 4, 32, 4, 4)
+    padded = tiles.permute(0, 1, 4, 3, 2, 5).reshape(scale.shape)
+    return padded[:, :n, : k // BLOCK_SIZE].contiguous().view(torch.float8_e4m3fn)
+
+
+def scale_shape(experts: int, n: int, k: int, layout: str) -> tuple[int, int, int]:
+    """The shape of the block scales of an (E, N, K) weight in a layout."""
+    if layout == "linear":
+        return experts, n, k // BLOCK_SIZE
+    return experts, -(-n // 128) * 128, -(-(k // BLOCK_SIZE) // 4) * 4
+
+
+def _quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, K) and a 0-d global scale -> uint8 (R, K // 2), float8_e4m3fn (R, K // 16)."""
+    blocks = rows.float().unflatten(-1, (-1, BLOCK_SIZE))  # [R, K // 16, 16]
+    block_amax = blocks.abs().amax(-1)
+    scale = (block_amax / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    divisor = scale.float() * global_scale
+    # x / 0 is never wanted: such a block is all zeros.
+    scaled = torch.where(divisor[..., None] > 0, blocks / divisor[..., None], 0.0).flatten(-2)
+    bounds = torch.tensor(_CODE_BOUNDS, device=rows.device)
+    codes = torch.bucketize(scaled.abs(), bounds, out_int32=True).to(torch.uint8)
+    codes |= torch.signbit(scaled).to(torch.uint8) << 3
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scale
+
+
+_PAIR_TABLES: dict[torch.device, torch.Tensor] = {}
+
+
+def _pair_table(device: torch.device) -> torch.Tensor:
+    """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory."""
+    table = _PAIR_TABLES.get(device)
+    if table is None:
+        values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.bfloat16)
+        byte = torch.arange(256)
+        table = torch.stack([values[byte & 15], values[byte >> 4]], -1).view(torch.int32).flatten().to(device)
+        _PAIR_TABLES[device] = table
+    return table
+
+
+def _chunks(weight: torch.Tensor | NVFP4Weight) -> Iterator[tuple[int, slice]]:
+    """(expert, rows) pairs that cover (E, N, K) with about `_CHUNK_WEIGHTS` weights each."""
+    experts, n, k = weight.shape
+    step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)
+    for expert in range(experts):
+        for start in range(0, n, step):
+            yield expert, slice(start, min(start + step, n))
+
+
+def require(ok: bool, name: str, tensor: torch.Tensor, wanted: str) -> None:
+    """Raises the ValueError that names an argument, what it was and what is wanted."""
+    if not ok:
+        raise ValueError(f"{name}: got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, wanted {wanted}")

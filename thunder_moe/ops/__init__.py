@@ -1,0 +1,1 @@
+"""The torch.library operators. Called by nn and compilers; calls kernels.select."""

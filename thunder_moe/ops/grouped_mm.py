@@ -1,0 +1,180 @@
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm: schema, fake, autograd, checks of its operands.
+Called by nn and by compiled graphs; calls kernels.select. No arithmetic here.
+
+Legend: M rows (tokens * top_k), E experts, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels.select import select
+from thunder_moe.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
+
+__all__ = ["check_operands", "f16a_nvfp4weight_scaled_grouped_mm", "operands", "weight_from_operands"]
+
+ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@torch.library.custom_op("thunder_moe::f16a_nvfp4weight_scaled_grouped_mm", mutates_args=())
+def _grouped_mm(
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    blockscale_offsets: Tensor | None = None,
+    problem_sizes: Tensor | None = None,
+    *,
+    layout: str = "linear",
+) -> Tensor:
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    check_operands(activation, *packed, offsets, layout)
+    check_offset_values(offsets, activation.shape[0])
+    return select(activation.device).grouped_mm(activation, weight_from_operands(*packed, layout), offsets)
+
+
+@_grouped_mm.register_fake
+def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets=None,
+      problem_sizes=None, *, layout="linear"):  # fmt: skip
+    check_operands(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
+    return activation.new_empty(activation.shape[0], fp4_weight.shape[2])
+
+
+@torch.library.custom_op("thunder_moe::f16a_nvfp4weight_scaled_grouped_mm_dgrad", mutates_args=())
+def _grouped_mm_dgrad(
+    grad: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    *,
+    layout: str = "linear",
+) -> Tensor:
+    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
+    return select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+
+
+@_grouped_mm_dgrad.register_fake
+def _(grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, *, layout="linear"):
+    return grad.new_empty(grad.shape[0], 2 * fp4_weight.shape[1])
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.layout = keyword_only_inputs["layout"]
+
+
+def _backward(ctx, grad):
+    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+    return dgrad(grad, *ctx.saved_tensors, layout=ctx.layout), None, None, None, None, None, None
+
+
+def _dgrad_backward(ctx, grad):
+    forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+    return forward(grad, *ctx.saved_tensors, layout=ctx.layout), None, None, None, None
+
+
+_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
+_grouped_mm_dgrad.register_autograd(_dgrad_backward, setup_context=_setup_context)
+
+
+def f16a_nvfp4weight_scaled_grouped_mm(
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    blockscale_offsets: Tensor | None = None,
+    problem_sizes: Tensor | None = None,
+    *,
+    layout: str = "linear",
+) -> Tensor:
+    """Grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T``.
+
+    Differentiable in `activation`; the weights are frozen. Never synchronises with the host on CUDA.
+
+    Args:
+        activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert.
+        fp4_weight: (E, K // 2, N), the transposed view of qdata; uint8 or float4_e2m1fn_x2.
+        weight_scaling_factor: float8_e4m3fn block scales, (E, N, K // 16) when linear.
+        weight_global_scale: float32 (E,) or (E, N), the multiplier that decodes.
+        offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
+        blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
+        problem_sizes: likewise.
+        layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+
+    Returns:
+        (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
+
+    Raises:
+        ValueError: an operand has the wrong rank, shape, dtype or device; on a CPU also offsets that decrease or
+            exceed M. The message names the argument, what it was and what is wanted.
+    """
+    return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(
+        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes,
+        layout=layout,
+    )  # fmt: skip
+
+
+def operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """(fp4_weight, weight_scaling_factor, weight_global_scale) of a weight, as the operators take them."""
+    return weight.qdata.transpose(1, 2), weight.scale, weight.global_scale
+
+
+def weight_from_operands(
+    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str
+) -> NVFP4Weight:
+    """The inverse of `operands`."""
+    return NVFP4Weight(fp4_weight.view(torch.uint8).transpose(1, 2), weight_scaling_factor, weight_global_scale, layout)
+
+
+def check_operands(
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    layout: str,
+) -> None:
+    """Checks everything that can be checked without data.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
+    require(activation.ndim == 2, "activation", activation, "shape (rows, in_features)")
+    require(activation.dtype in ACTIVATION_DTYPES, "activation", activation, f"a dtype of {ACTIVATION_DTYPES}")
+    dtypes = (torch.uint8, torch.float4_e2m1fn_x2)
+    require(fp4_weight.dtype in dtypes, "fp4_weight", fp4_weight, f"a dtype of {dtypes}")
+    require(fp4_weight.ndim == 3, "fp4_weight", fp4_weight, "shape (experts, in_features // 2, out_features)")
+    experts, half, n = fp4_weight.shape
+    k = activation.shape[1]
+    require(k % BLOCK_SIZE == 0 and k > 0, "activation", activation, f"in_features a multiple of {BLOCK_SIZE}")
+    require(2 * half == k, "fp4_weight", fp4_weight, f"in_features // 2 = {k // 2} in dim 1, by the activation")
+    scale, wanted = weight_scaling_factor, scale_shape(experts, n, k, layout)
+    require(scale.dtype == torch.float8_e4m3fn, "weight_scaling_factor", scale, "dtype float8_e4m3fn")
+    require(tuple(scale.shape) == wanted, "weight_scaling_factor", scale, f"shape {wanted} in layout {layout!r}")
+    require(weight_global_scale.dtype == torch.float32, "weight_global_scale", weight_global_scale, "dtype float32")
+    shapes = ((experts,), (experts, n))
+    ok = tuple(weight_global_scale.shape) in shapes
+    require(ok, "weight_global_scale", weight_global_scale, f"a shape of {shapes}")
+    require(offsets.dtype == torch.int32, "offsets", offsets, "dtype int32")
+    require(tuple(offsets.shape) == (experts,), "offsets", offsets, f"shape ({experts},), one row end per expert")
+    others = dict(fp4_weight=fp4_weight, weight_scaling_factor=scale, weight_global_scale=weight_global_scale)
+    for name, tensor in {**others, "offsets": offsets}.items():
+        require(tensor.device == activation.device, name, tensor, f"device {activation.device}, that of activation")
+
+
+def check_offset_values(offsets: Tensor, rows: int) -> None:
+    """On a CPU: ValueError when the offsets decrease, are negative or exceed the rows. Elsewhere it would have to
+    synchronise, so nothing is checked."""
+    if offsets.device.type != "cpu":
+        return
+    ends = offsets.tolist()
+    if any(end < start for start, end in zip([0, *ends], ends, strict=False)):
+        raise ValueError(f"offsets: got {ends}, wanted cumulative row ends that never decrease")
+    if ends and ends[-1] > rows:
+        raise ValueError(f"offsets: got a last row end of {ends[-1]}, wanted at most the activation's {rows} rows")
