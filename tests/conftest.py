@@ -1,0 +1,44 @@
+"""Shared fixtures: seeds, routings with their edge rows, and operator checks that know float8.
+Called by pytest; imports moe_executor first, which makes `import thunder` work on torch >= 2.13.
+"""
+
+import pytest
+import torch
+
+from thunder_moe import moe_executor  # noqa: F401
+
+# Rows of each of four experts.
+ROUTINGS = {
+    "even": (4, 4, 4, 4),
+    "ragged": (1, 7, 0, 3),
+    "empty experts": (0, 5, 0, 0),
+    "all on the last": (0, 0, 0, 9),
+    "one token": (0, 1, 0, 0),
+    "no rows": (0, 0, 0, 0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=ROUTINGS.values(), ids=ROUTINGS.keys())
+def offsets(request) -> torch.Tensor:
+    """int32 (4,) cumulative row ends."""
+    return torch.tensor(request.param).cumsum(0).int()
+
+
+@pytest.fixture
+def opcheck(monkeypatch):
+    """torch.library.opcheck, whose comparison of inputs before and after is taught to compare float8 by its bits."""
+    allclose = torch.allclose
+
+    def allclose_with_float8(a, b, *args, **kwargs):
+        if a.dtype == torch.float8_e4m3fn:
+            return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return allclose(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "allclose", allclose_with_float8)
+    return torch.library.opcheck

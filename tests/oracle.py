@@ -1,0 +1,82 @@
+"""The independent oracle: NVFP4 decoding by arithmetic on the bits, and fp32 loops over experts and tokens.
+Called by the tests; calls plain torch and nothing of the package, so that an error cannot be on both sides.
+"""
+
+import torch
+import torch.nn.functional as F
+
+# Relative Frobenius error of a kernel against fp32 products with the dequantised weights.
+KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
+# Relative Frobenius error of NVFP4 itself on normally distributed weights.
+FORMAT_ERROR = 0.095
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative Frobenius error, in fp64."""
+    actual, expected = actual.double(), expected.double()
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-300)).item()
+
+
+def decode_e2m1(code: int) -> float:
+    """The value of a 4-bit code: sign, 2 exponent bits (bias 1), 1 mantissa bit; exponent 0 is subnormal."""
+    sign, exponent, mantissa = code >> 3, (code >> 1) & 3, code & 1
+    magnitude = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+    return -magnitude if sign else magnitude
+
+
+def decode_e4m3(bits: int) -> float:
+    """The value of a float8_e4m3fn bit pattern: bias 7, exponent 0 subnormal, 0x7f and 0xff are NaN."""
+    sign, exponent, mantissa = bits >> 7, (bits >> 3) & 15, bits & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    magnitude = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -magnitude if sign else magnitude
+
+
+def dequantize(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """uint8 (E, N, K // 2), e4m3 (E, N, K // 16) linear, fp32 (E,) or (E, N) -> fp32 (E, N, K)."""
+    values = torch.tensor([decode_e2m1(code) for code in range(16)])
+    scales = torch.tensor([decode_e4m3(bits) for bits in range(256)])
+    experts, n, half = qdata.shape
+    codes = torch.empty(experts, n, 2 * half, dtype=torch.long)
+    codes[..., 0::2] = qdata.long() & 15
+    codes[..., 1::2] = qdata.long() >> 4
+    row_scale = global_scale.reshape(experts, -1, 1).expand(experts, n, 1)
+    factors = scales[scale.view(torch.uint8).long()] * row_scale
+    return values[codes] * factors.repeat_interleave(16, -1)
+
+
+def groups(offsets: torch.Tensor) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of each expert, from cumulative row ends."""
+    ends = offsets.tolist()
+    return [(expert, start, end) for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False))]
+
+
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """fp32 loop over experts: (M, K), (E, N, K) -> (offsets[-1], N)."""
+    parts = [rows[start:end].float() @ weight[expert].float().T for expert, start, end in groups(offsets)]
+    return torch.cat(parts)
+
+
+def grouped_swiglu(rows: torch.Tensor, gate_up: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """fp32: (M, K), (E, 2I, K) gate rows first -> (offsets[-1], I)."""
+    gate, up = grouped_mm(rows, gate_up, offsets).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def llama4_moe(moe: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    """fp32 loop over tokens of a `Llama4MoE` with 16-bit (or fp32) weights: (B, S, H) -> (B, S, H)."""
+    experts, out = moe.routed_experts, []
+    for token in hidden_states.reshape(-1, hidden_states.shape[-1]):
+        logits = (token.to(moe.router.weight.dtype) @ moe.router.weight.T).float()
+        total = torch.zeros_like(token, dtype=torch.float32)
+        for value, expert in zip(*logits.topk(moe.top_k), strict=True):
+            x = token.float() * torch.sigmoid(value)
+            gate, up = (getattr(experts, name).weight[expert].float() @ x for name in ("gate_proj", "up_proj"))
+            total = total + experts.down_proj.weight[expert].float() @ (F.silu(gate) * up)
+        if moe.shared_expert is not None:
+            x, shared = token.float(), moe.shared_expert
+            hidden = F.silu(shared.gate_proj.weight.float() @ x) * (shared.up_proj.weight.float() @ x)
+            total = total + shared.down_proj.weight.float() @ hidden
+        out.append(total)
+    return torch.stack(out).reshape(hidden_states.shape)

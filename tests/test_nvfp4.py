@@ -1,0 +1,223 @@
+"""The number format: rounding, scales, layouts and bad input of thunder_moe.nvfp4.
+Called by pytest; judged by tests/oracle.py and, byte for byte, by torchao.
+"""
+
+import pytest
+import torch
+from oracle import FORMAT_ERROR, decode_e2m1, dequantize as oracle_dequantize, relative_error
+
+from thunder_moe import nvfp4
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize, swizzle_scale
+
+BITS = torch.uint8
+
+
+def bits(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(BITS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 40, 64), (1, 1, 16), (2, 129, 80)])
+def test_format_error_on_normal_weights(shape, dtype):
+    weight = (torch.randn(shape) * 0.02).to(dtype)
+    packed = quantize(weight)
+    decoded = dequantize(packed, torch.float32)
+    assert torch.equal(decoded, oracle_dequantize(*packed.tensors()))
+    if weight.numel() > 1000:
+        assert relative_error(decoded, weight) == pytest.approx(FORMAT_ERROR, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dequantize_rounds_once(dtype):
+    packed = quantize(torch.randn(2, 64, 64) * 0.02)
+    assert torch.equal(dequantize(packed, dtype), dequantize(packed, torch.float32).to(dtype))
+
+
+def test_every_code_and_scale_decodes():
+    qdata = torch.arange(256, dtype=torch.uint8).repeat(16).view(1, 512, 8)
+    finite = torch.tensor([b for b in range(127)], dtype=torch.uint8)
+    scale = finite.repeat(5)[:512].view(1, 512, 1).view(torch.float8_e4m3fn)
+    packed = NVFP4Weight(qdata, scale, torch.tensor([0.75]))
+    assert torch.equal(dequantize(packed, torch.float32), oracle_dequantize(*packed.tensors()))
+
+
+def test_codes_round_to_nearest_even():
+    # One block whose scale is 1 (its amax is 6) in an expert whose global scale is 1 (amax 2688).
+    ties = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}
+    weight = torch.zeros(1, 16, 16)
+    weight[0, 0, 0] = 2688.0
+    for row, (tie, wanted) in enumerate(ties.items(), start=1):
+        below, above = torch.nextafter(torch.tensor(tie), torch.tensor(0.0)), torch.nextafter(torch.tensor(tie), torch.tensor(9.0))
+        weight[0, row, :7] = torch.tensor([6.0, tie, -tie, below, above, -below, -above])
+        values = dequantize(quantize(weight), torch.float32)[0, row, :7].tolist()
+        magnitudes = sorted(decode_e2m1(code) for code in range(8))
+        lower, upper = max(m for m in magnitudes if m < tie), min(m for m in magnitudes if m > tie)
+        assert values == [6.0, wanted, -wanted, lower, upper, -lower, -upper], tie
+
+
+def test_scales_are_not_clamped_from_below():
+    # Block amaxes from the expert's down to where the e4m3 scale rounds to its subnormals, then to zero.
+    amax = 2688.0 * 2.0 ** -torch.arange(0, 24).float()
+    weight = amax[None, :, None] * torch.ones(1, 1, 16)
+    packed = quantize(weight)
+    expected = (amax / 6).to(torch.float8_e4m3fn)
+    assert torch.equal(bits(packed.scale)[0, :, 0], bits(expected))
+    zero = expected.float() == 0
+    assert zero.any()
+    assert not zero.all()
+    assert packed.qdata[0, zero].eq(0).all()
+    assert dequantize(packed)[0, zero].eq(0).all()
+    subnormal = (expected.float() > 0) & (expected.float() < 2**-6)
+    assert subnormal.any()
+
+
+def test_all_zero_experts():
+    weight = torch.randn(3, 8, 32)
+    weight[1] = 0
+    packed = quantize(weight)
+    assert packed.global_scale[1] == 1
+    assert dequantize(packed)[1].eq(0).all()
+    assert dequantize(packed).isfinite().all()
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e30])
+def test_extreme_magnitudes_stay_finite(magnitude):
+    weight = torch.randn(1, 4, 32) * magnitude
+    decoded = dequantize(quantize(weight), torch.float32)
+    assert decoded.isfinite().all()
+    if magnitude > 1e-35:
+        assert relative_error(decoded, weight) < 0.15
+
+
+def test_global_scale_is_per_expert():
+    weight = torch.randn(2, 32, 64)
+    scaled = weight * torch.tensor([1.0, 2.0**-12])[:, None, None]
+    plain, packed = quantize(weight), quantize(scaled)
+    assert torch.equal(plain.qdata, packed.qdata)
+    assert torch.equal(packed.global_scale, plain.global_scale * torch.tensor([1.0, 2.0**-12]))
+
+
+def test_non_contiguous_weight():
+    weight = torch.randn(2, 48, 24)
+    assert torch.equal(quantize(weight.mT).qdata, quantize(weight.mT.contiguous()).qdata)
+
+
+def test_chunks_do_not_change_the_result(monkeypatch):
+    weight = torch.randn(2, 100, 64)
+    whole = quantize(weight)
+    monkeypatch.setitem(nvfp4._CHUNK_WEIGHTS, "cpu", 64 * 7)
+    parts = quantize(weight)
+    assert all(torch.equal(a.view(BITS), b.view(BITS)) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
+    assert torch.equal(dequantize(parts), dequantize(whole))
+
+
+def torchao_quantize(weight: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
+
+    scale, qdata = nvfp4_quantize(weight, 16, global_scale)
+    return qdata, scale.view(weight.shape[0], -1)
+
+
+def test_equals_torchao_byte_for_byte_where_all_arithmetic_is_exact():
+    # Global and block scales are powers of two and values multiples of 1/8: many exact ties, no rounding but e2m1's.
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-6, 9, (64, 8, 1), generator=generator)
+    blocks = torch.randint(-48, 49, (64, 8, 16), generator=generator) / 8
+    blocks[..., 0] = 6.0
+    weight = (blocks * 2.0**exponents).view(1, 64, 128)
+    weight[0, 0, 0] = 2688.0
+    packed = quantize(weight)
+    assert packed.global_scale.item() == 1
+    qdata, scale = torchao_quantize(weight[0], torch.tensor(1.0))
+    assert torch.equal(bits(packed.scale[0]), bits(scale))
+    assert torch.equal(packed.qdata[0], qdata)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_torchao_on_normal_weights_but_for_ulps_at_ties(dtype):
+    # torchao multiplies by a rounded reciprocal where the contract divides: a value within an ulp of a tie may differ.
+    weight = (torch.randn(1, 512, 1024) * 0.02).to(dtype)
+    packed = quantize(weight)
+    qdata, scale = torchao_quantize(weight[0], packed.global_scale[0])
+    assert torch.equal(bits(packed.scale[0]), bits(scale))
+    assert (packed.qdata[0] != qdata).float().mean() < 2e-5
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 64), (1, 16), (130, 80), (256, 128), (100, 48)])
+def test_swizzled_layout(n, k):
+    packed = quantize(torch.randn(2, n, k))
+    swizzled = packed.to_layout("swizzled_128x4")
+    rows, columns = swizzled.scale.shape[1:]
+    assert rows % 128 == 0
+    assert columns % 4 == 0
+    flat = bits(swizzled.scale).view(2, -1)
+    for row, column in [(0, 0), (n - 1, k // 16 - 1), (n // 2, 0), (n // 3, k // 32)]:
+        tile = (row // 128) * (columns // 4) + column // 4
+        position = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+        assert torch.equal(flat[:, position], bits(packed.scale)[:, row, column])
+    assert int(bits(swizzled.scale).ne(0).sum()) == int(bits(packed.scale).ne(0).sum())
+    back = swizzled.to_layout("linear")
+    assert torch.equal(bits(back.scale), bits(packed.scale))
+    assert torch.equal(dequantize(swizzled), dequantize(packed))
+
+
+def test_swizzled_layout_equals_torchao():
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    scale = quantize(torch.randn(1, 200, 160)).scale
+    assert torch.equal(bits(swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
+
+
+def test_concatenate():
+    first, second = quantize(torch.randn(3, 8, 32)), quantize(torch.randn(3, 24, 32) * 7)
+    both = NVFP4Weight.concatenate(first, second)
+    assert both.global_scale.shape == (3, 32)
+    assert torch.equal(dequantize(both), torch.cat([dequantize(first), dequantize(second)], 1))
+    assert NVFP4Weight.concatenate(first) is first
+    with pytest.raises(ValueError, match="layout 'swizzled_128x4'"):
+        NVFP4Weight.concatenate(first, second.to_layout("swizzled_128x4"))
+    with pytest.raises(ValueError, match="experts and in_features"):
+        NVFP4Weight.concatenate(first, quantize(torch.randn(3, 8, 16)))
+
+
+def test_bytes_are_a_quarter():
+    weight = torch.randn(2, 256, 512, dtype=torch.bfloat16)
+    assert quantize(weight).nbytes == pytest.approx(weight.nbytes * 4.5 / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.randn(8, 32), r"weight: got torch.float32 \(8, 32\) on cpu, wanted shape \(experts"),
+        (torch.ones(1, 8, 32, dtype=torch.int32), r"weight: got torch.int32 .* wanted dtype float32"),
+        (torch.randn(1, 8, 24), r"weight: got .* wanted in_features a positive multiple of 16"),
+        (torch.tensor([[[1.0] * 15 + [float("nan")]]]), r"weight: got NaN or Inf in experts \[0\]"),
+        (torch.tensor([[[1.0] * 16], [[float("-inf")] * 16]]), r"weight: got NaN or Inf in experts \[1\]"),
+    ],
+)
+def test_quantize_refuses(weight, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(weight)
+
+
+def test_weight_refuses():
+    good = quantize(torch.randn(2, 8, 32))
+    bad = [
+        (dict(qdata=good.qdata.int()), "qdata: .*wanted dtype uint8"),
+        (dict(qdata=good.qdata[0]), "qdata: .*wanted shape"),
+        (dict(qdata=good.qdata[..., :4]), "qdata: .*multiple of 16"),
+        (dict(scale=good.scale.float()), "scale: .*wanted dtype float8_e4m3fn"),
+        (dict(scale=good.scale[:, :4]), r"scale: .*wanted shape \(2, 8, 2\)"),
+        (dict(global_scale=good.global_scale.double()), "global_scale: .*wanted dtype float32"),
+        (dict(global_scale=torch.ones(3)), "global_scale: .*wanted a shape of"),
+        (dict(scale=good.scale.to("meta")), "scale: .*wanted device cpu"),
+        (dict(layout="marlin"), "layout: got 'marlin'"),
+    ]
+    fields = dict(qdata=good.qdata, scale=good.scale, global_scale=good.global_scale)
+    for change, message in bad:
+        with pytest.raises(ValueError, match=message):
+            NVFP4Weight(**{**fields, **change})
+    with pytest.raises(ValueError, match="layout: got 'row'"):
+        good.to_layout("row")
+    with pytest.raises(ValueError, match=r"dtype: got torch.int8"):
+        dequantize(good, torch.int8)
