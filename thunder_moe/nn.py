@@ -166,9 +166,14 @@ class NVFP4GroupedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
-        for buffer in (self.qdata, self.scale, self.global_scale):
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
             moved = fn(buffer.data)
-            buffer.data = moved if moved.dtype == buffer.dtype else buffer.data.to(moved.device)
+            moved = moved if moved.dtype == buffer.dtype else buffer.data.to(moved.device)
+            if torch._has_compatible_shallow_copy_type(buffer, moved):
+                buffer.data = moved
+            else:  # between a real device and "meta"; nn.Module unties there too
+                self._buffers[name] = moved
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qdata.device)).dtype
         return self
 

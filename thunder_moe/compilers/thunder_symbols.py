@@ -153,7 +153,7 @@ def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"
 # ---- the prologue's quantisation
 
 
-def pack_meta(*weights, transposed: bool = False):
+def pack_meta(*weights, transposed: bool = False, names: str = ""):
     """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed."""
     experts, n, k = weights[0].shape
     if transposed:
@@ -170,8 +170,11 @@ def pack_meta(*weights, transposed: bool = False):
     )
 
 
-def _pack_impl(*weights: Tensor, transposed: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    return operands(WEIGHT_CACHE.get(*weights, transposed=transposed))
+def _pack_impl(*weights: Tensor, transposed: bool = False, names: str = "") -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        return operands(WEIGHT_CACHE.get(*weights, transposed=transposed))
+    except ValueError as error:
+        raise ValueError(f"cannot quantise {names}: {error}") from error
 
 
 nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=pack_meta, fn=_pack_impl)

@@ -77,11 +77,11 @@ class NVFP4Rewrite(Transform):
         with tracectx(trace):
             for site in singles:
                 a, _, offsets = site.bsym.args[:3]
-                packed = packs.of(site.transposed, site.weight)
+                packed = packs.of(site)
                 replacements[id(site.bsym)] = nvfp4_grouped_mm.bind(a, *packed, offsets, output=site.bsym.output)
             for block in blocks:
                 a, _, offsets = block.gate.bsym.args[:3]
-                packed = packs.of(block.gate.transposed, block.gate.weight, block.up.weight)
+                packed = packs.of(block.gate, block.up)
                 new = nvfp4_grouped_swiglu.bind(a, *packed, offsets, output=block.product.output)
                 replacements[id(block.product)] = new
                 replacements |= {id(dead): None for dead in (block.gate.bsym, block.up.bsym, block.silu)}
@@ -95,12 +95,16 @@ class _Packs:
     def __init__(self) -> None:
         self.packed: dict[tuple, tuple[TensorProxy, ...]] = {}
         self.weights: dict[tuple, tuple[TensorProxy, ...]] = {}
+        self.names: dict[tuple, str] = {}
 
-    def of(self, transposed: bool, *weights: TensorProxy) -> tuple[TensorProxy, ...]:
+    def of(self, *sites: _Site) -> tuple[TensorProxy, ...]:
+        """The packed form of the sites' weights, stacked along their rows."""
+        transposed, weights = sites[0].transposed, tuple(site.weight for site in sites)
         key = (transposed, *(weight.name for weight in weights))
         if key not in self.packed:
             stem = "_and_".join(weight.name for weight in weights)
             self.weights[key] = weights
+            self.names[key] = " and ".join(str(site.gemm.weight) for site in sites)
             self.packed[key] = tuple(
                 TensorProxy(
                     name=f"{stem}_{part}",
@@ -178,9 +182,11 @@ def _same_operands(gate: _Site, up: _Site) -> bool:
 def _decision(site: _Site, *, fused: bool) -> tuple[GroupedGemm, str, str]:
     if site.reason is not None:
         return site.gemm, "16-bit", site.reason
+    assert site.weight is not None
+    reason = "gradients are disabled" if site.weight.requires_grad else "the weight is frozen"
     if fused:
-        return site.gemm, "nvfp4 + swiglu", "frozen weight; gate and up projection in one GEMM with their SwiGLU"
-    return site.gemm, "nvfp4", "frozen weight"
+        return site.gemm, "nvfp4 + swiglu", f"{reason}; gate and up projection in one GEMM with their SwiGLU"
+    return site.gemm, "nvfp4", reason
 
 
 def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[tuple[GroupedGemm, str, str]]:
@@ -235,7 +241,8 @@ def _rewrite_prologue(old: TraceCtx, packs: _Packs, arguments: list[Any]) -> Tra
         new.add_name(proxy.name)
     with tracectx(new):
         calls = [
-            nvfp4_pack.bind(*packs.weights[key], transposed=key[0], output=packed) for key, packed in packs.packed.items()
+            nvfp4_pack.bind(*packs.weights[key], transposed=key[0], names=packs.names[key], output=packed)
+            for key, packed in packs.packed.items()
         ]
     *body, result = old.bound_symbols
     inputs, to_epilogue = result.args[0]

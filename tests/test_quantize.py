@@ -1,0 +1,210 @@
+"""quantize_ and dequantize_: what is swapped, ties, state dicts, devices and dtypes, memory, bad input.
+Called by pytest; judged by tests/oracle.py.
+"""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from oracle import KERNEL_TOLERANCE, llama4_moe, relative_error
+from torch import nn
+
+from thunder_moe import (
+    GroupedLinear,
+    GroupedSwiGLU,
+    Llama4MoE,
+    Llama4MoEConfig,
+    NVFP4GroupedLinear,
+    NVFP4GroupedSwiGLU,
+    dequantize_,
+    quantize_,
+)
+from thunder_moe import quantize as quantize_module
+from thunder_moe.nvfp4 import dequantize, quantize
+
+BF16 = torch.bfloat16
+
+
+def model(layers=1, dtype=BF16):
+    return nn.Sequential(*(Llama4MoE(Llama4MoEConfig(64, 32, 4, top_k=2), dtype=dtype) for _ in range(layers)))
+
+
+def expert_bytes(module):
+    tensors = {t.data_ptr(): t for t in [*module.parameters(), *module.buffers()] if t.ndim >= 1}
+    return sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_swaps_and_computes(dtype):
+    original = model(dtype=dtype)
+    quantized = quantize_(copy.deepcopy(original))
+    assert isinstance(quantized[0].routed_experts, NVFP4GroupedSwiGLU)
+    x = torch.randn(2, 5, 64, dtype=dtype)
+    rounded = dequantize_(copy.deepcopy(quantized))
+    assert relative_error(quantized(x), llama4_moe(rounded[0], x)) < 2 * KERNEL_TOLERANCE[dtype]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = getattr(original[0].routed_experts, name).weight
+        back = getattr(rounded[0].routed_experts, name).weight
+        assert torch.equal(back, dequantize(quantize(weight), dtype))
+        assert back.requires_grad == weight.requires_grad
+        assert back.dtype == dtype
+
+
+def test_quantising_twice_changes_nothing():
+    once = dequantize_(quantize_(model(dtype=torch.float32)))
+    twice = dequantize_(quantize_(copy.deepcopy(once)))
+    for a, b in zip(once.parameters(), twice.parameters(), strict=True):
+        assert relative_error(b, a) < 1e-6
+
+
+def test_frees_the_16_bit_weights():
+    quantized = model()
+    experts = quantized[0].routed_experts
+    dead = [weakref.ref(p) for p in experts.parameters()]
+    before = expert_bytes(experts)
+    del experts
+    quantize_(quantized)
+    gc.collect()
+    assert all(ref() is None for ref in dead)
+    after = expert_bytes(quantized[0].routed_experts)
+    assert after / before == pytest.approx(4.5 / 16, rel=0.2)  # the row scales of a small gate_up weigh
+
+
+def test_filter():
+    names = []
+    quantized = quantize_(model(2), filter=lambda module, name: names.append(name) or name == "1.routed_experts.down_proj")
+    assert names[:2] == ["0.routed_experts", "0.routed_experts.gate_proj"]
+    assert isinstance(quantized[0].routed_experts, GroupedSwiGLU)
+    assert isinstance(quantized[1].routed_experts.gate_proj, GroupedLinear)
+    assert isinstance(quantized[1].routed_experts.down_proj, NVFP4GroupedLinear)
+    assert quantized(torch.randn(1, 3, 64, dtype=BF16)).isfinite().all()
+    dequantize_(quantized)
+    assert isinstance(quantized[1].routed_experts.down_proj, GroupedLinear)
+
+
+def test_tied_modules_stay_tied():
+    tied = model(3)
+    tied[1].routed_experts = tied[0].routed_experts  # one module in two places
+    for name in ("gate_proj", "up_proj", "down_proj"):  # one set of weights in two modules
+        getattr(tied[2].routed_experts, name).weight = getattr(tied[0].routed_experts, name).weight
+    quantize_(tied)
+    assert tied[0].routed_experts is tied[1].routed_experts
+    assert tied[2].routed_experts is not tied[0].routed_experts
+
+    def check(model):
+        for a, b in zip(model[0].routed_experts.buffers(), model[2].routed_experts.buffers(), strict=True):
+            assert a.data_ptr() == b.data_ptr()
+
+    check(tied)
+    check(copy.deepcopy(tied))
+    check(copy.deepcopy(tied).half())
+    assert {buffer.device.type for buffer in copy.deepcopy(tied).to("meta").buffers()} == {"meta"}
+    dequantize_(tied)
+    assert tied[0].routed_experts is tied[1].routed_experts
+    assert tied[0].routed_experts.gate_proj.weight is tied[2].routed_experts.gate_proj.weight
+
+
+def test_a_gate_that_is_tied_elsewhere_is_not_fused():
+    tied = model(2)
+    tied[1].routed_experts.up_proj.weight = tied[0].routed_experts.gate_proj.weight
+    quantize_(tied)
+    for layer in tied:
+        assert isinstance(layer.routed_experts, GroupedSwiGLU)
+    assert tied[1].routed_experts.up_proj.qdata is tied[0].routed_experts.gate_proj.qdata
+    assert tied(torch.randn(1, 3, 64, dtype=BF16)).isfinite().all()
+
+
+def test_state_dict_round_trip():
+    source, target = quantize_(model()), quantize_(model())
+    x = torch.randn(1, 4, 64, dtype=BF16)
+    buffer = io.BytesIO()
+    torch.save(source.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer)
+    assert "0.routed_experts.gate_up_proj.qdata" in state
+    assert not torch.equal(source(x), target(x))
+    target.load_state_dict(state)
+    assert torch.equal(source(x), target(x))
+    with pytest.raises(RuntimeError, match="routed_experts.gate_proj.weight"):
+        target.load_state_dict(model().state_dict())
+
+
+def test_pickle_and_deepcopy():
+    source = quantize_(model())
+    x = torch.randn(1, 4, 64, dtype=BF16)
+    buffer = io.BytesIO()
+    torch.save(source, buffer)
+    buffer.seek(0)
+    for other in (torch.load(buffer, weights_only=False), copy.deepcopy(source)):
+        assert torch.equal(other(x), source(x))
+
+
+def test_casting_leaves_the_format_alone():
+    quantized = quantize_(model())
+    before = [buffer.view(torch.uint8).clone() for buffer in quantized.buffers()]
+    quantized.to(torch.float16)
+    for old, new in zip(before, quantized.buffers(), strict=True):
+        assert torch.equal(old, new.view(torch.uint8))
+    assert quantized(torch.randn(1, 4, 64, dtype=torch.float16)).dtype == torch.float16
+    assert dequantize_(quantized)[0].routed_experts.down_proj.weight.dtype == torch.float16
+
+
+def test_modes_and_requires_grad_survive():
+    frozen = model().eval()
+    frozen[0].routed_experts.requires_grad_(False)
+    quantize_(frozen)
+    assert not any(module.training for module in frozen.modules())
+    dequantize_(frozen)
+    assert not any(module.training for module in frozen.modules())
+    assert not frozen[0].routed_experts.up_proj.weight.requires_grad
+
+
+def test_gradients_reach_the_router():
+    quantized = quantize_(model())
+    quantized(torch.randn(1, 4, 64, dtype=BF16)).float().pow(2).mean().backward()
+    assert quantized[0].router.weight.grad.norm() > 0
+    assert not [name for name, _ in quantized.named_parameters() if "routed" in name]
+
+
+def test_torch_compile_without_a_graph_break():
+    quantized = quantize_(model())
+    compiled = torch.compile(quantized, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 6):
+        x = torch.randn(1, tokens, 64, dtype=BF16)
+        assert relative_error(compiled(x), quantized(x)) < 0.01
+
+
+def test_progress_bar_on_big_models(monkeypatch, capfd):
+    quantize_(model())
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(quantize_module, "_PROGRESS_WEIGHTS", 1)
+    quantize_(model(2))
+    assert "quantising experts: 100%" in capfd.readouterr().err
+
+
+def test_refuses_and_leaves_the_model_unchanged():
+    odd = nn.Sequential(GroupedSwiGLU(2, 64, 24, dtype=BF16))
+    broken = model()
+    broken[0].routed_experts.up_proj.weight.data[0, 0, 0] = float("inf")
+    tied = model(2)
+    tied[1].routed_experts = GroupedSwiGLU(4, 64, 32, dtype=BF16)
+    tied[1].routed_experts.up_proj.weight = tied[0].routed_experts.up_proj.weight
+    bad = [
+        (nn.Linear(2, 2), None, "found no GroupedLinear or GroupedSwiGLU to quantise in Linear"),
+        (model(), lambda module, name: False, "declined by the filter"),
+        (quantize_(model()), None, "quantised already"),
+        (GroupedLinear(2, 16, 16), None, "got a bare GroupedLinear, which cannot be replaced in place"),
+        (odd, None, "'0' has in_features 24, wanted a multiple of 16"),
+        (broken, None, "'0.routed_experts' has NaN or Inf"),
+        (tied, lambda module, name: name == "0.routed_experts", "took '0.routed_experts' but not '1.routed_experts.up_proj'"),
+    ]
+    for module, filter, message in bad:
+        kinds = [type(m) for m in module.modules()]
+        with pytest.raises(ValueError, match=message):
+            quantize_(module, filter=filter)
+        assert [type(m) for m in module.modules()] == kinds
+    with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
+        dequantize_(nn.Linear(2, 2))
