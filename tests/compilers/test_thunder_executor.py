@@ -49,7 +49,9 @@ def decoded(model):
 @pytest.fixture
 def count(monkeypatch):
     calls = []
-    monkeypatch.setattr(weight_cache, "quantize", lambda weight: (calls.append(tuple(weight.shape)), quantize(weight))[1])
+    monkeypatch.setattr(
+        weight_cache, "quantize", lambda weight: (calls.append(tuple(weight.shape)), quantize(weight))[1]
+    )
     return calls
 
 
@@ -275,7 +277,9 @@ class Block(nn.Module):
         super().__init__()
         shape = (4, in_features, 32)
         self.gate, self.up, self.other = (
-            nn.Parameter(torch.randn(shape if layout == "EKN" else (4, 32, in_features), dtype=dtype), requires_grad=False)
+            nn.Parameter(
+                torch.randn(shape if layout == "EKN" else (4, 32, in_features), dtype=dtype), requires_grad=False
+            )
             for _ in range(3)
         )
         self.body = forward
@@ -354,12 +358,24 @@ def test_a_weight_that_is_used_otherwise_too_stays_an_input():
     assert (4, 64, 32) in [tuple(arg.shape) for arg in thunder.last_traces(compiled)[-1].args]
 
 
+@pytest.mark.parametrize("returned", [lambda w: w, lambda w: w.mT], ids=["as it is", "transposed"])
+def test_a_weight_that_is_returned_too_stays_an_input(returned):
+    block = Block(lambda self, x, o: (mm(x, self.gate.mT, o), returned(self.gate)), layout="ENK")
+    compiled = jit(block)
+    out, weight = compiled(torch.randn(8, 64, dtype=BF16), EVEN)
+    assert torch.equal(weight, returned(block.gate))
+    assert symbols(compiled) == [NVFP4]
+
+
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
         (Block(lambda self, x, o: mm(x, self.gate * 2, o)), "not a parameter or buffer"),
         (Block(lambda self, x, o: mm(x.float(), self.gate, o), dtype=torch.float32), "torch.float32, not bfloat16"),
-        (Block(lambda self, x, o: mm(x[:, :40], self.gate, o), in_features=40), "in_features 40 is not a multiple of 16"),
+        (
+            Block(lambda self, x, o: mm(x[:, :40], self.gate, o), in_features=40),
+            "in_features 40 is not a multiple of 16",
+        ),
         (Block(lambda self, x, o: mm(x, self.gate, o)).requires_grad_(), "trainable: freeze it"),
     ],
 )

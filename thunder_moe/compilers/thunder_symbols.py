@@ -1,5 +1,5 @@
 """The symbols that moe_executor puts into Thunder's traces: meta, implementation and gradient of each.
-Called by thunder_transform and thunder_executor; calls the package's operators, torch's grouped GEMM and the weight cache.
+Called by thunder_transform and thunder_executor; calls the operators, torch's grouped GEMM and the weight cache.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm and f16a_nvfp4weight_grouped_swiglu, arguments as the operators'.
@@ -108,7 +108,9 @@ def _grouped_mm_grad(a, b, offsets, out_dtype=None):
 # ---- NVFP4: a (M, K), fp4_weight (E, K // 2, N), scale (E, N, K // 16), global_scale (E,) or (E, N)
 
 
-def _nvfp4_meta(a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"):  # fmt: skip
+def _nvfp4_meta(
+    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"
+):
     return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2]))
 
 
@@ -127,16 +129,16 @@ def _swiglu_dgrad_meta(grad, a, fp4_weight, scale, global_scale, offsets, *, lay
 _OPS = torch.ops.thunder_moe
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
 nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=getattr(_OPS, _NAME))
-_nvfp4_dgrad = EXECUTOR.register_operator(
-    f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad")
-)
+_nvfp4_dgrad = EXECUTOR.register_operator(f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad"))
 nvfp4_grouped_swiglu = EXECUTOR.register_operator(_SWIGLU_NAME, meta=_swiglu_meta, fn=getattr(_OPS, _SWIGLU_NAME))
 _swiglu_dgrad = EXECUTOR.register_operator(
     f"{_SWIGLU_NAME}_dgrad", meta=_swiglu_dgrad_meta, fn=_grouped_swiglu.swiglu_dgrad
 )
 
 
-def _nvfp4_grad(a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"):  # fmt: skip
+def _nvfp4_grad(
+    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"
+):
     packed = (fp4_weight, scale, global_scale, offsets)
     out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, layout=layout)
     put_grad(a, _nvfp4_dgrad(get_grad(out), *packed, layout=layout))

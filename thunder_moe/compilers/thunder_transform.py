@@ -19,7 +19,8 @@ import thunder.core.dtypes as dtypes  # noqa: E402
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core import prims, utils  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.pytree import tree_iter  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
@@ -44,7 +45,7 @@ class _Site:
 
     bsym: BoundSymbol
     gemm: GroupedGemm
-    weight: TensorProxy | None
+    weight: TensorProxy | None  # set where reason is None
     transposed: bool
     reason: str | None
 
@@ -71,55 +72,49 @@ class NVFP4Rewrite(Transform):
         singles = [site for site in sites if site.reason is None and id(site) not in fused]
         if not singles and not blocks:
             return prologue_trace, computation_trace, epilogue_trace
-        packs = _Packs()
+        packs: dict[tuple, _Pack] = {}
         replacements: dict[int, BoundSymbol | None] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
             for site in singles:
                 a, _, offsets = site.bsym.args[:3]
-                packed = packs.of(site)
+                packed = _pack(packs, site)
                 replacements[id(site.bsym)] = nvfp4_grouped_mm.bind(a, *packed, offsets, output=site.bsym.output)
             for block in blocks:
                 a, _, offsets = block.gate.bsym.args[:3]
-                packed = packs.of(block.gate, block.up)
+                packed = _pack(packs, block.gate, block.up)
                 new = nvfp4_grouped_swiglu.bind(a, *packed, offsets, output=block.product.output)
                 replacements[id(block.product)] = new
                 replacements |= {id(dead): None for dead in (block.gate.bsym, block.up.bsym, block.silu)}
-        new_computation, arguments = _rewrite_computation(computation_trace, trace, replacements, packs)
-        return _rewrite_prologue(prologue_trace, packs, arguments), new_computation, epilogue_trace
+        arguments = _fill_computation(trace, computation_trace, replacements, list(packs.values()))
+        return _rewrite_prologue(prologue_trace, list(packs.values()), arguments), trace, epilogue_trace
 
 
-class _Packs:
-    """The packed forms that the computation needs: one per set of weights, made in the prologue."""
+@dataclass(frozen=True, eq=False)
+class _Pack:
+    """One call of nvfp4_pack in the prologue: 16-bit weights in, the operators' three weight arguments out."""
 
-    def __init__(self) -> None:
-        self.packed: dict[tuple, tuple[TensorProxy, ...]] = {}
-        self.weights: dict[tuple, tuple[TensorProxy, ...]] = {}
-        self.names: dict[tuple, str] = {}
+    names: str
+    weights: tuple[TensorProxy, ...]
+    transposed: bool
+    packed: tuple[TensorProxy, ...]
 
-    def of(self, *sites: _Site) -> tuple[TensorProxy, ...]:
-        """The packed form of the sites' weights, stacked along their rows."""
-        transposed, weights = sites[0].transposed, tuple(site.weight for site in sites)
-        key = (transposed, *(weight.name for weight in weights))
-        if key not in self.packed:
-            stem = "_and_".join(weight.name for weight in weights)
-            self.weights[key] = weights
-            self.names[key] = " and ".join(str(site.gemm.weight) for site in sites)
-            self.packed[key] = tuple(
-                TensorProxy(
-                    name=f"{stem}_{part}",
-                    shape=like.shape,
-                    dtype=like.dtype,
-                    device=weights[0].device,
-                    requires_grad=False,
-                    tags={ProxyTag.STATIC_MEMORY_LOCATION},
-                )
-                for part, like in zip(("fp4", "scale", "global_scale"), pack_meta(*weights, transposed=transposed), strict=True)
-            )
-        return self.packed[key]
 
-    def proxies(self) -> list[TensorProxy]:
-        return [proxy for packed in self.packed.values() for proxy in packed]
+def _pack(packs: dict[tuple, _Pack], *sites: _Site) -> tuple[TensorProxy, ...]:
+    """The packed form of the sites' weights, stacked along their rows; made once and kept in `packs`."""
+    weights = tuple(site.weight for site in sites if site.weight is not None)
+    transposed = sites[0].transposed
+    key = (transposed, *(weight.name for weight in weights))
+    if key not in packs:
+        stem = "_and_".join(weight.name for weight in weights)
+        likes = pack_meta(*weights, transposed=transposed)
+        options = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
+        packed = tuple(
+            TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **options)
+            for part, like in zip(("fp4", "scale", "global_scale"), likes, strict=True)
+        )
+        packs[key] = _Pack(" and ".join(str(site.gemm.weight) for site in sites), weights, transposed, packed)
+    return packs[key].packed
 
 
 def _find_sites(prologue: TraceCtx, computation: TraceCtx) -> Iterator[_Site]:
@@ -162,7 +157,7 @@ def _find_swiglu(computation: TraceCtx, sites: list[_Site]) -> list[_SwiGLU]:
             continue
         for activated, other in (product.args, product.args[::-1]):
             silu = producers.get(activated, None)
-            if silu is None or silu.sym.id != ltorch.silu.id:
+            if silu is None or silu.sym.id != ltorch.silu.id or any(silu.args[1:]):  # not in place
                 continue
             gate, up = by_output.get(silu.args[0].name), by_output.get(other.name)
             if gate is None or up is None or gate is up or not _same_operands(gate, up):
@@ -175,8 +170,10 @@ def _find_swiglu(computation: TraceCtx, sites: list[_Site]) -> list[_SwiGLU]:
 
 
 def _same_operands(gate: _Site, up: _Site) -> bool:
-    same_rows = all(g.name == u.name for g, u in zip(gate.bsym.args[::2], up.bsym.args[::2], strict=False) if g is not None)
-    return same_rows and gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
+    """Whether two GEMMs have the same rows and offsets, and weights that can be stacked."""
+    same_rows, same_offsets = (gate.bsym.args[i].name == up.bsym.args[i].name for i in (0, 2))
+    same_form = gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
+    return same_rows and same_offsets and same_form
 
 
 def _decision(site: _Site, *, fused: bool) -> tuple[GroupedGemm, str, str]:
@@ -202,26 +199,29 @@ def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[tuple[G
         dtype = dtypes.to_torch_dtype(a.dtype)
         experts, half, n = fp4_weight.shape
         gemm = GroupedGemm(names.get(source.name, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
-        found.append((gemm, "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu", "quantised beforehand"))
+        found.append(
+            (gemm, "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu", "quantised beforehand")
+        )
     return found
 
 
-def _rewrite_computation(
-    old: TraceCtx, new: TraceCtx, replacements: dict[int, BoundSymbol | None], packs: _Packs
-) -> tuple[TraceCtx, list[Any]]:
-    """Fills `new`, and returns it with its arguments: the weights that nothing reads any more give way to the packs."""
-    body = [replacements.get(id(bsym), bsym) for bsym in old.bound_symbols]
-    body = [bsym for bsym in body if bsym is not None]
-    unread = {weight.name for weights in packs.weights.values() for weight in weights}
+def _fill_computation(
+    new: TraceCtx, old: TraceCtx, replacements: dict[int, BoundSymbol | None], packs: list[_Pack]
+) -> list[Any]:
+    """Writes the rewritten computation into `new` and returns its arguments: the packed weights take the places of
+    those 16-bit weights that nothing reads any more."""
+    replaced = (replacements.get(id(bsym), bsym) for bsym in old.bound_symbols)
+    body = [bsym for bsym in replaced if bsym is not None]
+    unread = {weight.name for pack in packs for weight in pack.weights}
     # A transpose whose result nobody reads is dead; it would keep its weight alive.
-    read = {p.name for bsym in body if not _is_frame(bsym) for p in bsym.flat_proxy_args}
-    body = [b for b in body if not (_swaps_last_dims(b) and b.output.name not in read and b.flat_proxy_args[0].name in unread)]
-    read = {p.name for bsym in body if not _is_frame(bsym) for p in bsym.flat_proxy_args}
-    unread -= read
-    arguments = [arg for arg in old.args if arg.name not in unread] + packs.proxies()
+    read = _names_read(body)
+    body = [bsym for bsym in body if not (_swaps_last_dims(bsym) and bsym.output.name not in read)]
+    unread -= _names_read(body)
+    proxies = [proxy for pack in packs for proxy in pack.packed]
+    arguments = [arg for arg in old.args if arg.name not in unread] + proxies
     new.args = tuple(arguments)
     new._siginfo.args = [(arg.name, None) for arg in arguments]
-    out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in packs.proxies()]
+    out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in proxies]
     for bsym in body:
         if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL and bsym.output.name in unread:
             continue
@@ -231,29 +231,38 @@ def _rewrite_computation(
         out.append(bsym)
     new.bound_symbols = out
     new.set_provenance(TraceProvenance("NVFP4 rewrite of expert GEMMs (thunder_moe)"))
-    return new, arguments
+    return arguments
 
 
-def _rewrite_prologue(old: TraceCtx, packs: _Packs, arguments: list[Any]) -> TraceCtx:
+def _rewrite_prologue(old: TraceCtx, packs: list[_Pack], arguments: list[Any]) -> TraceCtx:
     """Packs the weights at the end of the prologue, where the parameters are checked and at hand."""
     new = from_trace(old)
-    for proxy in packs.proxies():
+    for proxy in (proxy for pack in packs for proxy in pack.packed):
         new.add_name(proxy.name)
     with tracectx(new):
         calls = [
-            nvfp4_pack.bind(*packs.weights[key], transposed=key[0], names=packs.names[key], output=packed)
-            for key, packed in packs.packed.items()
+            nvfp4_pack.bind(*pack.weights, transposed=pack.transposed, names=pack.names, output=pack.packed)
+            for pack in packs
         ]
     *body, result = old.bound_symbols
-    inputs, to_epilogue = result.args[0]
+    _, to_epilogue = result.args[0]
     new.bound_symbols = [*body, *calls, result.from_bsym(args=((tuple(arguments), to_epilogue),))]
     new.set_provenance(TraceProvenance("NVFP4 weights packed (thunder_moe)"))
     return new
 
 
-def _is_frame(bsym: BoundSymbol) -> bool:
-    """Unpacking of the arguments and the return, which name every argument without reading it."""
-    return bsym.sym.id in (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.RETURN)
+def _names_read(body: list[BoundSymbol]) -> set[str]:
+    """Names of the proxies that the computation needs: read by a symbol, or part of its output."""
+    names = set()
+    for bsym in body:
+        proxies = bsym.flat_proxy_args
+        if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL:
+            continue
+        if bsym.sym.id == prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict):
+            # flat_args, beside the output, lists every argument without needing it.
+            proxies = [leaf for leaf in tree_iter(bsym.args[0]["output"]) if isinstance(leaf, Proxy)]
+        names.update(proxy.name for proxy in proxies)
+    return names
 
 
 def _swaps_last_dims(bsym: BoundSymbol) -> bool:

@@ -70,7 +70,11 @@ class WeightCache:
                 for kept, new in zip(entry.packed.tensors(), packed.tensors(), strict=True):
                     kept.copy_(new)
                 packed = entry.packed
-        refs = tuple(weakref.ref(w, lambda _, key=key: self._entries.pop(key, None)) for w in weights)
+
+        def forget(_) -> None:
+            self._entries.pop(key, None)
+
+        refs = tuple(weakref.ref(weight, forget) for weight in weights)
         new_entry = self._entries[key] = _Entry(refs, stamps, packed)
         return new_entry
 
