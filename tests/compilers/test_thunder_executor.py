@@ -362,7 +362,7 @@ def test_a_weight_that_is_used_otherwise_too_stays_an_input():
 def test_a_weight_that_is_returned_too_stays_an_input(returned):
     block = Block(lambda self, x, o: (mm(x, self.gate.mT, o), returned(self.gate)), layout="ENK")
     compiled = jit(block)
-    out, weight = compiled(torch.randn(8, 64, dtype=BF16), EVEN)
+    _, weight = compiled(torch.randn(8, 64, dtype=BF16), EVEN)
     assert torch.equal(weight, returned(block.gate))
     assert symbols(compiled) == [NVFP4]
 
