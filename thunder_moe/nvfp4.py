@@ -19,7 +19,6 @@ __all__ = ["BLOCK_SIZE", "LAYOUTS", "NVFP4Weight", "dequantize", "quantize", "sw
 BLOCK_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LAYOUTS = ("linear", "swizzled_128x4")
 
 # A magnitude's code is the number of these bounds strictly below it. They are the midpoints of neighbouring values;
@@ -116,7 +115,9 @@ class NVFP4Weight:
             if weight.layout != "linear":
                 raise ValueError(f"weights: got layout {weight.layout!r}, wanted 'linear'; use to_layout('linear')")
             if (weight.shape[0], weight.shape[2]) != (experts, k):
-                raise ValueError(f"weights: got shape {weight.shape}, wanted experts and in_features of {weights[0].shape}")
+                raise ValueError(
+                    f"weights: got shape {weight.shape}, wanted experts and in_features of {weights[0].shape}"
+                )
         if len(weights) == 1:
             return weights[0]
         qdata = torch.cat([weight.qdata for weight in weights], 1)
@@ -160,7 +161,8 @@ def quantize(weight: torch.Tensor) -> NVFP4Weight:
         raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
     # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
     tiny = torch.finfo(torch.float32).tiny
-    global_scale = torch.where(amax > 0, (amax / (E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
+    # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
+    global_scale = torch.where(amax > 0, (amax / torch.full_like(amax, E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     for expert, rows in _chunks(weight):
@@ -187,7 +189,9 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torc
     out = torch.empty(experts, n, k, dtype=dtype, device=weight.device)
     global_scale = weight.row_global_scale()
     for expert, rows in _chunks(weight):
-        dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[expert, rows])
+        dequantize_rows(
+            weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[expert, rows]
+        )
     return out
 
 
@@ -254,13 +258,22 @@ _PAIR_TABLES: dict[torch.device, torch.Tensor] = {}
 
 
 def _pair_table(device: torch.device) -> torch.Tensor:
-    """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory."""
+    """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory.
+
+    Made on the device (a copy from the host would synchronise), and kept unless a CUDA graph is being captured (its
+    memory would belong to the graph).
+    """
     table = _PAIR_TABLES.get(device)
     if table is None:
-        values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.bfloat16)
-        byte = torch.arange(256)
-        table = torch.stack([values[byte & 15], values[byte >> 4]], -1).view(torch.int32).flatten().to(device)
-        _PAIR_TABLES[device] = table
+        byte = torch.arange(256, device=device)
+        code = torch.stack([byte & 15, byte >> 4], -1)  # [256, 2]
+        exponent, mantissa = (code >> 1) & 3, code & 1
+        # In halves: 0 and 1 below the first exponent, then (2 + mantissa) * 2**(exponent - 1).
+        halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << (exponent - 1).clamp_min(0))
+        values = torch.where(code >= 8, -0.5, 0.5) * halves
+        table = values.bfloat16().view(torch.int32).flatten()
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _PAIR_TABLES[device] = table
     return table
 
 

@@ -4,6 +4,10 @@ Called by thunder_executor and report before they import thunder; calls nothing 
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
+
 import torch
 
 __all__ = ["import_thunder"]
@@ -28,6 +32,18 @@ def import_thunder() -> None:
         if error.name != "thunder":
             raise
         raise ImportError("moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'") from error
+    _alias_nvfuser()
+
+
+def _alias_nvfuser() -> None:
+    """nvFuser wheels from 0.2.36 on have the package `nvfuser_direct` alone, from which Thunder 0.2.6 imports all but
+    one function. Unnecessary from the first Thunder release that takes `compute_tensor_descriptor` from there too."""
+    direct = sys.modules.get("nvfuser_direct")
+    if direct is None or "nvfuser" in sys.modules or importlib.util.find_spec("nvfuser") is not None:
+        return
+    alias = types.ModuleType("nvfuser", "compute_tensor_descriptor of nvfuser_direct, where Thunder 0.2.6 looks for it")
+    alias.compute_tensor_descriptor = direct.compute_tensor_descriptor  # type: ignore[attr-defined]
+    sys.modules["nvfuser"] = alias
 
 
 def _removed(name: str):
