@@ -4,7 +4,8 @@ Called by pytest; judged by tests/oracle.py and, byte for byte, by torchao.
 
 import pytest
 import torch
-from oracle import FORMAT_ERROR, decode_e2m1, dequantize as oracle_dequantize, relative_error
+from oracle import FORMAT_ERROR, decode_e2m1, relative_error
+from oracle import dequantize as oracle_dequantize
 
 from thunder_moe import nvfp4
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize, swizzle_scale
@@ -35,7 +36,7 @@ def test_dequantize_rounds_once(dtype):
 
 def test_every_code_and_scale_decodes():
     qdata = torch.arange(256, dtype=torch.uint8).repeat(16).view(1, 512, 8)
-    finite = torch.tensor([b for b in range(127)], dtype=torch.uint8)
+    finite = torch.tensor(list(range(127)), dtype=torch.uint8)
     scale = finite.repeat(5)[:512].view(1, 512, 1).view(torch.float8_e4m3fn)
     packed = NVFP4Weight(qdata, scale, torch.tensor([0.75]))
     assert torch.equal(dequantize(packed, torch.float32), oracle_dequantize(*packed.tensors()))
@@ -47,7 +48,10 @@ def test_codes_round_to_nearest_even():
     weight = torch.zeros(1, 16, 16)
     weight[0, 0, 0] = 2688.0
     for row, (tie, wanted) in enumerate(ties.items(), start=1):
-        below, above = torch.nextafter(torch.tensor(tie), torch.tensor(0.0)), torch.nextafter(torch.tensor(tie), torch.tensor(9.0))
+        below, above = (
+            torch.nextafter(torch.tensor(tie), torch.tensor(0.0)),
+            torch.nextafter(torch.tensor(tie), torch.tensor(9.0)),
+        )
         weight[0, row, :7] = torch.tensor([6.0, tie, -tie, below, above, -below, -above])
         values = dequantize(quantize(weight), torch.float32)[0, row, :7].tolist()
         magnitudes = sorted(decode_e2m1(code) for code in range(8))

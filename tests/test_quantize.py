@@ -75,7 +75,9 @@ def test_frees_the_16_bit_weights():
 
 def test_filter():
     names = []
-    quantized = quantize_(model(2), filter=lambda module, name: names.append(name) or name == "1.routed_experts.down_proj")
+    quantized = quantize_(
+        model(2), filter=lambda module, name: names.append(name) or name == "1.routed_experts.down_proj"
+    )
     assert names[:2] == ["0.routed_experts", "0.routed_experts.gate_proj"]
     assert isinstance(quantized[0].routed_experts, GroupedSwiGLU)
     assert isinstance(quantized[1].routed_experts.gate_proj, GroupedLinear)
@@ -199,7 +201,11 @@ def test_refuses_and_leaves_the_model_unchanged():
         (GroupedLinear(2, 16, 16), None, "got a bare GroupedLinear, which cannot be replaced in place"),
         (odd, None, "'0' has in_features 24, wanted a multiple of 16"),
         (broken, None, "'0.routed_experts' has NaN or Inf"),
-        (tied, lambda module, name: name == "0.routed_experts", "took '0.routed_experts' but not '1.routed_experts.up_proj'"),
+        (
+            tied,
+            lambda module, name: name == "0.routed_experts",
+            "took '0.routed_experts' but not '1.routed_experts.up_proj'",
+        ),
     ]
     for module, filter, message in bad:
         kinds = [type(m) for m in module.modules()]

@@ -148,7 +148,9 @@ class NVFP4GroupedLinear(nn.Module):
     scale: Tensor
     global_scale: Tensor
 
-    def __init__(self, weight: NVFP4Weight, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False) -> None:
+    def __init__(
+        self, weight: NVFP4Weight, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False
+    ) -> None:
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight.shape
         self.dtype, self.requires_grad = dtype, requires_grad
@@ -166,8 +168,7 @@ class NVFP4GroupedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
-        for name, buffer in self._buffers.items():
-            assert buffer is not None
+        for name, buffer in self.named_buffers(recurse=False):
             moved = fn(buffer.data)
             moved = moved if moved.dtype == buffer.dtype else buffer.data.to(moved.device)
             if torch._has_compatible_shallow_copy_type(buffer, moved):
@@ -178,7 +179,9 @@ class NVFP4GroupedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, nvfp4"
+        return (
+            f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, nvfp4"
+        )
 
 
 class NVFP4GroupedSwiGLU(nn.Module):
@@ -231,7 +234,8 @@ class Llama4MoEConfig:
 class Llama4MoE(nn.Module):
     """The Mixture-of-Experts feed-forward block of Llama 4.
 
-    router -> top_k -> rows sorted by expert, times sigmoid(router logit) -> routed experts -> sum per token + shared expert
+    router -> top_k -> rows sorted by expert, times sigmoid(router logit) -> routed experts -> sum per token; plus the
+    shared expert
 
     Traceable by Thunder and by ``torch.compile(fullgraph=True)``; never synchronises with the host.
 
@@ -255,7 +259,7 @@ class Llama4MoE(nn.Module):
         self.router = nn.Linear(hidden, self.num_experts, bias=False, **options)
         self.routed_experts = GroupedSwiGLU(self.num_experts, hidden, intermediate, **options)
         shared = config.num_shared_experts
-        self.shared_expert = SwiGLU(hidden, shared * intermediate, **options) if shared else None
+        self.shared_expert: SwiGLU | None = SwiGLU(hidden, shared * intermediate, **options) if shared else None
 
     @classmethod
     def from_transformers(cls, module: Llama4TextMoe) -> Llama4MoE:
@@ -268,7 +272,9 @@ class Llama4MoE(nn.Module):
         try:
             from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
         except ImportError as error:
-            raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
+            raise ImportError(
+                "from_transformers needs transformers: pip install 'thunder_moe[transformers]'"
+            ) from error
         if not isinstance(module, Llama4TextMoe):
             raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
         gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
@@ -276,16 +282,11 @@ class Llama4MoE(nn.Module):
         config = Llama4MoEConfig(hidden, intermediate, experts, top_k=module.top_k)
         moe = cls(config, dtype=down.dtype, device=down.device)
         gate, up = gate_up.chunk(2, -1)
-        routed = moe.routed_experts
-        pairs = [(routed.gate_proj, gate.mT), (routed.up_proj, up.mT), (routed.down_proj, down.mT)]
-        pairs.append((moe.router, module.router.weight))
-        shared = moe.shared_expert
-        assert shared is not None
-        pairs += [(getattr(shared, name), getattr(module.shared_expert, name).weight) for name, _ in shared.named_children()]
-        with torch.no_grad():
-            for target, source in pairs:
-                target.weight.copy_(source)
-                target.weight.requires_grad_(source.requires_grad)
+        state = {f"shared_expert.{name}": tensor for name, tensor in module.shared_expert.state_dict().items()}
+        state |= {"router.weight": module.router.weight, "routed_experts.down_proj.weight": down.mT}
+        state |= {"routed_experts.gate_proj.weight": gate.mT, "routed_experts.up_proj.weight": up.mT}
+        moe.load_state_dict(state)
+        moe.requires_grad_(down.requires_grad)
         return moe.train(module.training)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -105,7 +105,9 @@ def dequantize_(model: Model) -> Model:
         assert isinstance(module, NVFP4GroupedSwiGLU)
         gate, up = convert(module.gate_up_proj, 2)
         (down,) = convert(module.down_proj, 1)
-        block = GroupedSwiGLU(gate.num_experts, gate.in_features, gate.out_features, device="meta", dtype=gate.weight.dtype)
+        block = GroupedSwiGLU(
+            gate.num_experts, gate.in_features, gate.out_features, device="meta", dtype=gate.weight.dtype
+        )
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
         return block.train(module.training)
 
@@ -155,8 +157,9 @@ def _fusible(chosen: dict[nn.Module, str]) -> set[nn.Module]:
     partners: dict[nn.Parameter, set[tuple[int, ...]]] = defaultdict(set)
     for module in chosen:
         for linear in _linears(module):
-            pair = isinstance(module, GroupedSwiGLU) and linear is not module.down_proj
-            key = (id(module.gate_proj.weight), id(module.up_proj.weight)) if pair else (id(linear.weight),)
+            key: tuple[int, ...] = (id(linear.weight),)
+            if isinstance(module, GroupedSwiGLU) and linear is not module.down_proj:
+                key = (id(module.gate_proj.weight), id(module.up_proj.weight))
             partners[linear.weight].add(key)
     blocks = (module for module in chosen if isinstance(module, GroupedSwiGLU))
     return {b for b in blocks if len(partners[b.gate_proj.weight]) == len(partners[b.up_proj.weight]) == 1}

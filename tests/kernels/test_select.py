@@ -5,7 +5,8 @@ Called by pytest.
 import pytest
 import torch
 
-from thunder_moe.kernels import cpu, reference, select as module
+from thunder_moe.kernels import cpu, reference
+from thunder_moe.kernels import select as module
 from thunder_moe.kernels.select import select
 
 CPU = torch.device("cpu")

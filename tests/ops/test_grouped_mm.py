@@ -96,7 +96,9 @@ def test_opcheck(opcheck, dtype):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiles_without_a_graph_break(backend):
     packed, exact = make()
-    compiled = torch.compile(lambda x, offsets: op(x, *packed, offsets) * 2, fullgraph=True, backend=backend, dynamic=True)
+    compiled = torch.compile(
+        lambda x, offsets: op(x, *packed, offsets) * 2, fullgraph=True, backend=backend, dynamic=True
+    )
     for rows in (8, 12):
         activation = torch.randn(rows, 48, requires_grad=True)
         out = compiled(activation, EVEN)
@@ -115,7 +117,9 @@ def test_weight_survives_the_operands():
 @pytest.mark.parametrize("fake", [False, True], ids=["eager", "fake"])
 def test_refuses(fake):
     (fp4, scale, global_scale), _ = make()
-    good = dict(activation=torch.randn(8, 48), fp4=fp4, scale=scale, global_scale=global_scale, offsets=EVEN, layout="linear")
+    good = dict(
+        activation=torch.randn(8, 48), fp4=fp4, scale=scale, global_scale=global_scale, offsets=EVEN, layout="linear"
+    )
     bad = [
         ("activation", torch.randn(8), r"activation: .*wanted shape \(rows, in_features\)"),
         ("activation", torch.randn(8, 48).double(), "activation: .*wanted a dtype of"),

@@ -56,11 +56,15 @@ def _per_expert(
         start = 0
         ends = offsets.tolist()
         groups = [(expert, end) for expert, end in enumerate(ends) if end > (ends[expert - 1] if expert else 0)]
-        for (_, end), matrix in zip(groups, _experts(weight, rows.dtype, [expert for expert, _ in groups]), strict=True):
+        for (_, end), matrix in zip(
+            groups, _experts(weight, rows.dtype, [expert for expert, _ in groups]), strict=True
+        ):
             out[start:end] = gemm(rows[start:end], matrix)
             start = end
         return out
-    row_expert = torch.searchsorted(offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True)
+    row_expert = torch.searchsorted(
+        offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
+    )
     for expert, matrix in enumerate(_experts(weight, rows.dtype, range(weight.shape[0]))):
         out = torch.where((row_expert == expert)[:, None], gemm(rows, matrix), out)
     return out
