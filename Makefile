@@ -23,7 +23,7 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/bench_grouped_mm.py
 	$(BIN)/python benchmarks/bench_moe_layer.py
 
-# The suite on torch 2.10, 2.11 and 2.13 (several GB of downloads on Linux).
+# The suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).
 test-matrix: .venv/installed-dev
 	$(BIN)/nox
 

@@ -4,7 +4,7 @@ Called by nox; calls pytest in a virtual environment of its own per version.
 
 import nox
 
-TORCH = ("2.10.0", "2.11.0", "2.13.0")
+TORCH = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 

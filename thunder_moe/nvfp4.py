@@ -9,7 +9,6 @@ Legend: E experts, N output features, K input features of the GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,8 +164,9 @@ def quantize(weight: torch.Tensor) -> NVFP4Weight:
     global_scale = torch.where(amax > 0, (amax / torch.full_like(amax, E2M1_MAX * E4M3_MAX)).clamp_min(tiny), 1.0)
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
-    for expert, rows in _chunks(weight):
-        qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows], global_scale[expert])
+    for expert in range(experts):
+        for rows in _row_chunks(weight):
+            qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows], global_scale[expert])
     return NVFP4Weight(qdata, scale, global_scale)
 
 
@@ -185,17 +185,20 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torc
     if dtype not in _WEIGHT_DTYPES:
         raise ValueError(f"dtype: got {dtype}, wanted one of {_WEIGHT_DTYPES}")
     weight = weight.to_layout("linear")
-    experts, n, k = weight.shape
-    out = torch.empty(experts, n, k, dtype=dtype, device=weight.device)
-    global_scale = weight.row_global_scale()
-    for expert, rows in _chunks(weight):
-        dequantize_rows(
-            weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[expert, rows]
-        )
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for expert in range(weight.shape[0]):
+        dequantize_expert(weight, expert, out[expert])
     return out
 
 
-def dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize_expert(weight: NVFP4Weight, expert: int, out: torch.Tensor) -> None:
+    """Dequantises one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
+    global_scale = weight.row_global_scale()
+    for rows in _row_chunks(weight):
+        _dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[rows])
+
+
+def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, out: torch.Tensor) -> None:
     """Dequantises some rows of one expert into `out`.
 
     Args:
@@ -277,13 +280,11 @@ def _pair_table(device: torch.device) -> torch.Tensor:
     return table
 
 
-def _chunks(weight: torch.Tensor | NVFP4Weight) -> Iterator[tuple[int, slice]]:
-    """(expert, rows) pairs that cover (E, N, K) with about `_CHUNK_WEIGHTS` weights each."""
-    experts, n, k = weight.shape
+def _row_chunks(weight: torch.Tensor | NVFP4Weight) -> list[slice]:
+    """Slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
+    _, n, k = weight.shape
     step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)
-    for expert in range(experts):
-        for start in range(0, n, step):
-            yield expert, slice(start, min(start + step, n))
+    return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
 def require(ok: bool, name: str, tensor: torch.Tensor, wanted: str) -> None:

@@ -182,7 +182,7 @@ def _swap(model: nn.Module, modules: list[nn.Module], replace: Callable[[nn.Modu
     weights = sum(module.out_features * module.in_features * module.num_experts for module in modules
                   for module in module.modules() if isinstance(module, GroupedLinear | NVFP4GroupedLinear))  # fmt: skip
     modules.reverse()
-    bar = tqdm(total=len(modules), desc=label, unit="module", disable=weights < _PROGRESS_WEIGHTS)
+    bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
     with bar:
         while modules:
             module = modules.pop()

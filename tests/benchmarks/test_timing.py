@@ -1,4 +1,4 @@
-"""The benchmarks' protocol and scripts: candidates in order, results on disk, wrong kernels refused. No number is asserted.
+"""The benchmarks' protocol and scripts: candidates in order, results on disk, wrong kernels refused.
 Called by pytest; calls benchmarks/timing.py, report.py, bench_grouped_mm.py and bench_moe_layer.py.
 """
 
@@ -19,9 +19,12 @@ TINY = ["--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.
 
 @pytest.fixture
 def load(monkeypatch):
-    """Imports a module of benchmarks/, which is no package."""
+    """Imports a module of benchmarks/, which is no package. One thread: on a busy machine two wait for each other."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield importlib.import_module
+    torch.set_num_threads(threads)
 
 
 def test_measure_orders_a_slow_and_a_fast_function(load):
@@ -58,10 +61,25 @@ def test_measure_calls_a_very_slow_function_once(load):
 
 @pytest.mark.parametrize("options", [dict(rounds=2, min_rounds=3), dict(min_rounds=0), dict(warmup=0), dict(budget=0)])
 def test_measure_refuses_numbers_out_of_range(load, options):
-    with pytest.raises(ValueError, match="got .* wanted"):
+    with pytest.raises(ValueError, match=r"got .* wanted"):
         load("timing").measure({"nothing": lambda: None}, **options)
     with pytest.raises(ValueError, match="functions: got none"):
         load("timing").measure({})
+
+
+def test_table_marks_what_was_not_timed_as_the_rest(load):
+    report, timing = load("report"), load("timing").Timing
+    timings = {
+        "bf16": timing(2e-3, (1.9e-3, 2.1e-3), 9, "cuda graph"),
+        "slow": timing(4.0, (4.0, 4.0), 1, "one call (slow)"),
+        "eager": timing(1e-3, (0.5e-3, 1.5e-3), 9, "cuda events (not captured: a reason)"),
+    }
+    lines = report.table([{"tokens": 8, **report.timed(timings, "bf16")}], ("tokens",), "bf16").splitlines()
+    assert lines[0].split("  ")[0] == "tokens"
+    assert len({len(line) for line in lines[:3]}) == 1, "aligned"
+    for cell in ("2.00", "4000 (one call)", "1.00 (no graph)", "0.000500"):
+        assert cell in lines[2]
+    assert "NOISY: 1 of 3 timings" in lines[-1]
 
 
 def test_environment_names_what_a_result_depends_on(load):
@@ -124,8 +142,8 @@ def test_bad_arguments_are_named(load, capsys, arguments, message):
 @pytest.mark.filterwarnings("ignore:transformer_engine module not found")
 def test_moe_layer_runs_end_to_end(load, tmp_path, capsys):
     pytest.importorskip("thunder_moe.compilers.thunder_executor", exc_type=ImportError)
-    rows = load("bench_moe_layer").main([*TINY, "--tokens", "1,3", "--output", str(tmp_path)])
-    assert [(row["tokens"], row["part"]) for row in rows] == [(t, p) for t in (1, 3) for p in ("layer", "experts")]
+    rows = load("bench_moe_layer").main([*TINY, "--tokens", "1,3", "--parts", "experts", "--output", str(tmp_path)])
+    assert [(row["tokens"], row["part"]) for row in rows] == [(1, "experts"), (3, "experts")]
     content = json.loads((tmp_path / "bench_moe_layer_cpu.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     size = content["expert_weight_bytes"]["small"]

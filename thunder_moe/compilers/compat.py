@@ -4,9 +4,11 @@ Called by thunder_executor and report before they import thunder; calls nothing 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 
 import torch
 
@@ -27,12 +29,31 @@ def import_thunder() -> None:
         if not hasattr(torch.Tensor, name):
             setattr(torch.Tensor, name, _removed(name))
     try:
-        import thunder  # noqa: F401
+        with _apply_as_python_method():
+            import thunder  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "thunder":
             raise
         raise ImportError("moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'") from error
     _alias_nvfuser()
+
+
+@contextlib.contextmanager
+def _apply_as_python_method() -> Iterator[None]:
+    """From torch 2.14 on `autograd.Function.apply` is a method written in C, without the `__func__` that Thunder 0.2.6
+    reads when it is imported. Unnecessary from the first Thunder release that imports on torch 2.14.
+
+    Models that call an `autograd.Function` of their own still cannot be traced by Thunder 0.2.6 on torch 2.14."""
+    function = torch.autograd.Function
+    if hasattr(function.apply, "__func__"):
+        yield
+        return
+    original = function.__dict__["apply"]
+    function.apply = classmethod(lambda cls, *args, **kwargs: original.__get__(None, cls)(*args, **kwargs))  # type: ignore
+    try:
+        yield
+    finally:
+        function.apply = original
 
 
 def _alias_nvfuser() -> None:

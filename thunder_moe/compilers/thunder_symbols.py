@@ -71,7 +71,8 @@ def _grouped_mm_meta(a, b, offsets, out_dtype=None):
 
 
 def _grouped_mm_impl(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype)
+    # Where N is no multiple of 16 bytes torch pads the rows of the result; traces promise contiguous ones.
+    return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
 
 
 def _dgrad_meta(grad, b, offsets):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize_rows
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert
 
 __all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_swiglu", "unavailable_reason"]
 
@@ -75,7 +75,6 @@ def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range
     weight = weight.to_layout("linear")
     _, n, k = weight.shape
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)
-    global_scale = weight.row_global_scale()
     for expert in experts:
-        dequantize_rows(weight.qdata[expert], weight.scale[expert], global_scale[expert], matrix)
+        dequantize_expert(weight, expert, matrix)
         yield matrix

@@ -1,0 +1,222 @@
+"""What the benchmarks share around the timing: command line, aligned table, JSON and plot.
+Called by the bench_*.py scripts; calls shapes, timing.environment and matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from shapes import SHAPES, MoEShape, parse_shape
+from timing import Timing, environment
+
+try:
+    import matplotlib
+except ImportError as error:
+    raise ImportError("the benchmarks need matplotlib: pip install 'thunder_moe[bench]'") from error
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+__all__ = ["comma_list", "parser", "plot", "positive", "relative_error", "save", "table", "timed"]
+
+# A timing whose quartiles are further apart than this share of its median is called noisy under the table.
+NOISY = 0.2
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The arguments that all benchmarks have: --device, --shapes, --output, --rounds, --budget, --slow."""
+    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--device", type=_device, default=default, help="cpu or cuda (default: %(default)s)")
+    result.add_argument("--shapes", type=comma_list(_shape), help=f"comma-separated, of: {', '.join(SHAPES)}")
+    result.add_argument("--output", type=pathlib.Path, default=RESULTS, metavar="DIR", help="for JSON and plot")
+    result.add_argument(
+        "--rounds", type=positive, default=50, help="timed calls of each candidate, at most (%(default)s)"
+    )
+    result.add_argument(
+        "--budget", type=_seconds, default=1.0, metavar="SECONDS", help="for each candidate of a row (%(default)s)"
+    )
+    result.add_argument(
+        "--slow",
+        type=_seconds,
+        default=2.5,
+        metavar="SECONDS",
+        help="a candidate that takes longer is called once, and the table says so (%(default)s)",
+    )
+    return result
+
+
+def comma_list(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type: ``a,b,c`` with each part converted."""
+
+    def parse(text: str) -> list[Any]:
+        return [convert(part.strip()) for part in text.split(",")]
+
+    return parse
+
+
+def positive(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
+    return int(text)
+
+
+def _shape(text: str) -> MoEShape:
+    try:
+        return parse_shape(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a number of seconds above 0")
+    return value
+
+
+def _device(text: str) -> torch.device:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted cpu or cuda")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch finds no CUDA device here")
+    return torch.device(text)
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative Frobenius error; infinite when anything is not finite."""
+    error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+    return error if math.isfinite(error) else math.inf
+
+
+def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str) -> str:
+    """Aligned text: the keys of each row, milliseconds of each candidate, times faster than the baseline.
+
+    Args:
+        rows: each has `keys`, and what `timed` gives.
+        keys: the columns in front.
+        baseline: the candidate that the others are compared with.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
+    others = [name for name in names if name != baseline]
+    cells = [
+        [*(key.replace("_", " ") for key in keys), *(f"{name} [ms]" for name in names), *(f"x {n}" for n in others)]
+    ]
+    for row in rows:
+        times = [_milliseconds(row["seconds"].get(name)) for name in names]
+        ratios = [_number(row["times_faster"][name]) if name in row["times_faster"] else "-" for name in others]
+        cells.append([*(str(row[key]) for key in keys), *times, *ratios])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    legend = [f"medians; x: times faster than {baseline}"]
+    timings = [timing for row in rows for timing in row["seconds"].values()]
+    noisy = sum(t["quartiles"][1] - t["quartiles"][0] > NOISY * t["median"] for t in timings)
+    if noisy:
+        legend.append(
+            f"NOISY: {noisy} of {len(timings)} timings have quartiles more than {NOISY:.0%} of the median apart; "
+            "run again on an idle machine"
+        )
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:], *legend])
+
+
+def _milliseconds(timing: dict[str, Any] | None) -> str:
+    if timing is None:
+        return "-"
+    mark = {"one call": " (one call)", "cuda events": " (no graph)"}
+    return _number(timing["median"] * 1e3) + next(
+        (text for m, text in mark.items() if timing["method"].startswith(m)), ""
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def timed(timings: dict[str, Timing], baseline: str) -> dict[str, Any]:
+    """The part of a row that comes from `timing.measure`: seconds of all, ratios to the baseline."""
+    ratios = {name: timings[baseline].median / timing.median for name, timing in timings.items() if name != baseline}
+    return {"seconds": {name: asdict(timing) for name, timing in timings.items()}, "times_faster": ratios}
+
+
+def save(
+    stem: str, device: torch.device, rows: list[dict[str, Any]], output: pathlib.Path, **more: Any
+) -> pathlib.Path:
+    """Writes ``<output>/<stem>_<device>.json``: the environment, `more`, and the rows.
+
+    Returns:
+        The path of the file.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"{stem}_{device.type}.json"
+    content = {"benchmark": stem, "environment": environment(device), **more, "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def plot(
+    path: pathlib.Path,
+    rows: Sequence[dict[str, Any]],
+    x: str,
+    *,
+    panel: Callable[[dict[str, Any]], str],
+    label: Callable[[str, dict[str, Any]], str],
+    baseline: str,
+    title: str,
+) -> pathlib.Path:
+    """Draws times faster than the baseline against row[x], log-log, with a line at 1.
+
+    Args:
+        path: of the JSON; the PNG lies beside it.
+        rows: as `table` takes them.
+        x: the key of the horizontal axis.
+        panel: the title of the panel that a row is in.
+        label: candidate, row -> the label of its line in the panel.
+        baseline: what the line at 1 is.
+        title: of the figure.
+
+    Returns:
+        The path of the PNG.
+    """
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        lines = panels.setdefault(panel(row), {})
+        for name, ratio in row["times_faster"].items():
+            lines.setdefault(label(name, row), []).append((row[x], ratio))
+    columns = min(4, len(panels))
+    lines_of_panels = -(-len(panels) // columns)
+    size = (4.6 * columns, 3.8 * lines_of_panels)
+    figure, axes = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, sharey=True)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (name, lines) in zip(axes.flat, panels.items(), strict=False):
+        for text, points in lines.items():
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=text)
+        ticks = sorted({point for points in lines.values() for point, _ in points})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set(title=name, xlabel=x.replace("_", " "))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"times faster than {baseline}")
+    figure.suptitle(title)
+    figure.tight_layout()
+    path = path.with_suffix(".png")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path

@@ -1,0 +1,223 @@
+"""The one timing protocol of the benchmarks (`measure`) and the machine that it ran on (`environment`).
+Called by the bench_*.py scripts; calls torch.
+
+Candidates of a comparison run side by side: a round calls each of them once, in an order that is shuffled anew, so
+that a machine that slows down slows all of them down. The median over the rounds is reported.
+
+CPU:   warm-up -> rounds, each call timed by time.perf_counter; caches as the candidate before left them.
+CUDA:  warm-up -> CUDA graph -> rounds, each replay between two events behind a flush of the L2 cache. What cannot be
+       captured is timed as plain calls, launch overhead included, and its `Timing.method` says so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import pathlib
+import platform
+import random
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+import thunder_moe
+
+__all__ = ["Timing", "environment", "measure"]
+
+# As triton.testing.do_bench: several times the largest L2 cache (H200: 50 MB).
+_FLUSH_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one candidate took.
+
+    Attributes:
+        median: seconds per call.
+        quartiles: the first and third, seconds.
+        rounds: calls that were timed.
+        method: "perf_counter", "cuda graph", "cuda events (not captured: ...)", or "one call (slow)".
+    """
+
+    median: float
+    quartiles: tuple[float, float]
+    rounds: int
+    method: str
+
+
+def measure(
+    functions: dict[str, Callable[[], Any]],
+    *,
+    device: torch.device | str = "cpu",
+    warmup: int = 3,
+    rounds: int = 50,
+    min_rounds: int = 3,
+    budget: float = 2.0,
+    slow: float = 2.5,
+) -> dict[str, Timing]:
+    """Times candidates side by side.
+
+    Args:
+        functions: name -> the call to time, without arguments. Its output is dropped.
+        device: where they run.
+        warmup: untimed calls of each, cut short by the budget.
+        rounds: at most so many timed calls of each.
+        min_rounds: at least so many, whatever the budget.
+        budget: seconds after which a candidate leaves the rounds; the others go on.
+        slow: seconds; a candidate whose first warm-up call takes longer takes no part, that call is its Timing.
+
+    Returns:
+        name -> Timing, in the order of `functions`.
+
+    Raises:
+        ValueError: there is nothing to time, or a number is out of range.
+    """
+    if not functions:
+        raise ValueError("functions: got none, wanted at least one candidate")
+    if not 1 <= min_rounds <= rounds:
+        raise ValueError(f"min_rounds: got {min_rounds}, wanted 1 to rounds = {rounds}")
+    if warmup < 1 or budget <= 0 or slow <= 0:
+        raise ValueError(f"warmup, budget, slow: got {warmup}, {budget}, {slow}, wanted at least 1 and more than 0")
+    device = torch.device(device)
+    first_calls = {name: _warm_up(function, device, warmup, budget, slow) for name, function in functions.items()}
+    clocks = {name: _clock(function, device) for name, function in functions.items() if first_calls[name] <= slow}
+    seconds = _run_rounds({name: clock for name, (clock, _) in clocks.items()}, rounds, min_rounds, budget)
+    timings = {name: _summary(seconds[name], method) for name, (_, method) in clocks.items()}
+    return {name: timings.get(name) or _summary([first_calls[name]], "one call (slow)") for name in functions}
+
+
+def _run_rounds(
+    clocks: dict[str, Callable[[], float]], rounds: int, min_rounds: int, budget: float
+) -> dict[str, list[float]]:
+    """Each clock runs its candidate once and returns the seconds. The budget is wall time, flushes included."""
+    seconds: dict[str, list[float]] = {name: [] for name in clocks}
+    spent = dict.fromkeys(clocks, 0.0)
+    order = random.Random(0)
+    for done in range(rounds):
+        running = [name for name in clocks if done < min_rounds or spent[name] < budget]
+        if not running:
+            break
+        for name in order.sample(running, len(running)):
+            start = time.perf_counter()
+            seconds[name].append(clocks[name]())
+            spent[name] += time.perf_counter() - start
+    return seconds
+
+
+def _summary(seconds: list[float], method: str) -> Timing:
+    if len(seconds) == 1:
+        return Timing(seconds[0], (seconds[0], seconds[0]), 1, method)
+    first, median, third = quantiles(seconds, n=4, method="inclusive")
+    return Timing(median, (first, third), len(seconds), method)
+
+
+def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budget: float, slow: float) -> float:
+    """Up to `calls` calls within the budget, one alone if it is slow; the seconds of the first."""
+    seconds: list[float] = []
+    while len(seconds) < calls and sum(seconds) < budget and sum(seconds) <= slow:
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds[0]
+
+
+def _clock(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], float], str]:
+    """What runs a candidate once and returns the seconds, and the method's name."""
+    if device.type != "cuda":
+        return functools.partial(_cpu_seconds, function), "perf_counter"
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except Exception as error:  # whatever a capture forbids: the result names it
+        torch.cuda.synchronize()
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return functools.partial(_cuda_seconds, function), f"cuda events (not captured: {reason[:120]})"
+    return functools.partial(_cuda_seconds, graph.replay), "cuda graph"
+
+
+def _cpu_seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _cuda_seconds(run: Callable[[], Any]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _flush_buffer().zero_()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+@functools.cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """What a result depends on: machine, its load by others and us, versions, commit, command line."""
+    device = torch.device(device)
+    machine: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if hasattr(os, "getloadavg"):
+        machine["load_average"] = round(os.getloadavg()[0], 2)
+    if device.type == "cuda":
+        machine |= {"gpu": torch.cuda.get_device_name(device), "gpus": torch.cuda.device_count()}
+    versions = {
+        "torch": torch.__version__,
+        "thunder": _version("lightning-thunder"),
+        "thunder_moe": thunder_moe.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+    }
+    return {
+        "machine": machine,
+        "device": str(device),
+        "system": platform.platform(terse=True),
+        "versions": versions,
+        "commit": _commit(),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, "+changes" behind it when files differ; None outside of git."""
+    root = pathlib.Path(__file__).resolve().parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
+        # The results themselves are no change of what was measured.
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--", ":/", ":/!benchmarks/results"],
+            cwd=root, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit.stdout.strip() + ("+changes" if changes.stdout.strip() else "")

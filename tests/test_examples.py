@@ -1,0 +1,141 @@
+"""examples/llama4_moe_text.py with tiny sizes: its numbers, its files, its split of the text and its error messages.
+Called by pytest; calls the example's main, parse, source_files, split_files and generate.
+"""
+
+import importlib.util
+import json
+import math
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the example needs pip install 'thunder_moe[bench]'")
+
+LAYERS, STEPS = 2, 4
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / "llama4_moe_text.py"
+    spec = importlib.util.spec_from_file_location("llama4_moe_text", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def output(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("example") / "made" / "by_the_example"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # operations this small gain nothing from more, and lose much on a busy machine
+    try:
+        example.main(["--steps", str(STEPS), "--hidden", "32", "--layers", str(LAYERS), "--output", str(directory)])
+    finally:
+        torch.set_num_threads(threads)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def numbers(output: Path) -> dict:
+    return json.loads((output / "llama4_moe_text.json").read_text())
+
+
+def test_all_columns_are_reported(example: ModuleType, numbers: dict) -> None:
+    assert list(numbers["columns"]) == list(example.COLUMNS)
+    for column in numbers["columns"].values():
+        assert math.isfinite(column["bits_per_byte"])
+        assert column["tokens_per_second"] > 0
+    assert numbers["held_out_bytes"] >= 50_000
+    assert len(numbers["training_bits_per_byte"]) == STEPS
+    assert numbers["training_bits_per_byte"][-1] < numbers["training_bits_per_byte"][0]
+
+
+def test_gemms_rewritten(numbers: dict) -> None:
+    columns = numbers["columns"]
+    assert (columns["thunder_bf16"]["gemms"], columns["thunder_bf16"]["gemms_rewritten"]) == (3 * LAYERS, 0)
+    assert (columns["thunder_nvfp4"]["gemms"], columns["thunder_nvfp4"]["gemms_rewritten"]) == (3 * LAYERS, 3 * LAYERS)
+
+
+def test_columns_agree(numbers: dict) -> None:
+    """4-bit weights cost little, the two ways to them nothing, and Thunder computes what eager does."""
+    bits = {name: column["bits_per_byte"] for name, column in numbers["columns"].items()}
+    assert bits["thunder_bf16"] == pytest.approx(bits["eager_bf16"], rel=2e-3)
+    assert bits["thunder_nvfp4"] == pytest.approx(bits["thunder_bf16"], rel=2e-2)
+    assert bits["thunder_nvfp4"] != bits["thunder_bf16"]
+    assert bits["thunder_nvfp4_quantize_"] == pytest.approx(bits["thunder_nvfp4"], rel=1e-4)
+    relative = 100 * (bits["thunder_nvfp4"] / bits["thunder_bf16"] - 1)
+    assert numbers["nvfp4_loss_relative_to_bf16_percent"] == pytest.approx(relative)
+
+
+def test_expert_bytes(example: ModuleType, numbers: dict) -> None:
+    """Two bytes a weight, or half a byte, a scale per 16 weights, and the float32 multipliers."""
+    weights = LAYERS * example.EXPERTS * 3 * 32 * 64
+    multipliers = 4 * LAYERS * example.EXPERTS * (2 * 64 + 1)  # a row of gate and up, an expert of down
+    columns = numbers["columns"]
+    assert columns["thunder_bf16"]["expert_bytes_held"] == 2 * weights
+    assert columns["thunder_nvfp4_quantize_"]["expert_bytes_held"] == weights // 2 + weights // 16 + multipliers
+    assert columns["thunder_nvfp4"]["expert_bytes_read"] == columns["thunder_nvfp4_quantize_"]["expert_bytes_held"]
+
+
+def test_files_are_written(output: Path) -> None:
+    assert sorted(path.name for path in output.iterdir()) == ["llama4_moe_text.json", "llama4_moe_text.png"]
+    assert (output / "llama4_moe_text.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_file_is_in_both_splits(example: ModuleType) -> None:
+    files = example.source_files(Path(sysconfig.get_path("stdlib")))
+    train, held_out = example.split_files(files)
+    assert len(set(train) | set(held_out)) == len(train) + len(held_out) == len(files)
+    assert sum(path.stat().st_size for path in held_out) > example.HELD_OUT_BYTES
+
+
+def test_source_files_skip_what_is_not_the_librarys(example: ModuleType, tmp_path: Path) -> None:
+    for name in ("b.py", "a/z.py", "a/test/t.py", "site-packages/p.py", "_sysconfigdata_x.py", "a/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    assert [path.relative_to(tmp_path).as_posix() for path in example.source_files(tmp_path)] == ["a/z.py", "b.py"]
+
+
+def test_a_python_without_sources_is_named(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match="without most sources of its standard library"):
+        example.main(["--output", str(tmp_path)])
+
+
+def test_generate_looks_at_the_last_window_alone(example: ModuleType) -> None:
+    def next_is_one_more(text: torch.Tensor) -> torch.Tensor:
+        assert text.shape == (1, example.WINDOW)
+        return 1e4 * torch.nn.functional.one_hot((text + 1) % 256, 256).float()
+
+    made = example.generate(next_is_one_more, b"abc", 150, torch.device("cpu"), seed=0)
+    assert made == bytes(range(ord("a"), ord("a") + 153))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: got 0, wanted at least 1"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--hidden", "100"], "--hidden: got 100, wanted a positive multiple of 16"),
+        (["--hidden", "0"], "--hidden: got 0, wanted a positive multiple of 16"),
+        (["--layers", "-1"], "--layers: got -1, wanted at least 1"),
+        (["--seed", "-1"], "--seed: got -1, wanted a number between"),
+        (["--device", "abacus"], "--device: cannot use 'abacus'"),
+        (["--device", "cuda:99"], "--device: cannot use 'cuda:99'"),
+        (["--output", str(Path(__file__))], "--output: cannot make the directory"),
+    ],
+)
+def test_wrong_arguments_say_what_is_wanted(
+    example: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        example.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
