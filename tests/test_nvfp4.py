@@ -2,6 +2,9 @@
 Called by pytest; judged by tests/oracle.py and, byte for byte, by torchao.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from oracle import FORMAT_ERROR, decode_e2m1, relative_error
@@ -113,6 +116,20 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     parts = quantize(weight)
     assert all(torch.equal(a.view(BITS), b.view(BITS)) for a, b in zip(whole.tensors(), parts.tensors(), strict=True))
     assert torch.equal(dequantize(parts), dequantize(whole))
+
+
+def test_quantising_takes_little_more_memory_than_its_result():
+    code = """
+import resource, torch
+from thunder_moe.nvfp4 import quantize
+quantize(torch.randn(1, 64, 4096, dtype=torch.bfloat16))
+weight = torch.ones(4, 4096, 4096, dtype=torch.bfloat16)  # 128 MiB
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+packed = quantize(weight)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 - packed.nbytes / 2**20)
+"""
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert float(run.stdout) < 24, "MiB beyond the result"
 
 
 def torchao_quantize(weight: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -29,7 +30,8 @@ def import_thunder() -> None:
         if not hasattr(torch.Tensor, name):
             setattr(torch.Tensor, name, _removed(name))
     try:
-        with _apply_as_python_method():
+        with _apply_as_python_method(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="transformer_engine module not found")
             import thunder  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "thunder":

@@ -1,0 +1,372 @@
+"""Trains a byte-level language model of Llama4MoE blocks and compares it in bf16 and NVFP4: quality, memory, speed.
+Called by `make demo` (`python examples/llama4_moe_text.py --help` for the options) and by tests/test_examples.py.
+Calls thunder_moe (Llama4MoE, moe_executor, quantize_, rewrite_report), Thunder, matplotlib.
+
+read the standard library's sources -> split by file -> train under Thunder -> freeze -> compile again: NVFP4 -> compare
+-> generate text -> table, plot and JSON. The text is that of the running Python, so numbers differ between versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import platform
+import random
+import statistics
+import sysconfig
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+try:
+    from matplotlib.figure import Figure
+
+    from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, moe_executor, quantize_, rewrite_report
+    from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
+
+    import thunder  # isort: skip  (after moe_executor, which makes Thunder 0.2.6 import on torch 2.13)
+except ImportError as error:
+    raise ImportError(f"this example needs pip install 'thunder_moe[bench]': {error}") from error
+
+WINDOW = 128  # bytes that the model sees
+NEAR = 4  # bytes that the embedding sees at once
+BATCH = 16
+EXPERTS = 8
+HELD_OUT_BATCHES = 32
+HELD_OUT_BYTES = HELD_OUT_BATCHES * BATCH * WINDOW  # 65,536
+# Left out: tests, tables of characters, other people's packages; and _sysconfigdata, which differs between machines.
+SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+COLUMNS = {
+    "eager_bf16": "eager bf16",
+    "thunder_bf16": "Thunder bf16",
+    "thunder_nvfp4": "Thunder NVFP4",
+    "thunder_nvfp4_quantize_": "quantize_ + Thunder",
+}
+
+
+# ---- text
+
+
+def source_files(root: Path) -> list[Path]:
+    """The .py files below a directory in a fixed order, without `SKIPPED_DIRECTORIES`."""
+    files = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
+    kept = [path for path in files if not SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts)]
+    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+
+
+def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """(train, held out): every 16th file is held out."""
+    train = [path for index, path in enumerate(files) if index % 16 != 8]
+    return train, [path for index, path in enumerate(files) if index % 16 == 8]
+
+
+def read_bytes(files: Iterable[Path]) -> Tensor:
+    """All files in one uint8 tensor, parted by an empty byte."""
+    return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(bytes, the byte after each), both (len(starts), WINDOW) int64."""
+    chunk = text[starts[:, None] + torch.arange(WINDOW + 1)].long().to(device)
+    return chunk[:, :-1].contiguous(), chunk[:, 1:].contiguous()
+
+
+# ---- model
+
+
+class Block(nn.Module):
+    """Causal attention and a `Llama4MoE`, each behind an RMSNorm."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.heads = hidden // (32 if hidden % 32 == 0 else 16)
+        self.attention_norm, self.moe_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.moe = Llama4MoE(Llama4MoEConfig(hidden, 2 * hidden, EXPERTS, num_shared_experts=1, top_k=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        qkv = self.qkv(self.attention_norm(x)).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.moe(self.moe_norm(x))
+
+
+class ByteModel(nn.Module):
+    """Bytes (B, WINDOW) -> logits of the next byte (B, WINDOW, 256), float32."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(NEAR * 256, hidden), nn.Embedding(WINDOW, hidden)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, 256, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.3)
+        nn.init.normal_(self.positions.weight, std=0.1)
+
+    def forward(self, text: Tensor) -> Tensor:
+        near = [F.pad(text, (k, 0))[:, :WINDOW] + 256 * k for k in range(NEAR)]  # each byte and the ones before it
+        x = self.embedding(torch.stack(near, -1)).sum(-2) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+
+# ---- training
+
+
+class MasterAdamW:
+    """AdamW on float32 copies of bf16 parameters: small updates would be rounded away in bf16."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], steps: int, peak_rate: float) -> None:
+        self.parameters = list(parameters)
+        self.masters = [p.detach().float() for p in self.parameters]
+        self.adamw = torch.optim.AdamW(self.masters, peak_rate, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
+        warmup = max(1, min(50, steps // 10))
+
+        def rate(step: int) -> float:  # a ramp, then a cosine down to a twentieth of the peak
+            return min((step + 1) / warmup, 0.525 + 0.475 * math.cos(math.pi * step / steps))
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.adamw, rate)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.adamw.step()
+        self.schedule.step()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.copy_(master)
+
+
+def train(compiled: Callable, model: ByteModel, text: Tensor, args: argparse.Namespace) -> list[float]:
+    """Trains all parameters through Thunder; returns the loss of each step in bits per byte."""
+    generator = torch.Generator().manual_seed(args.seed)
+    optimizer = MasterAdamW(model.parameters(), args.steps, peak_rate=5e-3)
+    losses: list[float] = []
+    bar = tqdm(range(args.steps), desc="training", unit="step")
+    # While the experts train, the executor keeps them 16-bit and warns that nothing was rewritten: just what we want.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RewriteWarning)
+        for _ in bar:
+            starts = torch.randint(len(text) - WINDOW, (BATCH,), generator=generator)
+            inputs, targets = windows(text, starts, args.device)
+            loss = F.cross_entropy(compiled(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item() / math.log(2))
+            bar.set_postfix(bits_per_byte=f"{statistics.fmean(losses[-20:]):.3f}")
+    return losses
+
+
+# ---- comparison
+
+
+def held_out_batches(text: Tensor, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """`HELD_OUT_BATCHES` batches of windows, evenly spread over the held-out text."""
+    starts = torch.linspace(0, len(text) - WINDOW - 1, HELD_OUT_BATCHES * BATCH, dtype=torch.float64).long()
+    return [windows(text, part, device) for part in starts.split(BATCH)]
+
+
+def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
+    """Held-out bits per byte and median tokens per second; all columns run on each batch in turn."""
+    nats: dict[str, list[float]] = {name: [] for name in columns}
+    seconds: dict[str, list[float]] = {name: [] for name in columns}
+    shuffle = random.Random(0)
+    synchronize = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
+    for function in columns.values():
+        function(batches[0][0])  # compiles
+    for inputs, targets in tqdm(batches, desc="comparing", unit="batch"):
+        # In a new order each time, since what ran before leaves its traces in the caches.
+        for name in shuffle.sample(list(columns), len(columns)):
+            synchronize()
+            start = time.perf_counter()
+            logits = columns[name](inputs)
+            synchronize()
+            seconds[name].append(time.perf_counter() - start)
+            nats[name].append(F.cross_entropy(logits.detach().flatten(0, 1), targets.flatten()).item())
+            del logits  # or the next column pays for freeing what this one kept for a backward
+    return {
+        name: {
+            "bits_per_byte": statistics.fmean(nats[name]) / math.log(2),
+            "tokens_per_second": BATCH * WINDOW / statistics.median(seconds[name]),
+        }
+        for name in columns
+    }
+
+
+def expert_bytes(model: nn.Module) -> int:
+    """Bytes of the routed experts' weights, 16-bit or NVFP4."""
+    wide = sum(module.weight.nbytes for module in model.modules() if isinstance(module, GroupedLinear))
+    return wide + sum(m.nvfp4_weight.nbytes for m in model.modules() if isinstance(m, NVFP4GroupedLinear))
+
+
+@torch.no_grad()
+def generate(compiled: Callable, prompt: bytes, length: int, device: torch.device, seed: int) -> bytes:
+    """Continues a prompt by `length` bytes at temperature 0.5.
+
+    The model always gets WINDOW bytes, since Thunder traces again for each new length: a short text is filled up on
+    the right, where causal attention does not look.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt)
+    for _ in tqdm(range(length), desc="generating", unit="byte"):
+        window = text[-WINDOW:]
+        logits = compiled(torch.tensor([window + [0] * (WINDOW - len(window))], device=device))[0, len(window) - 1]
+        text.append(int(torch.multinomial((logits.cpu() / 0.5).softmax(-1), 1, generator=generator)))
+    return bytes(text)
+
+
+# ---- output
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """The columns side by side."""
+    columns = [results[name] for name in COLUMNS]
+    rows = [
+        ["", *COLUMNS.values()],
+        ["held-out bits per byte", *(f"{c['bits_per_byte']:.4f}" for c in columns)],
+        ["expert weights a pass reads, KiB", *(f"{c['expert_bytes_read'] / 1024:,.0f}" for c in columns)],
+        ["expert weights in memory, KiB", *(f"{c['expert_bytes_held'] / 1024:,.0f}" for c in columns)],
+        ["tokens per second (median)", *(f"{c['tokens_per_second']:,.0f}" for c in columns)],
+        ["expert GEMMs in NVFP4", *(f"{c['gemms_rewritten']} of {c['gemms']}" if c["gemms"] else "-" for c in columns)],
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+
+
+def plot(losses: list[float], results: dict[str, dict[str, float]], path: Path) -> None:
+    """The loss curve, and a bar per column for bits per byte, memory and speed."""
+    figure = Figure(figsize=(18, 4.5), layout="constrained")
+    curve, *panels = figure.subplots(1, 4, width_ratios=(1.6, 1, 1, 1))
+    smooth = [statistics.fmean(losses[max(0, step - 19) : step + 1]) for step in range(len(losses))]
+    curve.plot(losses, color="0.8", label="each step")
+    curve.plot(smooth, color="C0", label="mean of 20 steps")
+    curve.axhline(results["thunder_bf16"]["bits_per_byte"], color="C3", linestyle="--", label="held out, at the end")
+    curve.set(title="Training under Thunder", xlabel="step", ylabel="bits per byte")
+    curve.legend()
+    bars = (
+        ("Held-out bits per byte (less is better)", "bits_per_byte", 1.0, "{:.3f}"),
+        ("Expert weights in memory, MiB (less is better)", "expert_bytes_held", 2.0**-20, "{:.2f}"),
+        ("Tokens per second (more is better)", "tokens_per_second", 1.0, "{:,.0f}"),
+    )
+    labels = [label.replace(" ", "\n", 1) for label in COLUMNS.values()]
+    for panel, (title, key, factor, form) in zip(panels, bars, strict=True):
+        heights = [results[name][key] * factor for name in COLUMNS]
+        panel.bar_label(panel.bar(labels, heights, color=["0.6", "C0", "C1", "C2"]), fmt=form)
+        panel.set_title(title, fontsize=10)
+        panel.tick_params(axis="x", labelsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level language model of Llama4MoE blocks on the Python standard library's "
+        "sources, then compare it in bf16 and in NVFP4 under Lightning Thunder: quality, memory, speed.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=1000, help=f"training steps, each of {BATCH * WINDOW:,} bytes")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the generated text")
+    parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 16")
+    parser.add_argument("--layers", type=int, default=2, help="number of blocks")
+    parser.add_argument("--output", type=Path, default=Path("out"), metavar="DIR", help="where the plot and JSON go")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    args = parser.parse_args(argv)
+    for name in ("steps", "layers"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: got {getattr(args, name)}, wanted at least 1")
+    if args.hidden < 16 or args.hidden % 16:
+        parser.error(f"--hidden: got {args.hidden}, wanted a positive multiple of 16 (the block of NVFP4)")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed: got {args.seed}, wanted a number between 0 and 2**63 - 1")
+    try:
+        torch.empty(0, device=args.device)
+        args.device = torch.device(args.device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: this torch was built without CUDA
+        parser.error(f"--device: cannot use {args.device!r}: {str(error).splitlines()[0]}")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: cannot make the directory: {error}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Runs everything; returns what the JSON holds."""
+    started = time.perf_counter()
+    args = parse(argv)
+    root = Path(sysconfig.get_path("stdlib"))
+    train_files, held_out_files = split_files(source_files(root))
+    if sum(path.stat().st_size for path in held_out_files) < HELD_OUT_BYTES:
+        raise SystemExit(f"this Python comes without most sources of its standard library: too few .py files in {root}")
+    text, held_out = read_bytes(train_files), read_bytes(held_out_files)
+    print(f"text   the library of Python {platform.python_version()}")
+    print(f"       {len(train_files)} files to train on ({len(text):,} bytes)")
+    print(f"       {len(held_out_files)} files held out ({len(held_out):,} bytes)")
+
+    torch.manual_seed(args.seed)
+    model = ByteModel(args.hidden, args.layers).to(args.device, torch.bfloat16)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    wide = expert_bytes(model)
+    print(f"model  {parameters:,} bf16 parameters, {wide // 2:,} of them in {args.layers} x {EXPERTS} experts")
+    trained = thunder.jit(model, executors=[moe_executor])
+    losses = train(trained, model, text, args)
+
+    # Thunder 0.2.6 alone cannot run torch's grouped GEMM (its torch executor's checker refuses every call), so the
+    # bf16 column is the model as it was trained: experts that require a gradient stay 16-bit. Gradients are therefore
+    # enabled for this column; keeping what a backward would need costs it a little speed.
+    fixed = copy.deepcopy(model).requires_grad_(False).eval()
+    swapped = quantize_(copy.deepcopy(fixed))
+    rewritten = thunder.jit(fixed, executors=[moe_executor])
+    quantized = thunder.jit(swapped, executors=[moe_executor])
+    inference = torch.no_grad()
+    functions = (inference(fixed), trained, inference(rewritten), inference(quantized))
+    results = compare(dict(zip(COLUMNS, functions, strict=True)), held_out_batches(held_out, args.device))
+    narrow = expert_bytes(swapped)
+    # The rewrite while compiling leaves the model its own 16-bit weights; quantize_ frees them.
+    read, held = (wide, wide, narrow, narrow), (wide, wide, wide + narrow, narrow)
+    reports = (None, *map(rewrite_report, (trained, rewritten, quantized)))
+    for name, report, *sizes in zip(COLUMNS, reports, read, held, strict=True):
+        results[name] |= dict(zip(("expert_bytes_read", "expert_bytes_held"), sizes, strict=True))
+        results[name] |= {"gemms": len(report or ()), "gemms_rewritten": len(report.rewritten) if report else 0}
+        if report:
+            print(f"\nrewrite_report, {COLUMNS[name]}:\n{report}")
+
+    sample = generate(functions[2], b"import os\n\n\ndef ", 240, args.device, args.seed).decode(errors="replace")
+    print(f"\nwritten by the NVFP4 model:\n{sample}\n")
+    print(table(results))
+    change = 100 * (results["thunder_nvfp4"]["bits_per_byte"] / results["thunder_bf16"]["bits_per_byte"] - 1)
+    print(f"NVFP4 held-out loss relative to bf16: {change:+.2f} %")
+
+    seconds = time.perf_counter() - started
+    numbers = {
+        "columns": results,
+        "nvfp4_loss_relative_to_bf16_percent": change,
+        "held_out_bytes": HELD_OUT_BYTES,
+        "training_bits_per_byte": losses,
+        "sample": sample,
+        "options": {**vars(args), "device": str(args.device), "output": str(args.output)},
+        "parameters": parameters,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "thunder": thunder.__version__},
+        "threads": torch.get_num_threads(),
+        "seconds": seconds,
+    }
+    stem = args.output / "llama4_moe_text"
+    stem.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n")
+    plot(losses, results, stem.with_suffix(".png"))
+    print(f"\nwrote {stem}.png and {stem}.json after {seconds:.0f} s on {torch.get_num_threads()} threads")
+    return numbers
+
+
+if __name__ == "__main__":
+    main()
