@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.nvfp4 import NVFP4Weight
+from thunder_moe.nvfp4 import NVFP4Weight, require
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class GroupedLinear(nn.Module):
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N); rows past ``offsets[-1]`` are undefined.
 
         Raises:
-            ValueError: x or offsets has the wrong rank or size.
+            ValueError: x or offsets has the wrong rank, size, dtype or device.
         """
-        _check_rows(x, offsets, self.num_experts, self.in_features)
+        _check_rows(x, offsets, self.weight)
         return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
 
     def extra_repr(self) -> str:
@@ -318,11 +318,19 @@ class Llama4MoE(nn.Module):
         return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)
 
 
-def _check_rows(x: Tensor, offsets: Tensor, num_experts: int, in_features: int) -> None:
-    if x.ndim != 2 or x.shape[1] != in_features:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (rows, in_features = {in_features})")
-    if offsets.ndim != 1 or offsets.shape[0] != num_experts:
-        raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({num_experts},), one row end per expert")
+def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:
+    """The checks of `GroupedLinear.forward`; conditions on sizes and dtypes alone, so that compilers trace through."""
+    experts, _, k = weight.shape
+    require(x.ndim == 2 and x.shape[1] == k, "x", x, f"shape (rows, in_features = {k})")
+    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
+    require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
+    # While Thunder traces, a dtype is one of its own; its symbol for the grouped GEMM checks it then.
+    require(
+        offsets.dtype == torch.int32 or not isinstance(offsets.dtype, torch.dtype), "offsets", offsets, "dtype int32"
+    )
+    wanted = f"shape ({experts},), one row end per expert"
+    require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
+    require(offsets.device == x.device, "offsets", offsets, f"device {x.device}, that of x")
 
 
 def _require_positive(name: str, size: int, *, least: int = 1) -> None:

@@ -417,6 +417,19 @@ def test_nothing_to_rewrite_is_a_warning():
     assert str(rewrite_report(compiled)) == "no grouped GEMM was compiled"
 
 
+def test_bad_operands_are_refused_while_tracing():
+    x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
+    for rows, offsets, message in (
+        (x, EVEN.long(), r"offs: got .*int64 \(4,\), wanted int32 \(4,\)"),
+        (x, EVEN[:3], r"offs: got .*int32 \(3,\), wanted int32 \(4,\)"),
+        (x[:, :48], EVEN, r"mat_a: got shape \(8, 48\), wanted \(rows, 64\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jit(mm)(rows, weight, offsets)
+    with pytest.raises(ValueError, match="offs: got .*int64"):
+        jit(GroupedLinear(4, 64, 32, dtype=BF16))(x, EVEN.long())
+
+
 def test_unsupported_forms_still_say_so():
     x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     with pytest.raises(Exception, match="bias"):

@@ -55,7 +55,7 @@ def _apply_as_python_method() -> Iterator[None]:
     try:
         yield
     finally:
-        function.apply = original
+        function.apply = original  # type: ignore[method-assign]
 
 
 def _alias_nvfuser() -> None:

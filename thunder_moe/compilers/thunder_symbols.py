@@ -66,6 +66,10 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _grouped_mm_meta(a, b, offsets, out_dtype=None):
+    if offsets.dtype != dtypes.int32 or tuple(offsets.shape) != (b.shape[0],):
+        raise ValueError(f"offs: got {offsets.dtype} {tuple(offsets.shape)}, wanted int32 ({b.shape[0]},)")
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f"mat_a: got shape {tuple(a.shape)}, wanted (rows, {b.shape[1]}) by mat_b's {tuple(b.shape)}")
     dtype = a.dtype if out_dtype is None else dtypes.to_dtype(out_dtype)
     return TensorProxy(like=a, shape=(a.shape[0], b.shape[2]), dtype=dtype)
 

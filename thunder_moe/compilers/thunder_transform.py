@@ -253,7 +253,7 @@ def _rewrite_prologue(old: TraceCtx, packs: list[_Pack], arguments: list[Any]) -
 
 def _names_read(body: list[BoundSymbol]) -> set[str]:
     """Names of the proxies that the computation needs: read by a symbol, or part of its output."""
-    names = set()
+    names: set[str] = set()
     for bsym in body:
         proxies = bsym.flat_proxy_args
         if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL:
