@@ -9,11 +9,12 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["import_thunder"]
+__all__ = ["import_thunder", "thunderfx_compile"]
 
 # Thunder 0.2.6 lists these Tensor methods by name when it is imported; torch 2.13 removed them (named tensors).
 # Unnecessary from the first Thunder release that imports on torch 2.13.
@@ -56,6 +57,21 @@ def _apply_as_python_method() -> Iterator[None]:
         yield
     finally:
         function.apply = original  # type: ignore[method-assign]
+
+
+def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any) -> tuple[Any, Callable]:
+    """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own.
+
+    From torch 2.12 on Thunder 0.2.6 traces into the lazy recompilation of dynamo's graph modules and fails: force it
+    first, and have none made inside. Unnecessary from the first Thunder release whose thunderfx runs on torch 2.12."""
+    import thunder
+    from thunder.dynamo import ThunderCompiler
+    from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+    compiler = ThunderCompiler(executors=[executor, *thunder.get_default_executors()])
+    _LazyGraphModule.force_recompile(gm)
+    with _use_lazy_graph_module(False):
+        return compiler, compiler(gm, inputs)
 
 
 def _alias_nvfuser() -> None:

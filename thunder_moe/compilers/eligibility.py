@@ -1,5 +1,5 @@
 """Which grouped GEMMs are rewritten, and the reason why another one is not: one predicate for all compilers.
-Called by thunder_transform; calls nothing of the package but the block size.
+Called by thunder_transform and fx_sites; calls nothing of the package but the block size.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ class GroupedGemm:
         experts: E.
         out_features: N.
         in_features: K.
-        rows: M.
+        rows: M, None when it varies from call to call.
         weight_dtype: of the weight.
         activation_dtype: of the rows.
         needs_grad: the weight requires a gradient and gradients are enabled.
         out_dtype: asked of the GEMM, None for the activation's.
+        where: file:line of the call, where the compiler tells.
     """
 
     weight: str | None
     experts: int
     out_features: int
     in_features: int
-    rows: int
+    rows: int | None
     weight_dtype: torch.dtype
     activation_dtype: torch.dtype
     needs_grad: bool
     out_dtype: torch.dtype | None = None
+    where: str | None = None
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:

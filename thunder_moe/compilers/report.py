@@ -1,18 +1,21 @@
 """What the compile-time rewrite did: `rewrite_report(compiled)` and the warning when it did nothing.
-Called by users and by the compilers, which record here; calls Thunder only to find a compiled function's data.
+Called by users and by the compilers, which record here; asks Thunder and torch.compile who a compiled function is.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from thunder_moe.compilers.eligibility import GroupedGemm
 
-__all__ = ["RewriteEntry", "RewriteReport", "RewriteWarning", "record", "rewrite_report"]
+__all__ = ["RewriteEntry", "RewriteReport", "RewriteWarning", "record", "record_later", "rewrite_report"]
 
 
 class RewriteWarning(UserWarning):
@@ -64,44 +67,92 @@ class RewriteReport:
         for entry in self.entries:
             gemm = entry.gemm
             sizes = f"{gemm.experts} x {gemm.out_features} x {gemm.in_features}"
-            rows.append((str(entry.graph), gemm.weight or "?", sizes, str(gemm.rows), entry.decision, entry.reason))
+            tokens = "varies" if gemm.rows is None else str(gemm.rows)
+            reason = entry.reason if gemm.where is None else f"{entry.reason} ({gemm.where})"
+            rows.append((str(entry.graph), gemm.weight or "?", sizes, tokens, entry.decision, reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-# Compile data of a compiled function -> the entries of each of its graphs.
-_GRAPHS: weakref.WeakKeyDictionary[Any, list[list[RewriteEntry]]] = weakref.WeakKeyDictionary()
+class _Graphs:
+    """The graphs of one compiled function: their entries, or a call that finds them out."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Callable[[], list[RewriteEntry]]] = []
+
+    def entries(self) -> tuple[RewriteEntry, ...]:
+        found = (entry for graph in self.graphs for entry in graph())
+        return tuple(found)
 
 
-def record(compile_data: Any, decisions: list[tuple[GroupedGemm, str, str]]) -> None:
-    """Keeps what was decided on a graph's (gemm, decision, reason); warns when nothing in it was rewritten."""
-    graphs = _GRAPHS.setdefault(compile_data, [])
-    entries = [RewriteEntry(len(graphs), *decision) for decision in decisions]
-    graphs.append(entries)
-    if any(entry.rewritten for entry in entries):
+# Keyed by the identity of what stands for a compiled function: Thunder's compile data, or the wrapper that
+# torch.compile makes of a backend. (Those wrappers compare by value and have no hash.)
+_GRAPHS: dict[int, _Graphs] = {}
+
+
+def _graphs_of(owner: Any) -> _Graphs:
+    key = id(owner)
+    if key not in _GRAPHS:
+        _GRAPHS[key] = _Graphs()
+        weakref.finalize(owner, _GRAPHS.pop, key, None)
+    return _GRAPHS[key]
+
+
+def record(owner: Any, decisions: list[tuple[GroupedGemm, str, str]]) -> None:
+    """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
+
+    Args:
+        owner: what stands for the compiled function; None when it is not known.
+        decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
+    """
+    graphs = _graphs_of(owner) if owner is not None else _Graphs()
+    entries = [RewriteEntry(len(graphs.graphs), *decision) for decision in decisions]
+    silent = not entries and any(entry.rewritten for entry in graphs.entries())  # a fragment beside the experts
+    graphs.graphs.append(lambda: entries)
+    if silent or any(entry.rewritten for entry in entries):
         return
     why = "; ".join(f"{entry.gemm.weight or 'a weight'}: {entry.reason}" for entry in entries)
     why = why or "the graph has no call of torch.nn.functional.grouped_mm"
     warnings.warn(f"thunder_moe rewrote no expert GEMM to NVFP4: {why}", RewriteWarning, stacklevel=2)
 
 
+def record_later(owner: Any, find: Callable[[], list[RewriteEntry]]) -> None:
+    """Keeps a call that lists the entries of a graph which another compiler compiles on first use."""
+    if owner is not None:
+        graphs = _graphs_of(owner)
+        number = len(graphs.graphs)
+        graphs.graphs.append(lambda: [replace(entry, graph=number) for entry in find()])
+
+
 def rewrite_report(compiled: Callable) -> RewriteReport:
     """Lists each grouped GEMM of a compiled module or function: sizes, decision, reason.
 
     Args:
-        compiled: what ``thunder.jit(..., executors=[moe_executor])`` returned, called at least once.
+        compiled: what ``thunder.jit(..., executors=[moe_executor])`` or ``torch.compile(..., backend="thunder_moe")``
+            returned, called at least once.
 
     Raises:
-        ValueError: compiled was not compiled by Thunder, or not called yet.
+        ValueError: compiled is neither, or was not called yet.
     """
-    from thunder_moe.compilers.compat import import_thunder
+    owner = _torch_compile_owner(compiled)
+    if owner is None and "thunder" in sys.modules:
+        import thunder
 
-    import_thunder()
-    import thunder
+        owner = thunder.compile_data(compiled)
+    if owner is None:
+        raise ValueError(f"compiled: got {type(compiled).__name__}, wanted what thunder.jit or torch.compile returned")
+    if id(owner) not in _GRAPHS:
+        raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
+    return RewriteReport(_GRAPHS[id(owner)].entries())
 
-    data = thunder.compile_data(compiled)
-    if data is None:
-        raise ValueError(f"compiled: got {type(compiled).__name__}, wanted what thunder.jit returned")
-    if data not in _GRAPHS:
-        raise ValueError("compiled: not called yet, or compiled without moe_executor; call it once, then ask again")
-    return RewriteReport(tuple(entry for graph in _GRAPHS[data] for entry in graph))
+
+def _torch_compile_owner(compiled: Any) -> Any:
+    """The wrapper around the backend that torch.compile made for this module or function, None for anything else."""
+    callback = getattr(getattr(compiled, "dynamo_ctx", None), "callback", None)
+    code = getattr(compiled, "__code__", None)
+    if callback is None and hasattr(compiled, "_torchdynamo_orig_callable") and code is not None:
+        closure = dict(zip(code.co_freevars, compiled.__closure__ or (), strict=True))
+        callback = closure["callback"].cell_contents if "callback" in closure else None
+    while callback is not None and not isinstance(callback, torch._TorchCompileWrapper):
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    return callback

@@ -1,5 +1,5 @@
 """The symbols that moe_executor puts into Thunder's traces: meta, implementation and gradient of each.
-Called by thunder_transform and thunder_executor; calls the operators, torch's grouped GEMM and the weight cache.
+Called by thunder_transform and thunder_executor; calls the operators and the weight cache.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm and f16a_nvfp4weight_grouped_swiglu, arguments as the operators'.
@@ -30,6 +30,7 @@ from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE  # noqa: E402
 from thunder_moe.nvfp4 import BLOCK_SIZE  # noqa: E402
 from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402  (registers both operators)
+from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops.grouped_mm import operands  # noqa: E402
 
 __all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "pack_meta"]
@@ -60,11 +61,6 @@ EXECUTOR = MoEExecutor()
 # ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """The tensor in strides that torch._grouped_mm takes; it fails with "Invalid strides" on expanded tensors."""
-    return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else tensor.contiguous()
-
-
 def _grouped_mm_meta(a, b, offsets, out_dtype=None):
     if offsets.dtype != dtypes.int32 or tuple(offsets.shape) != (b.shape[0],):
         raise ValueError(f"offs: got {offsets.dtype} {tuple(offsets.shape)}, wanted int32 ({b.shape[0]},)")
@@ -74,32 +70,17 @@ def _grouped_mm_meta(a, b, offsets, out_dtype=None):
     return TensorProxy(like=a, shape=(a.shape[0], b.shape[2]), dtype=dtype)
 
 
-def _grouped_mm_impl(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    # Where N is no multiple of 16 bytes torch pads the rows of the result; traces promise contiguous ones.
-    return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
-
-
 def _dgrad_meta(grad, b, offsets):
     return TensorProxy(like=grad, shape=(grad.shape[0], b.shape[1]))
-
-
-def _dgrad_impl(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch._grouped_mm(grad.contiguous(), _readable(b).transpose(-1, -2), offs=offsets)
 
 
 def _wgrad_meta(a, grad, offsets):
     return TensorProxy(like=a, shape=(offsets.shape[0], a.shape[1], grad.shape[1]))
 
 
-def _wgrad_impl(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    # Computed as (N, M) x (M, K), so that the gradient of a transposed (E, N, K) parameter is contiguous.
-    wgrad = torch._grouped_mm(grad.contiguous().t(), a.contiguous(), offs=offsets)
-    return wgrad.transpose(-1, -2)
-
-
-grouped_mm = EXECUTOR.register_operator("moe_grouped_mm", meta=_grouped_mm_meta, fn=_grouped_mm_impl)
-_dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn=_dgrad_impl)
-_wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=_wgrad_impl)
+grouped_mm = EXECUTOR.register_operator("moe_grouped_mm", meta=_grouped_mm_meta, fn=trainable_grouped_mm.forward)
+_dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn=trainable_grouped_mm.dgrad)
+_wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=trainable_grouped_mm.wgrad)
 
 
 def _grouped_mm_grad(a, b, offsets, out_dtype=None):

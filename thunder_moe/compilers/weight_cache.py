@@ -37,12 +37,13 @@ class WeightCache:
         self._entries: dict[tuple, _Entry] = {}
         self._lock = threading.RLock()
 
-    def get(self, *weights: torch.Tensor, transposed: bool = False) -> NVFP4Weight:
+    def get(self, *weights: torch.Tensor, transposed: bool = False, interleaved: bool = False) -> NVFP4Weight:
         """The NVFP4 form of weights stacked along their rows.
 
         Args:
             weights: each (E, N, K), or (E, K, N) when transposed.
             transposed: K is the middle dimension.
+            interleaved: gate and up are the even and odd rows of the weight: sort them into halves.
 
         Returns:
             (E, sum of N, K), layout "linear".
@@ -50,7 +51,7 @@ class WeightCache:
         Raises:
             ValueError: as `nvfp4.quantize`.
         """
-        key = (transposed, *map(id, weights))
+        key = (transposed, interleaved, *map(id, weights))
         stamps = tuple(map(_stamp, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.stamps == stamps and _same(entry, weights):
@@ -60,12 +61,16 @@ class WeightCache:
             if entry is not None and not _same(entry, weights):
                 entry = None  # an id that lives again in another tensor
             if entry is None or entry.stamps != stamps:
-                entry = self._refresh(key, entry, weights, stamps, transposed)
+                entry = self._refresh(key, entry, weights, stamps)
             return entry.packed
 
-    def _refresh(self, key, entry: _Entry | None, weights, stamps, transposed: bool) -> _Entry:
+    def _refresh(self, key, entry: _Entry | None, weights, stamps) -> _Entry:
+        transposed, interleaved = key[:2]
         with torch.no_grad():
-            packed = NVFP4Weight.concatenate(*(quantize(w.transpose(1, 2) if transposed else w) for w in weights))
+            parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
+            if interleaved:
+                parts = [torch.cat([part[:, 0::2], part[:, 1::2]], 1) for part in parts]
+            packed = NVFP4Weight.concatenate(*map(quantize, parts))
             if entry is not None and entry.packed.shape == packed.shape and entry.packed.device == packed.device:
                 for kept, new in zip(entry.packed.tensors(), packed.tensors(), strict=True):
                     kept.copy_(new)

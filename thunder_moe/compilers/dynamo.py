@@ -1,0 +1,262 @@
+"""The torch.compile backend: ``torch.compile(model, backend="thunder_moe")``.
+Called by torch.compile through the entry point `torch_dynamo_backends`; calls fx_sites, the weight cache and an inner
+compiler, inductor unless ``options={"thunder_moe.inner": ...}`` names another.
+
+graph of dynamo -> find grouped GEMMs -> replace a frozen weight by three inputs (its packed form), its GEMM by the
+operator, gate + up + SwiGLU by the fused one -> inner compiler. At each call the packed weights come from the cache, so
+one graph serves all layers that share it, changed and replaced weights are seen, and addresses stay (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_moe.compilers.fx_sites import (
+    Site,
+    SwiGLU,
+    find_sites,
+    find_swiglu,
+    positional_grouped_mm,
+    quantized_gemm,
+)
+from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
+from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
+from thunder_moe.nvfp4 import NVFP4Weight
+from thunder_moe.ops import grouped_swiglu, trainable_grouped_mm  # noqa: F401  (registers the operators)
+from thunder_moe.ops.grouped_mm import operands
+
+__all__ = ["thunder_moe_backend"]
+
+_OPS = torch.ops.thunder_moe
+_PARTS = ("fp4_weight", "scale", "global_scale")
+_GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
+_GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
+_QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Pack:
+    """Which weights one set of packed inputs is made of: positions among the graph's inputs, or tensors it holds."""
+
+    names: str
+    weights: tuple[int | Tensor, ...]
+    transposed: bool
+    interleaved: bool
+
+    def __call__(self, inputs: Sequence[Any]) -> NVFP4Weight:
+        weights = (inputs[weight] if isinstance(weight, int) else weight for weight in self.weights)
+        try:
+            return WEIGHT_CACHE.get(*weights, transposed=self.transposed, interleaved=self.interleaved)
+        except ValueError as error:
+            raise ValueError(f"cannot quantise {self.names}: {error}") from error
+
+
+def thunder_moe_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
+) -> Callable:
+    """A backend of torch.compile that runs frozen expert GEMMs with NVFP4 weights.
+
+    Args:
+        gm: dynamo's graph.
+        example_inputs: its inputs; parameters are the real ones.
+        mode: as inductor's ("reduce-overhead", "max-autotune", ...).
+        options: as inductor's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager", "aot_eager"
+            or any other backend's name.
+        dynamic: as inductor's.
+
+    Returns:
+        What runs in place of the graph.
+
+    Raises:
+        ValueError: an unknown ``thunder_moe.`` option.
+    """
+    options = dict(options or {})
+    inner = options.pop("thunder_moe.inner", "inductor")
+    unknown = [name for name in options if name.startswith("thunder_moe.")]
+    if unknown:
+        raise ValueError(f"options: got {unknown[0]!r}, the only one of thunder_moe is 'thunder_moe.inner'")
+    owner = _owner(sys._getframe(1))
+    if inner not in ("inductor", "thunder"):
+        torch._dynamo.lookup_backend(inner)  # an unknown name fails here
+    if inner == "thunder":
+        return _compile_with_thunder(gm, example_inputs, owner)
+    gm = _copy(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    tensors = dict(zip(placeholders, example_inputs, strict=True))
+    tensors |= {node: _attribute(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    tensors = {node: value for node, value in tensors.items() if isinstance(value, Tensor)}
+    sites = find_sites(gm.graph, tensors, grad_enabled=torch.is_grad_enabled())
+    blocks = find_swiglu(gm.graph, [site for site in sites if site.reason is None])
+    fused = {id(site) for block in blocks for site in block.sites}
+    record(owner, [_decision(site, tensors, id(site) in fused) for site in sites] + _quantized_before(gm.graph))
+    calls: list[Site | SwiGLU] = [*blocks, *(site for site in sites if site.reason is None and id(site) not in fused)]
+    for site in sites:
+        if site.reason is not None and _trains(site):
+            _replace(gm.graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
+    if not calls:
+        gm.recompile()
+        return _compile(inner, gm, list(example_inputs), mode, options, dynamic)
+
+    packs: dict[tuple, _Pack] = {}
+    packed_nodes: dict[tuple, list[fx.Node]] = {}
+    packed_inputs: list[Tensor] = []
+    for call in calls:
+        first = call if isinstance(call, Site) else call.sites[0]
+        pack = _pack(call, tensors, placeholders)
+        key = (pack.names, pack.transposed, pack.interleaved, *map(id, pack.weights))
+        if key not in packs:
+            packed = operands(pack(example_inputs))
+            packs[key] = pack
+            packed_nodes[key] = _add_inputs(gm.graph, f"nvfp4_{len(packs)}", packed)
+            packed_inputs += packed
+        old, operator = (call.node, _GROUPED_MM) if isinstance(call, Site) else (call.product, _GROUPED_SWIGLU)
+        rows, _, offsets = first.operands
+        _replace(gm.graph, old, operator, (rows, *packed_nodes[key], offsets))
+    gm.graph.eliminate_dead_code()
+    packed_away = {weight for pack in packs.values() for weight in pack.weights if isinstance(weight, int)}
+    dropped = {position for position in packed_away if not placeholders[position].users}
+    for position in dropped:
+        gm.graph.erase_node(placeholders[position])
+    kept = [position for position in range(len(placeholders)) if position not in dropped]
+    gm.recompile()
+    compiled = _compile(inner, gm, [example_inputs[i] for i in kept] + packed_inputs, mode, options, dynamic)
+    return _runner(compiled, kept, list(packs.values()))
+
+
+def _runner(compiled: Callable, kept: list[int], packs: list[_Pack]) -> Callable:
+    def run(*inputs: Any) -> Any:
+        packed = [tensor for pack in packs for tensor in operands(pack(inputs))]
+        return compiled(*[inputs[position] for position in kept], *packed)
+
+    return run
+
+
+def _compile(
+    inner: str, gm: fx.GraphModule, inputs: list[Any], mode: str | None, options: dict, dynamic: bool | None
+) -> Callable:
+    if inner == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, dynamic)(gm, inputs)
+    given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    return torch._dynamo.lookup_backend(inner)(gm, inputs, **given)
+
+
+def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any) -> Callable:
+    """Hands the graph to thunderfx with moe_executor, which does the rewrite by the same predicate."""
+    from thunder_moe.compilers.compat import thunderfx_compile
+    from thunder_moe.compilers.thunder_executor import moe_executor
+
+    positional_grouped_mm(gm)
+    compiler, compiled = thunderfx_compile(gm, inputs, moe_executor)
+
+    def entries() -> list[RewriteEntry]:
+        functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns]
+        return [entry for fn in functions for entry in rewrite_report(fn)]
+
+    record_later(owner, entries)
+    return compiled
+
+
+def _owner(frame: Any) -> Any:
+    """The wrapper with which torch.compile calls its backend: one per torch.compile, so it stands for the function."""
+    caller = frame.f_locals.get("self")
+    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+
+
+def _decision(site: Site, tensors: dict[fx.Node, Tensor], fused: bool):
+    if site.reason is not None:
+        return site.gemm, "16-bit", site.reason
+    assert site.weight is not None
+    reason = "gradients are disabled" if tensors[site.weight].requires_grad else "the weight is frozen"
+    return site.gemm, "nvfp4 + swiglu" if fused else "nvfp4", reason
+
+
+def _quantized_before(graph: fx.Graph) -> list[tuple]:
+    """The NVFP4 operators of modules that quantize_ had swapped in already."""
+    found = []
+    for node in graph.nodes:
+        target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
+        if target in _QUANTIZED:
+            gemm = quantized_gemm(node)
+            found.append((gemm, _QUANTIZED[target], "quantised beforehand"))
+    return found
+
+
+def _trains(site: Site) -> bool:
+    """Whether a GEMM that stays 16-bit is to get our gradient, which takes any strides."""
+    gemm = site.gemm
+    return (
+        gemm.needs_grad and gemm.weight_dtype == gemm.activation_dtype and gemm.out_dtype in (None, gemm.weight_dtype)
+    )
+
+
+def _pack(call: Site | SwiGLU, tensors: dict[fx.Node, Tensor], placeholders: list[fx.Node]) -> _Pack:
+    sites = (call,) if isinstance(call, Site) else call.sites
+    nodes = [site.weight for site in sites if site.weight is not None]
+    return _Pack(
+        " and ".join(str(site.gemm.weight) for site in sites),
+        tuple(placeholders.index(node) if node.op == "placeholder" else tensors[node] for node in nodes),
+        sites[0].transposed,
+        isinstance(call, SwiGLU) and call.interleaved,
+    )
+
+
+def _copy(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module of the same parameters, with a graph of its own and all that dynamo says about its inputs:
+    dynamo goes on using its own graph after the backend returns."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+    new = fx.GraphModule(gm, graph)
+    new.meta = gm.meta
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(gm, name):
+            setattr(new, name, getattr(gm, name))
+    return new
+
+
+def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[fx.Node]:
+    """New placeholders at the end of the graph's, marked as dynamo marks parameters: static, of fixed size."""
+    from torch._dynamo.source import ConstantSource
+
+    fake_mode = torch._guards.detect_fake_mode()
+    assert fake_mode is not None, "dynamo compiles under a fake mode"
+    nodes = []
+    for part, tensor in zip(_PARTS, tensors, strict=True):
+        last = graph.find_nodes(op="placeholder")[-1]
+        source = ConstantSource(f"{stem}_{part}")
+        with graph.inserting_after(last):
+            node = graph.placeholder(f"{stem}_{part}")
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True, source=source)
+        node._dynamo_source = source
+        nodes.append(node)
+    return nodes
+
+
+def _replace(graph: fx.Graph, old: fx.Node, operator: Any, arguments: tuple) -> None:
+    with graph.inserting_before(old):
+        new = graph.call_function(operator, arguments)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    graph.erase_node(old)
+
+
+def _attribute(gm: fx.GraphModule, target: str) -> Any:
+    value: Any = gm
+    for name in target.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,279 @@
+"""Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
+Called by compilers.dynamo; calls eligibility for the decision on each GEMM.
+
+    y = grouped_mm(x, w.transpose(-2, -1), offs)                          -> Site
+    silu(grouped_mm(x, gate)) * grouped_mm(x, up)                         -> SwiGLU of two sites
+    y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up -> SwiGLU of one site, halves or interleaved
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
+
+__all__ = ["Site", "SwiGLU", "find_sites", "find_swiglu", "positional_grouped_mm", "quantized_gemm"]
+
+aten = torch.ops.aten
+_GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
+_TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
+_PERMUTE = {torch.permute, aten.permute.default, "permute"}
+_SILU = {F.silu, aten.silu.default}
+_MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
+_CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
+_SPLIT = {torch.split, aten.split.Tensor, "split"}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A grouped GEMM of the graph.
+
+    Attributes:
+        node: its call.
+        gemm: names and sizes.
+        weight: the placeholder or get_attr node of the weight, None when there is none behind mat_b.
+        transposed: the weight is (E, K, N), not (E, N, K).
+        reason: why it stays 16-bit, None when it is rewritten.
+    """
+
+    node: fx.Node
+    gemm: GroupedGemm
+    weight: fx.Node | None
+    transposed: bool
+    reason: str | None
+
+    @property
+    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
+        arguments = _arguments(self.node)
+        return arguments["mat_a"], arguments["mat_b"], arguments["offs"]
+
+
+@dataclass(frozen=True, eq=False)
+class SwiGLU:
+    """``silu(gate) * up``, whose multiplication `product` the fused operator replaces.
+
+    `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether gate and up are its
+    even and odd columns rather than its halves.
+    """
+
+    sites: tuple[Site, ...]
+    product: fx.Node
+    interleaved: bool = False
+
+
+def find_sites(graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_enabled: bool) -> list[Site]:
+    """The grouped GEMMs of 2-D rows and 3-D weights.
+
+    Args:
+        graph: as dynamo gives it to a backend, with example values.
+        tensors: the real tensor of each placeholder and get_attr node that has one.
+        grad_enabled: whether weights that require a gradient are being trained.
+    """
+    sites = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _GROUPED_MM:
+            continue
+        arguments = _arguments(node)
+        rows, mat_b, offsets = arguments.get("mat_a"), arguments.get("mat_b"), arguments.get("offs")
+        a, b = _value(rows), _value(mat_b)
+        if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
+            continue
+        source, transposed = _weight_behind(mat_b)
+        real = tensors.get(source) if source is not None else None
+        weight = source if _is_static(source, real) else None
+        experts, k, n = b.shape
+        gemm = GroupedGemm(
+            weight=None if weight is None else _qualified_name(weight),
+            experts=int(experts),
+            out_features=int(n),
+            in_features=int(k),
+            rows=a.shape[0] if isinstance(a.shape[0], int) else None,
+            weight_dtype=b.dtype,
+            activation_dtype=a.dtype,
+            needs_grad=real is not None and real.requires_grad and grad_enabled,
+            out_dtype=arguments.get("out_dtype"),
+            where=_user_line(node),
+        )
+        sites.append(Site(node, gemm, weight, transposed, decline_reason(gemm)))
+    return sites
+
+
+def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
+    """The SwiGLUs whose GEMMs are all among the sites; each site is in one at most."""
+    by_node = {site.node: site for site in sites}
+    found = []
+    for product in graph.nodes:
+        if not _calls(product, _MUL) or len(product.args) != 2:
+            continue
+        for silu, up in (product.args, product.args[::-1]):
+            if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and _calls(silu, _SILU)):
+                continue
+            if silu.kwargs.get("inplace") or any(silu.args[1:]) or not _only_user(silu, product):
+                continue
+            gate: Any = silu.args[0]
+            if not _only_user(gate, silu) or not _only_user(up, product):
+                continue
+            block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
+            if block is not None:
+                found.append(block)
+                break
+    return found
+
+
+def quantized_gemm(node: Any) -> GroupedGemm:
+    """Names and sizes of a call of one of the package's NVFP4 operators."""
+    rows, fp4_weight = (_value(argument) for argument in node.args[:2])
+    experts, half, n = fp4_weight.shape
+    source, _ = _weight_behind(node.args[1])
+    name = _qualified_name(source) if source is not None else None
+    sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
+    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=_user_line(node))
+
+
+def positional_grouped_mm(gm: fx.GraphModule) -> None:
+    """Rewrites calls to ``torch._grouped_mm(mat_a, mat_b, offs)``: thunderfx in Thunder 0.2.6 names its arguments
+    otherwise, and leaves calls with keywords to inductor without a word."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch._grouped_mm):
+        arguments = _arguments(node)
+        if arguments.get("bias") is None and arguments.get("out_dtype") is None and arguments.get("offs") is not None:
+            node.args, node.kwargs = (arguments["mat_a"], arguments["mat_b"], arguments["offs"]), {}
+    gm.recompile()
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    """The arguments of a grouped GEMM by name."""
+    return dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
+
+
+def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLU | None:
+    first, second = by_node.get(gate), by_node.get(up)
+    if first is None or second is None:
+        return None
+    (rows, _, offsets), (up_rows, _, up_offsets) = first.operands, second.operands
+    same = rows is up_rows and offsets is up_offsets and first.transposed == second.transposed
+    if not same or first.gemm.out_features != second.gemm.out_features:
+        return None
+    return SwiGLU((first, second), product)
+
+
+def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLU | None:
+    """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
+    (first, gate_part), (second, up_part) = _part_of(gate), _part_of(up)
+    site = by_node.get(first) if first is not None and first is second else None
+    if site is None or (gate_part, up_part) not in (("low", "high"), ("even", "odd")):
+        return None
+    readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
+    if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
+        return None
+    return SwiGLU((site,), product, interleaved=gate_part == "even")
+
+
+def _part_of(node: Any) -> tuple[fx.Node | None, str]:
+    """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
+    if not _calls(node, {operator.getitem}):
+        return None, ""
+    whole, index = node.args
+    size = _value(whole)
+    if isinstance(index, int) and _calls(whole, _CHUNK | _SPLIT):
+        source, parts, dim = (*whole.args, *whole.kwargs.values(), 0)[:3]
+        value = _value(source)
+        if value is None or dim not in (-1, value.ndim - 1) or not isinstance(parts, int) or value.shape[-1] % 2:
+            return None, ""
+        if parts != (2 if _calls(whole, _CHUNK) else value.shape[-1] // 2):
+            return None, ""
+        return source, ("low", "high")[index]
+    if not isinstance(index, tuple) or size is None or not isinstance(index[-1], slice):
+        return None, ""
+    leading = index[:-1]
+    if not (leading == (...,) or leading == (slice(None),) * (size.ndim - 1)):
+        return None, ""
+    width = size.shape[-1]
+    if width % 2:
+        return None, ""
+    start, stop, step = index[-1].start or 0, index[-1].stop, index[-1].step or 1
+    stop = width if stop is None else stop
+    parts = {
+        (0, width // 2, 1): "low",
+        (width // 2, width, 1): "high",
+        (0, width, 2): "even",
+        (1, width, 2): "odd",
+    }
+    part = parts.get((start, stop, step), "")
+    return (whole, part) if part else (None, "")
+
+
+def _weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
+    """(source, transposed): the placeholder or attribute behind swaps of the last two dims of mat_b (E, K, N), and
+    whether it lies as mat_b does."""
+    transposed = True
+    while isinstance(node, fx.Node):
+        if node.op in ("placeholder", "get_attr"):
+            return node, transposed
+        source = _swapped(node)
+        if source is None:
+            return None, transposed
+        node, transposed = source, not transposed
+    return None, transposed
+
+
+def _swapped(node: Any) -> Any:
+    """What a node swaps the last two of three dims of, None when it does something else."""
+    if _calls(node, {getattr}) and node.args[1] in ("mT",):
+        return node.args[0]
+    arguments = (*node.args, *node.kwargs.values())
+    if _calls(node, _TRANSPOSE) and len(arguments) == 3 and {dim % 3 for dim in arguments[1:]} == {1, 2}:
+        return arguments[0]
+    if _calls(node, _PERMUTE):
+        dims = arguments[1] if isinstance(arguments[1], (tuple, list)) else arguments[1:]
+        if tuple(dim % 3 for dim in dims) == (0, 2, 1):
+            return arguments[0]
+    return None
+
+
+def _calls(node: Any, targets: set) -> bool:
+    """Whether a node calls one of some functions, or a method of one of some names."""
+    return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+
+
+def _only_user(node: fx.Node, user: fx.Node) -> bool:
+    return set(node.users) == {user}
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+
+
+def _is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
+    """Whether a node is a parameter or buffer with data that can be quantised ahead of the call."""
+    if node is None or real is None or isinstance(real, FakeTensor):
+        return False
+    marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+    return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
+
+
+def _qualified_name(node: fx.Node) -> str:
+    """``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", name or "")
+    return ".".join(parts) if parts else str(node.target)
+
+
+def _user_line(node: fx.Node) -> str | None:
+    """file:line of the innermost frame outside of torch."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    home = torch.__path__[0]
+    outside: Iterator[tuple[str, str]] = (frame for frame in reversed(frames) if not frame[0].startswith(home))
+    frame = next(outside, None)
+    return f"{frame[0]}:{frame[1]}" if frame else None

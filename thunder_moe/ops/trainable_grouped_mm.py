@@ -1,0 +1,83 @@
+"""The operator thunder_moe::trainable_grouped_mm: torch's 16-bit grouped GEMM with a gradient that takes any strides.
+Called by the graphs that compilers.dynamo rewrites, its plain functions by compilers.thunder_symbols; calls torch.
+
+torch's own backward fails with "Invalid strides" on expanded gradients (of a sum, say); this one does not.
+
+Legend: a (M, K) rows sorted by expert, b (E, K, N), offsets int32 (E,) row ends, grad (M, N).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["dgrad", "forward", "wgrad"]
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """The tensor in strides that torch._grouped_mm takes."""
+    return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else tensor.contiguous()
+
+
+def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """(M, K) x (E, K, N) -> (M, N), contiguous."""
+    # Where N is no multiple of 16 bytes torch pads the rows of the result; graphs promise contiguous ones.
+    return torch._grouped_mm(_readable(a), _readable(b), offs=offsets, out_dtype=out_dtype).contiguous()
+
+
+def dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of the output -> gradient (M, K) of the rows."""
+    return torch._grouped_mm(grad.contiguous(), _readable(b).transpose(-1, -2), offs=offsets)
+
+
+def wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """Rows and gradient (M, N) of the output -> gradient (E, K, N) of the weight; zero for experts without rows.
+
+    Computed as (N, M) x (M, K), so that it is contiguous as (E, N, K), the layout of the usual parameter.
+    """
+    return torch._grouped_mm(grad.contiguous().t(), a.contiguous(), offs=offsets).transpose(-1, -2)
+
+
+@torch.library.custom_op("thunder_moe::trainable_grouped_mm", mutates_args=())
+def _forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return forward(a, b, offsets)
+
+
+@_forward.register_fake
+def _(a, b, offsets):
+    return a.new_empty(a.shape[0], b.shape[2])
+
+
+@torch.library.custom_op("thunder_moe::trainable_grouped_mm_dgrad", mutates_args=())
+def _dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return dgrad(grad, b, offsets).contiguous()
+
+
+@_dgrad.register_fake
+def _(grad, b, offsets):
+    return grad.new_empty(grad.shape[0], b.shape[1])
+
+
+@torch.library.custom_op("thunder_moe::trainable_grouped_mm_wgrad", mutates_args=())
+def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    return wgrad(a, grad, offsets).transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@_wgrad.register_fake
+def _(a, grad, offsets):
+    return a.new_empty(offsets.shape[0], grad.shape[1], a.shape[1]).transpose(-1, -2)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, grad):
+    a, b, offsets = ctx.saved_tensors
+    ops, needs = torch.ops.thunder_moe, ctx.needs_input_grad
+    grad_a = ops.trainable_grouped_mm_dgrad(grad, b, offsets) if needs[0] else None
+    grad_b = ops.trainable_grouped_mm_wgrad(a, grad, offsets) if needs[1] else None
+    return grad_a, grad_b, None
+
+
+_forward.register_autograd(_backward, setup_context=_setup_context)
