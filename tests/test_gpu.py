@@ -140,3 +140,51 @@ def test_moving_a_quantized_model():
     weight: NVFP4Weight = linear[0].nvfp4_weight
     assert weight.device.type == "cuda"
     assert weight.qdata.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_torch_compile_with_weights_that_change_and_move(mode):
+    moe = Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False)
+    function = torch.compile(moe, backend="thunder_moe", fullgraph=True, mode=mode)
+
+    def check(device):
+        x = torch.randn(2, 8, 256, device=device, dtype=BF16)
+        expected = llama4_moe(dequantize_(quantize_(torch.nn.Sequential(copy.deepcopy(moe))))[0], x)
+        for _ in range(3):  # under reduce-overhead: warm-up, recording, replay
+            torch.compiler.cudagraph_mark_step_begin()
+            out = function(x).clone()
+            assert relative_error(out.cpu(), expected.cpu()) < 0.02
+
+    check("cpu")
+    moe.cuda()
+    check("cuda")
+    moe.routed_experts.down_proj.weight.mul_(-3)
+    check("cuda")
+    moe.routed_experts.up_proj.weight = torch.nn.Parameter(
+        torch.randn_like(moe.routed_experts.up_proj.weight) / 16, requires_grad=False
+    )
+    check("cuda")
+    assert len(rewrite_report(function).rewritten) >= 6
+    x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)
+    torch.compiler.cudagraph_mark_step_begin()
+    function(x)
+    with no_synchronisation():
+        torch.compiler.cudagraph_mark_step_begin()
+        function(x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_training_through_torch_compile(frozen):
+    moe = Llama4MoE(CONFIG, dtype=BF16, device="cuda")
+    moe.routed_experts.requires_grad_(not frozen)
+    x = torch.randn(1, 2, 256, device="cuda", dtype=BF16)
+    function = torch.compile(moe, backend="thunder_moe", fullgraph=True)
+    with contextlib.nullcontext() if frozen else pytest.warns(RewriteWarning, match="trainable"):
+        function(x).float().pow(2).mean().backward()
+    exact = dequantize_(quantize_(torch.nn.Sequential(copy.deepcopy(moe))))[0] if frozen else copy.deepcopy(moe)
+    exact = exact.float()
+    exact.zero_grad()
+    llama4_moe(exact, x.float()).pow(2).mean().backward()
+    for (name, parameter), reference in zip(moe.named_parameters(), exact.parameters(), strict=True):
+        if parameter.requires_grad:
+            assert relative_error(parameter.grad.cpu(), reference.grad.cpu()) < 0.05, name

@@ -16,7 +16,12 @@ __all__ = ["dgrad", "forward", "wgrad"]
 
 def _readable(tensor: Tensor) -> Tensor:
     """The tensor in strides that torch._grouped_mm takes."""
-    return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else tensor.contiguous()
+    return tensor if 0 not in tensor.stride() and 1 in tensor.stride()[-2:] else _contiguous(tensor)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    # An empty tensor counts as contiguous whatever its strides, but torch._grouped_mm looks at them.
+    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
 
 
 def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -27,7 +32,7 @@ def forward(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None
 
 def dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of the output -> gradient (M, K) of the rows."""
-    return torch._grouped_mm(grad.contiguous(), _readable(b).transpose(-1, -2), offs=offsets)
+    return torch._grouped_mm(_contiguous(grad), _readable(b).transpose(-1, -2), offs=offsets)
 
 
 def wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
@@ -35,7 +40,7 @@ def wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
 
     Computed as (N, M) x (M, K), so that it is contiguous as (E, N, K), the layout of the usual parameter.
     """
-    return torch._grouped_mm(grad.contiguous().t(), a.contiguous(), offs=offsets).transpose(-1, -2)
+    return torch._grouped_mm(_contiguous(grad).t(), _contiguous(a), offs=offsets).transpose(-1, -2)
 
 
 @torch.library.custom_op("thunder_moe::trainable_grouped_mm", mutates_args=())
