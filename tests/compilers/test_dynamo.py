@@ -379,6 +379,34 @@ def test_declines_with_its_reason(block, reason):
     assert entry.decision == "16-bit"
 
 
+@pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w.transpose(1, 2).add_(1)], ids=["mul_", "view"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_weight_that_the_graph_changes_is_declined(change, inner):
+    def body(self, x, offsets):
+        change(self.gate)
+        return mm(x, self.gate, offsets)
+
+    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
+    expected = copy.deepcopy(block)(x, EVEN)
+    with pytest.warns(RewriteWarning, match="not a parameter or buffer"):
+        assert torch.equal(compiled(block, inner)(x, EVEN), expected)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_side_effects_beside_the_experts_survive(inner):
+    def body(self, x, offsets):
+        self.static.add_(1)
+        return mm(x, self.gate, offsets)
+
+    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
+    before = block.static.clone()
+    function = compiled(block, inner)
+    for calls in (1, 2):
+        function(x, EVEN)
+        assert torch.equal(block.static, before + 1 if calls == 1 else before + 1 + 1)
+    assert decisions(function) == ["nvfp4"]
+
+
 def test_other_forms_are_left_alone():
     x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     with pytest.warns(RewriteWarning, match="not a parameter or buffer"):

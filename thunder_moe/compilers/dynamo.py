@@ -92,54 +92,65 @@ def thunder_moe_backend(
     if inner == "thunder":
         return _compile_with_thunder(gm, example_inputs, owner)
     gm = _copy(gm)
-    placeholders = gm.graph.find_nodes(op="placeholder")
+    rewritten = _rewrite(gm, example_inputs, owner)
+    gm.recompile()
+    compiled = _compile(inner, gm, rewritten.inputs(example_inputs), mode, options, dynamic)
+    return rewritten.runner(compiled) if rewritten.packs else compiled
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """How the inputs of dynamo's graph become those of the rewritten one: some stay, then come the packed weights."""
+
+    kept: list[int]
+    packs: list[_Pack]
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        packed = [tensor for pack in self.packs for tensor in operands(pack(given))]
+        return [given[position] for position in self.kept] + packed
+
+    def runner(self, compiled: Callable) -> Callable:
+        def run(*given: Any) -> Any:
+            return compiled(*self.inputs(given))
+
+        return run
+
+
+def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _Rewritten:
+    """Rewrites the graph in place and records what was decided on each of its grouped GEMMs."""
+    graph = gm.graph
+    placeholders = graph.find_nodes(op="placeholder")
     tensors = dict(zip(placeholders, example_inputs, strict=True))
-    tensors |= {node: _attribute(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    tensors |= {node: _attribute(gm, node.target) for node in graph.find_nodes(op="get_attr")}
     tensors = {node: value for node, value in tensors.items() if isinstance(value, Tensor)}
-    sites = find_sites(gm.graph, tensors, grad_enabled=torch.is_grad_enabled())
-    blocks = find_swiglu(gm.graph, [site for site in sites if site.reason is None])
+    sites = find_sites(graph, tensors, grad_enabled=torch.is_grad_enabled())
+    eligible = [site for site in sites if site.reason is None]
+    blocks = find_swiglu(graph, eligible)
     fused = {id(site) for block in blocks for site in block.sites}
-    record(owner, [_decision(site, tensors, id(site) in fused) for site in sites] + _quantized_before(gm.graph))
-    calls: list[Site | SwiGLU] = [*blocks, *(site for site in sites if site.reason is None and id(site) not in fused)]
+    record(owner, [_decision(site, tensors, id(site) in fused) for site in sites] + _quantized_before(graph))
     for site in sites:
         if site.reason is not None and _trains(site):
-            _replace(gm.graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
-    if not calls:
-        gm.recompile()
-        return _compile(inner, gm, list(example_inputs), mode, options, dynamic)
-
+            _replace(graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
     packs: dict[tuple, _Pack] = {}
-    packed_nodes: dict[tuple, list[fx.Node]] = {}
-    packed_inputs: list[Tensor] = []
+    packed: dict[tuple, list[fx.Node]] = {}
+    calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
     for call in calls:
-        first = call if isinstance(call, Site) else call.sites[0]
         pack = _pack(call, tensors, placeholders)
         key = (pack.names, pack.transposed, pack.interleaved, *map(id, pack.weights))
         if key not in packs:
-            packed = operands(pack(example_inputs))
             packs[key] = pack
-            packed_nodes[key] = _add_inputs(gm.graph, f"nvfp4_{len(packs)}", packed)
-            packed_inputs += packed
-        old, operator = (call.node, _GROUPED_MM) if isinstance(call, Site) else (call.product, _GROUPED_SWIGLU)
-        rows, _, offsets = first.operands
-        _replace(gm.graph, old, operator, (rows, *packed_nodes[key], offsets))
-    gm.graph.eliminate_dead_code()
+            packed[key] = _add_inputs(graph, f"nvfp4_{len(packs)}", operands(pack(example_inputs)))
+        if isinstance(call, Site):
+            rows, _, offsets = call.operands
+            _replace(graph, call.node, _GROUPED_MM, (rows, *packed[key], offsets))
+        else:
+            rows, _, offsets = call.sites[0].operands
+            _replace(graph, call.product, _GROUPED_SWIGLU, (rows, *packed[key], offsets))
     packed_away = {weight for pack in packs.values() for weight in pack.weights if isinstance(weight, int)}
     dropped = {position for position in packed_away if not placeholders[position].users}
     for position in dropped:
-        gm.graph.erase_node(placeholders[position])
-    kept = [position for position in range(len(placeholders)) if position not in dropped]
-    gm.recompile()
-    compiled = _compile(inner, gm, [example_inputs[i] for i in kept] + packed_inputs, mode, options, dynamic)
-    return _runner(compiled, kept, list(packs.values()))
-
-
-def _runner(compiled: Callable, kept: list[int], packs: list[_Pack]) -> Callable:
-    def run(*inputs: Any) -> Any:
-        packed = [tensor for pack in packs for tensor in operands(pack(inputs))]
-        return compiled(*[inputs[position] for position in kept], *packed)
-
-    return run
+        graph.erase_node(placeholders[position])
+    return _Rewritten([i for i in range(len(placeholders)) if i not in dropped], list(packs.values()))
 
 
 def _compile(
@@ -248,11 +259,22 @@ def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[f
 
 
 def _replace(graph: fx.Graph, old: fx.Node, operator: Any, arguments: tuple) -> None:
+    """Puts a call in the place of a node, and erases the node with what it alone used."""
     with graph.inserting_before(old):
         new = graph.call_function(operator, arguments)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
-    graph.erase_node(old)
+    _erase(graph, old)
+
+
+def _erase(graph: fx.Graph, node: fx.Node) -> None:
+    # Node by node from the rewritten call up: graph-wide dead code elimination takes in-place methods for dead.
+    if node.users or node.op == "placeholder":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for source in inputs:
+        _erase(graph, source)
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:

@@ -52,7 +52,7 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
     - the weight is not being trained: either it is frozen or gradients are disabled.
     """
     if gemm.weight is None:
-        return "the weight is not a parameter or buffer (behind at most a transpose of its last two dims)"
+        return "the weight is not a parameter or buffer, unchanged but for a transpose of its last two dims"
     if gemm.weight_dtype not in (torch.bfloat16, torch.float16):
         return f"the weight is {gemm.weight_dtype}, not bfloat16 or float16"
     if gemm.activation_dtype != gemm.weight_dtype:

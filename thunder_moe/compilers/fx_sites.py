@@ -30,6 +30,7 @@ _PERMUTE = {torch.permute, aten.permute.default, "permute"}
 _SILU = {F.silu, aten.silu.default}
 _MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
 _CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
+_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 _SPLIT = {torch.split, aten.split.Tensor, "split"}
 
 
@@ -90,7 +91,7 @@ def find_sites(graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_en
             continue
         source, transposed = _weight_behind(mat_b)
         real = tensors.get(source) if source is not None else None
-        weight = source if _is_static(source, real) else None
+        weight = source if _is_static(source, real) and not _is_mutated(source) else None
         experts, k, n = b.shape
         gemm = GroupedGemm(
             weight=None if weight is None else _qualified_name(weight),
@@ -259,6 +260,20 @@ def _is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
         return False
     marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
     return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
+
+
+def _is_mutated(node: Any) -> bool:
+    """Whether the graph itself changes a tensor in place: what was packed before the call would be out of date."""
+    users = list(node.users)
+    for user in users:
+        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+        name = name.removesuffix(".default").removesuffix(".Tensor")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if user.args and user.args[0] is node and (in_place or user.target in _IN_PLACE_OPERATORS):
+            return True
+        if _swapped(user) is node and _is_mutated(user):
+            return True
+    return False
 
 
 def _qualified_name(node: fx.Node) -> str:
