@@ -27,9 +27,7 @@ from thunder_moe.compilers.fx_sites import (
 )
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
-from thunder_moe.nvfp4 import NVFP4Weight
 from thunder_moe.ops import grouped_swiglu, trainable_grouped_mm  # noqa: F401  (registers the operators)
-from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["thunder_moe_backend"]
 
@@ -49,10 +47,11 @@ class _Pack:
     transposed: bool
     interleaved: bool
 
-    def __call__(self, inputs: Sequence[Any]) -> NVFP4Weight:
-        weights = (inputs[weight] if isinstance(weight, int) else weight for weight in self.weights)
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The operators' three weight arguments."""
+        weights = [inputs[weight] if isinstance(weight, int) else weight for weight in self.weights]
         try:
-            return WEIGHT_CACHE.get(*weights, transposed=self.transposed, interleaved=self.interleaved)
+            return WEIGHT_CACHE.operands(*weights, transposed=self.transposed, interleaved=self.interleaved)
         except ValueError as error:
             raise ValueError(f"cannot quantise {self.names}: {error}") from error
 
@@ -106,7 +105,7 @@ class _Rewritten:
     packs: list[_Pack]
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
-        packed = [tensor for pack in self.packs for tensor in operands(pack(given))]
+        packed = [tensor for pack in self.packs for tensor in pack(given)]
         return [given[position] for position in self.kept] + packed
 
     def runner(self, compiled: Callable) -> Callable:
@@ -139,7 +138,7 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
         key = (pack.names, pack.transposed, pack.interleaved, *map(id, pack.weights))
         if key not in packs:
             packs[key] = pack
-            packed[key] = _add_inputs(graph, f"nvfp4_{len(packs)}", operands(pack(example_inputs)))
+            packed[key] = _add_inputs(graph, f"nvfp4_{len(packs)}", pack(example_inputs))
         if isinstance(call, Site):
             rows, _, offsets = call.operands
             _replace(graph, call.node, _GROUPED_MM, (rows, *packed[key], offsets))

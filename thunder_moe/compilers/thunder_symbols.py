@@ -31,7 +31,6 @@ from thunder_moe.compilers.weight_cache import WEIGHT_CACHE  # noqa: E402
 from thunder_moe.nvfp4 import BLOCK_SIZE  # noqa: E402
 from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402  (registers both operators)
 from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
-from thunder_moe.ops.grouped_mm import operands  # noqa: E402
 
 __all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "pack_meta"]
 
@@ -160,7 +159,7 @@ def pack_meta(*weights, transposed: bool = False, names: str = ""):
 
 def _pack_impl(*weights: Tensor, transposed: bool = False, names: str = "") -> tuple[Tensor, Tensor, Tensor]:
     try:
-        return operands(WEIGHT_CACHE.get(*weights, transposed=transposed))
+        return WEIGHT_CACHE.operands(*weights, transposed=transposed)
     except ValueError as error:
         raise ValueError(f"cannot quantise {names}: {error}") from error
 

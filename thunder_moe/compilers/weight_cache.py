@@ -1,5 +1,5 @@
 """One NVFP4 copy of each 16-bit weight, however many graphs and compilers use it.
-Called by compiled prologues; calls nvfp4.quantize.
+Called by the prologue or runner of compiled graphs, at every call; calls nvfp4.quantize when a weight has changed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["WEIGHT_CACHE", "WeightCache"]
 
-Stamp = tuple[int | None, int, torch.device]
+# Version counter and address: addresses of a process are unique across its devices.
+Stamp = tuple[int | None, int]
 
 
 @dataclass
@@ -22,6 +24,7 @@ class _Entry:
     weights: tuple[weakref.ref[torch.Tensor], ...]
     stamps: tuple[Stamp, ...]
     packed: NVFP4Weight
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class WeightCache:
@@ -51,18 +54,28 @@ class WeightCache:
         Raises:
             ValueError: as `nvfp4.quantize`.
         """
+        return self._entry(weights, transposed, interleaved).packed
+
+    def operands(
+        self, *weights: torch.Tensor, transposed: bool = False, interleaved: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale)."""
+        return self._entry(weights, transposed, interleaved).operands
+
+    def _entry(self, weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool) -> _Entry:
+        # On the path of every call: 1.3 us for one weight (Zen 5).
         key = (transposed, interleaved, *map(id, weights))
         stamps = tuple(map(_stamp, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.stamps == stamps and _same(entry, weights):
-            return entry.packed
+            return entry
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None and not _same(entry, weights):
                 entry = None  # an id that lives again in another tensor
             if entry is None or entry.stamps != stamps:
                 entry = self._refresh(key, entry, weights, stamps)
-            return entry.packed
+            return entry
 
     def _refresh(self, key, entry: _Entry | None, weights, stamps) -> _Entry:
         transposed, interleaved = key[:2]
@@ -80,7 +93,7 @@ class WeightCache:
             self._entries.pop(key, None)
 
         refs = tuple(weakref.ref(weight, forget) for weight in weights)
-        new_entry = self._entries[key] = _Entry(refs, stamps, packed)
+        new_entry = self._entries[key] = _Entry(refs, stamps, packed, operands(packed))
         return new_entry
 
     def __len__(self) -> int:
@@ -88,11 +101,17 @@ class WeightCache:
 
 
 def _same(entry: _Entry, weights: tuple[torch.Tensor, ...]) -> bool:
-    return all(ref() is weight for ref, weight in zip(entry.weights, weights, strict=True))
+    for ref, weight in zip(entry.weights, weights, strict=True):  # noqa: SIM110  (a loop is faster than all())
+        if ref() is not weight:
+            return False
+    return True
 
 
 def _stamp(weight: torch.Tensor) -> Stamp:
-    return None if weight.is_inference() else weight._version, weight.data_ptr(), weight.device
+    try:
+        return weight._version, weight.data_ptr()
+    except RuntimeError:  # an inference tensor has no version counter
+        return None, weight.data_ptr()
 
 
 WEIGHT_CACHE = WeightCache()
