@@ -22,6 +22,7 @@ lint: .venv/installed-dev
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/bench_grouped_mm.py
 	$(BIN)/python benchmarks/bench_moe_layer.py
+	$(BIN)/python benchmarks/bench_compile_overhead.py
 
 # The suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).
 test-matrix: .venv/installed-dev

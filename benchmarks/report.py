@@ -24,7 +24,18 @@ except ImportError as error:
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["comma_list", "parser", "plot", "positive", "relative_error", "save", "table", "timed"]
+__all__ = [
+    "aligned",
+    "comma_list",
+    "parser",
+    "plot",
+    "positive",
+    "relative_error",
+    "save",
+    "stacked_bars",
+    "table",
+    "timed",
+]
 
 # A timing whose quartiles are further apart than this share of its median is called noisy under the table.
 NOISY = 0.2
@@ -118,8 +129,6 @@ def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str) ->
         times = [_milliseconds(row["seconds"].get(name)) for name in names]
         ratios = [_number(row["times_faster"][name]) if name in row["times_faster"] else "-" for name in others]
         cells.append([*(str(row[key]) for key in keys), *times, *ratios])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     legend = [f"medians; x: times faster than {baseline}"]
     timings = [timing for row in rows for timing in row["seconds"].values()]
     noisy = sum(t["quartiles"][1] - t["quartiles"][0] > NOISY * t["median"] for t in timings)
@@ -128,13 +137,20 @@ def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str) ->
             f"NOISY: {noisy} of {len(timings)} timings have quartiles more than {NOISY:.0%} of the median apart; "
             "run again on an idle machine"
         )
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:], *legend])
+    return "\n".join([aligned(cells), *legend])
+
+
+def aligned(cells: Sequence[Sequence[str]]) -> str:
+    """Lines of right-aligned columns, the first line underlined."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def _milliseconds(timing: dict[str, Any] | None) -> str:
     if timing is None:
         return "-"
-    mark = {"one call": " (one call)", "cuda events": " (no graph)"}
+    mark = {"one call": " (one call)", "cuda events": " (no graph)", "own": " (own graph)"}
     return _number(timing["median"] * 1e3) + next(
         (text for m, text in mark.items() if timing["method"].startswith(m)), ""
     )
@@ -216,6 +232,46 @@ def plot(
         axis.set_ylabel(f"times faster than {baseline}")
     figure.suptitle(title)
     figure.tight_layout()
+    path = path.with_suffix(".png")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def stacked_bars(
+    path: pathlib.Path,
+    panels: dict[str, dict[str, dict[str, float]]],
+    *,
+    axis_label: str,
+    title: str,
+) -> pathlib.Path:
+    """Draws a panel of horizontal bars that are stacked from parts.
+
+    Args:
+        path: of the JSON; the PNG lies beside it.
+        panels: title -> bar -> part -> length. Negative lengths are drawn as nothing.
+        axis_label: of the lengths.
+        title: of the figure.
+
+    Returns:
+        The path of the PNG.
+    """
+    bars = max(len(panel) for panel in panels.values())
+    size = (8.5, 0.9 + len(panels) * (0.8 + 0.36 * bars))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
+    for axis, (name, panel) in zip(axes.flat, panels.items(), strict=True):
+        left = dict.fromkeys(panel, 0.0)
+        for part in dict.fromkeys(part for lengths in panel.values() for part in lengths):
+            lengths = {bar: max(0.0, panel[bar].get(part, 0.0)) for bar in panel}
+            drawn = axis.barh(list(panel), list(lengths.values()), left=list(left.values()), label=part)
+            left = {bar: left[bar] + lengths[bar] for bar in panel}
+        axis.bar_label(drawn, [f"{_number(length)}" for length in left.values()], padding=3, fontsize="small")
+        axis.margins(x=0.12)
+        axis.invert_yaxis()
+        axis.set(title=name, xlabel=axis_label)
+        axis.grid(axis="x", alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.suptitle(title)
     path = path.with_suffix(".png")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,4 +1,4 @@
-"""The one timing protocol of the benchmarks (`measure`) and the machine that it ran on (`environment`).
+"""The timing protocol of the benchmarks (`measure`, `measure_back_to_back`) and what it ran on (`environment`).
 Called by the bench_*.py scripts; calls torch.
 
 Candidates of a comparison run side by side: a round calls each of them once, in an order that is shuffled anew, so
@@ -6,7 +6,11 @@ that a machine that slows down slows all of them down. The median over the round
 
 CPU:   warm-up -> rounds, each call timed by time.perf_counter; caches as the candidate before left them.
 CUDA:  warm-up -> CUDA graph -> rounds, each replay between two events behind a flush of the L2 cache. What cannot be
-       captured is timed as plain calls, launch overhead included, and its `Timing.method` says so.
+       captured is timed as plain calls, and its `Timing.method` says so; so is what replays CUDA graphs of its own
+       (torch.compile with mode="reduce-overhead"), without a try. The host prepares such a call while the device still
+       flushes, so that only launch overhead beyond the flush counts (H200: some 60 us).
+
+`measure_back_to_back` times many calls in a row, caches as the call before left them: nothing is flushed or captured.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
@@ -31,7 +35,7 @@ import torch
 
 import thunder_moe
 
-__all__ = ["Timing", "environment", "measure"]
+__all__ = ["Timing", "environment", "measure", "measure_back_to_back"]
 
 # As triton.testing.do_bench: several times the largest L2 cache (H200: 50 MB).
 _FLUSH_BYTES = 2**28
@@ -45,7 +49,8 @@ class Timing:
         median: seconds per call.
         quartiles: the first and third, seconds.
         rounds: calls that were timed.
-        method: "perf_counter", "cuda graph", "cuda events (not captured: ...)", or "one call (slow)".
+        method: "perf_counter", "cuda graph", "cuda events (not captured: ...)", "own cuda graph", "one call (slow)",
+            or "... calls back to back".
     """
 
     median: float
@@ -63,6 +68,7 @@ def measure(
     min_rounds: int = 3,
     budget: float = 2.0,
     slow: float = 2.5,
+    own_graphs: Collection[str] = (),
 ) -> dict[str, Timing]:
     """Times candidates side by side.
 
@@ -74,6 +80,7 @@ def measure(
         min_rounds: at least so many, whatever the budget.
         budget: seconds after which a candidate leaves the rounds; the others go on.
         slow: seconds; a candidate whose first warm-up call takes longer takes no part, that call is its Timing.
+        own_graphs: names of candidates that replay CUDA graphs of their own: timed as plain calls.
 
     Returns:
         name -> Timing, in the order of `functions`.
@@ -89,10 +96,59 @@ def measure(
         raise ValueError(f"warmup, budget, slow: got {warmup}, {budget}, {slow}, wanted at least 1 and more than 0")
     device = torch.device(device)
     first_calls = {name: _warm_up(function, device, warmup, budget, slow) for name, function in functions.items()}
-    clocks = {name: _clock(function, device) for name, function in functions.items() if first_calls[name] <= slow}
+    clocks = {
+        name: _clock(function, device, name in own_graphs)
+        for name, function in functions.items()
+        if first_calls[name] <= slow
+    }
     seconds = _run_rounds({name: clock for name, (clock, _) in clocks.items()}, rounds, min_rounds, budget)
     timings = {name: _summary(seconds[name], method) for name, (_, method) in clocks.items()}
     return {name: timings.get(name) or _summary([first_calls[name]], "one call (slow)") for name in functions}
+
+
+def measure_back_to_back(
+    functions: dict[str, Callable[[], Any]],
+    *,
+    device: torch.device | str = "cpu",
+    calls: int = 100,
+    rounds: int = 20,
+    budget: float = 2.0,
+) -> dict[str, Timing]:
+    """Times candidates in a steady state: each of a round's timings is a mean of calls of one candidate in a row.
+
+    Args:
+        functions: name -> the call to time, without arguments. Its output is dropped.
+        device: where they run; on CUDA the calls lie between two events and nothing else waits for the device.
+        calls: timed in a row, behind a tenth as many that are not.
+        rounds: at most so many timings of each, at least 3.
+        budget: seconds after which a candidate leaves the rounds; the others go on.
+
+    Returns:
+        name -> Timing, seconds per call.
+    """
+    device = torch.device(device)
+    clocks = {name: functools.partial(_seconds_in_a_row, fn, device, calls) for name, fn in functions.items()}
+    for function in functions.values():
+        _warm_up(function, device, 3, budget, budget)
+    seconds = _run_rounds(clocks, max(3, rounds), 3, budget)
+    return {name: _summary(seconds[name], f"{calls} calls back to back") for name in functions}
+
+
+def _seconds_in_a_row(function: Callable[[], Any], device: torch.device, calls: int) -> float:
+    for _ in range(-(-calls // 10)):
+        function()
+    if device.type != "cuda":
+        start_seconds = time.perf_counter()
+        for _ in range(calls):
+            function()
+        return (time.perf_counter() - start_seconds) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / calls
 
 
 def _run_rounds(
@@ -132,10 +188,12 @@ def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budg
     return seconds[0]
 
 
-def _clock(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], float], str]:
+def _clock(function: Callable[[], Any], device: torch.device, own_graph: bool) -> tuple[Callable[[], float], str]:
     """What runs a candidate once and returns the seconds, and the method's name."""
     if device.type != "cuda":
         return functools.partial(_cpu_seconds, function), "perf_counter"
+    if own_graph:
+        return functools.partial(_cuda_seconds, function), "own cuda graph"
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):

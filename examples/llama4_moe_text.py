@@ -1,6 +1,6 @@
 """Trains a byte-level language model of Llama4MoE blocks and compares it in bf16 and NVFP4: quality, memory, speed.
 Called by `make demo` (`python examples/llama4_moe_text.py --help` for the options) and by tests/test_examples.py.
-Calls thunder_moe (Llama4MoE, moe_executor, quantize_, rewrite_report), Thunder, matplotlib.
+Calls thunder_moe (Llama4MoE, moe_executor, quantize_, rewrite_report), Thunder, torch.compile, matplotlib.
 
 read the standard library's sources -> split by file -> train under Thunder -> freeze -> compile again: NVFP4 -> compare
 -> generate text -> table, plot and JSON. The text is that of the running Python, so numbers differ between versions.
@@ -48,6 +48,7 @@ COLUMNS = {
     "eager_bf16": "eager bf16",
     "thunder_bf16": "Thunder bf16",
     "thunder_nvfp4": "Thunder NVFP4",
+    "compile_nvfp4": "torch.compile NVFP4",
     "thunder_nvfp4_quantize_": "quantize_ + Thunder",
 }
 
@@ -205,6 +206,17 @@ def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) 
     }
 
 
+def inner_compiler(device: torch.device) -> str:
+    """ "inductor" where it works, which takes a C++ compiler on a CPU; else "aot_eager"."""
+    try:
+        torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64, device=device))
+    except Exception as error:  # no compiler, one without Python's headers, no Triton, ...
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        print(f"torch.compile: inductor does not work here ({reason}), aot_eager takes its place")
+        return "aot_eager"
+    return "inductor"
+
+
 def expert_bytes(model: nn.Module) -> int:
     """Bytes of the routed experts' weights, 16-bit or NVFP4."""
     wide = sum(module.weight.nbytes for module in model.modules() if isinstance(module, GroupedLinear))
@@ -230,11 +242,11 @@ def generate(compiled: Callable, prompt: bytes, length: int, device: torch.devic
 # ---- output
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
+def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
     """The columns side by side."""
-    columns = [results[name] for name in COLUMNS]
+    columns = [results[name] for name in labels]
     rows = [
-        ["", *COLUMNS.values()],
+        ["", *labels.values()],
         ["held-out bits per byte", *(f"{c['bits_per_byte']:.4f}" for c in columns)],
         ["expert weights a pass reads, KiB", *(f"{c['expert_bytes_read'] / 1024:,.0f}" for c in columns)],
         ["expert weights in memory, KiB", *(f"{c['expert_bytes_held'] / 1024:,.0f}" for c in columns)],
@@ -245,10 +257,10 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
-def plot(losses: list[float], results: dict[str, dict[str, float]], path: Path) -> None:
+def plot(losses: list[float], results: dict[str, dict[str, float]], labels: dict[str, str], path: Path) -> None:
     """The loss curve, and a bar per column for bits per byte, memory and speed."""
-    figure = Figure(figsize=(18, 4.5), layout="constrained")
-    curve, *panels = figure.subplots(1, 4, width_ratios=(1.6, 1, 1, 1))
+    figure = Figure(figsize=(20, 4.5), layout="constrained")
+    curve, *panels = figure.subplots(1, 4, width_ratios=(1.3, 1, 1, 1))
     smooth = [statistics.fmean(losses[max(0, step - 19) : step + 1]) for step in range(len(losses))]
     curve.plot(losses, color="0.8", label="each step")
     curve.plot(smooth, color="C0", label="mean of 20 steps")
@@ -260,10 +272,10 @@ def plot(losses: list[float], results: dict[str, dict[str, float]], path: Path) 
         ("Expert weights in memory, MiB (less is better)", "expert_bytes_held", 2.0**-20, "{:.2f}"),
         ("Tokens per second (more is better)", "tokens_per_second", 1.0, "{:,.0f}"),
     )
-    labels = [label.replace(" ", "\n", 1) for label in COLUMNS.values()]
+    names = [label.replace(" ", "\n", 1).replace(" (", "\n(") for label in labels.values()]
     for panel, (title, key, factor, form) in zip(panels, bars, strict=True):
-        heights = [results[name][key] * factor for name in COLUMNS]
-        panel.bar_label(panel.bar(labels, heights, color=["0.6", "C0", "C1", "C2"]), fmt=form)
+        heights = [results[name][key] * factor for name in labels]
+        panel.bar_label(panel.bar(names, heights, color=["0.6", "C0", "C1", "C4", "C2"]), fmt=form, fontsize=9)
         panel.set_title(title, fontsize=10)
         panel.tick_params(axis="x", labelsize=8)
     figure.savefig(path, dpi=120)
@@ -272,7 +284,8 @@ def plot(losses: list[float], results: dict[str, dict[str, float]], path: Path) 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small byte-level language model of Llama4MoE blocks on the Python standard library's "
-        "sources, then compare it in bf16 and in NVFP4 under Lightning Thunder: quality, memory, speed.",
+        "sources, then compare it in bf16 and in NVFP4, under Lightning Thunder and torch.compile: quality, memory, "
+        "speed.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=1000, help=f"training steps, each of {BATCH * WINDOW:,} bytes")
@@ -329,28 +342,36 @@ def main(argv: Sequence[str] | None = None) -> dict:
     swapped = quantize_(copy.deepcopy(fixed))
     rewritten = thunder.jit(fixed, executors=[moe_executor])
     quantized = thunder.jit(swapped, executors=[moe_executor])
+    inner = inner_compiler(args.device)
+    labels = dict(COLUMNS)
+    if inner != "inductor":
+        labels["compile_nvfp4"] += f" ({inner})"
+    options = {"thunder_moe.inner": inner}
+    optimized = torch.compile(fixed, backend="thunder_moe", dynamic=False, options=options)
     inference = torch.no_grad()
-    functions = (inference(fixed), trained, inference(rewritten), inference(quantized))
+    functions = (inference(fixed), trained, inference(rewritten), inference(optimized), inference(quantized))
     results = compare(dict(zip(COLUMNS, functions, strict=True)), held_out_batches(held_out, args.device))
     narrow = expert_bytes(swapped)
-    # The rewrite while compiling leaves the model its own 16-bit weights; quantize_ frees them.
-    read, held = (wide, wide, narrow, narrow), (wide, wide, wide + narrow, narrow)
-    reports = (None, *map(rewrite_report, (trained, rewritten, quantized)))
+    # The rewrite while compiling leaves the model its own 16-bit weights; quantize_ frees them. Thunder and
+    # torch.compile share one NVFP4 copy; each column counts it, as if it were alone.
+    read, held = (wide, wide, narrow, narrow, narrow), (wide, wide, wide + narrow, wide + narrow, narrow)
+    reports = (None, *map(rewrite_report, (trained, rewritten, optimized, quantized)))
     for name, report, *sizes in zip(COLUMNS, reports, read, held, strict=True):
         results[name] |= dict(zip(("expert_bytes_read", "expert_bytes_held"), sizes, strict=True))
         results[name] |= {"gemms": len(report or ()), "gemms_rewritten": len(report.rewritten) if report else 0}
         if report:
-            print(f"\nrewrite_report, {COLUMNS[name]}:\n{report}")
+            print(f"\nrewrite_report, {labels[name]}:\n{report}")
 
     sample = generate(functions[2], b"import os\n\n\ndef ", 240, args.device, args.seed).decode(errors="replace")
     print(f"\nwritten by the NVFP4 model:\n{sample}\n")
-    print(table(results))
+    print(table(results, labels))
     change = 100 * (results["thunder_nvfp4"]["bits_per_byte"] / results["thunder_bf16"]["bits_per_byte"] - 1)
     print(f"NVFP4 held-out loss relative to bf16: {change:+.2f} %")
 
     seconds = time.perf_counter() - started
     numbers = {
         "columns": results,
+        "labels": labels,
         "nvfp4_loss_relative_to_bf16_percent": change,
         "held_out_bytes": HELD_OUT_BYTES,
         "training_bits_per_byte": losses,
@@ -363,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     }
     stem = args.output / "llama4_moe_text"
     stem.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n")
-    plot(losses, results, stem.with_suffix(".png"))
+    plot(losses, results, labels, stem.with_suffix(".png"))
     print(f"\nwrote {stem}.png and {stem}.json after {seconds:.0f} s on {torch.get_num_threads()} threads")
     return numbers
 

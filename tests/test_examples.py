@@ -1,5 +1,5 @@
 """examples/llama4_moe_text.py with tiny sizes: its numbers, its files, its split of the text and its error messages.
-Called by pytest; calls the example's main, parse, source_files, split_files and generate.
+Called by pytest; calls the example's main, parse, source_files, split_files, generate and inner_compiler.
 """
 
 import importlib.util
@@ -58,15 +58,17 @@ def test_all_columns_are_reported(example: ModuleType, numbers: dict) -> None:
 def test_gemms_rewritten(numbers: dict) -> None:
     columns = numbers["columns"]
     assert (columns["thunder_bf16"]["gemms"], columns["thunder_bf16"]["gemms_rewritten"]) == (3 * LAYERS, 0)
-    assert (columns["thunder_nvfp4"]["gemms"], columns["thunder_nvfp4"]["gemms_rewritten"]) == (3 * LAYERS, 3 * LAYERS)
+    for name in ("thunder_nvfp4", "compile_nvfp4"):
+        assert (columns[name]["gemms"], columns[name]["gemms_rewritten"]) == (3 * LAYERS, 3 * LAYERS), name
 
 
 def test_columns_agree(numbers: dict) -> None:
-    """4-bit weights cost little, the two ways to them nothing, and Thunder computes what eager does."""
+    """4-bit weights cost little, the three ways to them nothing, and Thunder computes what eager does."""
     bits = {name: column["bits_per_byte"] for name, column in numbers["columns"].items()}
     assert bits["thunder_bf16"] == pytest.approx(bits["eager_bf16"], rel=2e-3)
     assert bits["thunder_nvfp4"] == pytest.approx(bits["thunder_bf16"], rel=2e-2)
     assert bits["thunder_nvfp4"] != bits["thunder_bf16"]
+    assert bits["compile_nvfp4"] == pytest.approx(bits["thunder_nvfp4"], rel=2e-3)
     assert bits["thunder_nvfp4_quantize_"] == pytest.approx(bits["thunder_nvfp4"], rel=1e-4)
     relative = 100 * (bits["thunder_nvfp4"] / bits["thunder_bf16"] - 1)
     assert numbers["nvfp4_loss_relative_to_bf16_percent"] == pytest.approx(relative)
@@ -79,7 +81,22 @@ def test_expert_bytes(example: ModuleType, numbers: dict) -> None:
     columns = numbers["columns"]
     assert columns["thunder_bf16"]["expert_bytes_held"] == 2 * weights
     assert columns["thunder_nvfp4_quantize_"]["expert_bytes_held"] == weights // 2 + weights // 16 + multipliers
-    assert columns["thunder_nvfp4"]["expert_bytes_read"] == columns["thunder_nvfp4_quantize_"]["expert_bytes_held"]
+    for name in ("thunder_nvfp4", "compile_nvfp4"):
+        assert columns[name]["expert_bytes_read"] == columns["thunder_nvfp4_quantize_"]["expert_bytes_held"]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_inner_compiler_is_inductor_where_it_works(
+    example: ModuleType, works: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile(function, **options):
+        if not works:
+            raise RuntimeError("No working C++ compiler found\nand more")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert example.inner_compiler(torch.device("cpu")) == ("inductor" if works else "aot_eager")
+    assert ("(No working C++ compiler found)" in capsys.readouterr().out) is not works
 
 
 def test_files_are_written(output: Path) -> None:

@@ -1,8 +1,10 @@
 """The benchmarks' protocol and scripts: candidates in order, results on disk, wrong kernels refused.
-Called by pytest; calls benchmarks/timing.py, report.py, bench_grouped_mm.py and bench_moe_layer.py.
+Called by pytest; calls benchmarks/timing.py, report.py, layers.py and the bench_*.py scripts.
 """
 
+import dataclasses
 import importlib
+import itertools
 import json
 import pathlib
 import time
@@ -67,19 +69,38 @@ def test_measure_refuses_numbers_out_of_range(load, options):
         load("timing").measure({})
 
 
+def test_back_to_back_calls_are_timed_per_call(load):
+    calls = []
+
+    def wait(name, seconds):
+        calls.append(name)
+        time.sleep(seconds)
+
+    functions = {"slow": lambda: wait("slow", 0.004), "fast": lambda: wait("fast", 0.0001)}
+    timings = load("timing").measure_back_to_back(functions, calls=10, rounds=4, budget=30)
+    assert 0.004 < timings["slow"].median < 0.03
+    assert timings["fast"].median < timings["slow"].median
+    for name, timing in timings.items():
+        assert (timing.rounds, timing.method) == (4, "10 calls back to back")
+        assert calls.count(name) == 3 + 4 * (1 + 10)
+    changes = sum(first != second for first, second in itertools.pairwise(calls))
+    assert changes < 10, "a round's calls of one candidate are in a row"
+
+
 def test_table_marks_what_was_not_timed_as_the_rest(load):
     report, timing = load("report"), load("timing").Timing
     timings = {
         "bf16": timing(2e-3, (1.9e-3, 2.1e-3), 9, "cuda graph"),
         "slow": timing(4.0, (4.0, 4.0), 1, "one call (slow)"),
         "eager": timing(1e-3, (0.5e-3, 1.5e-3), 9, "cuda events (not captured: a reason)"),
+        "compile": timing(3e-3, (3e-3, 3e-3), 9, "own cuda graph"),
     }
     lines = report.table([{"tokens": 8, **report.timed(timings, "bf16")}], ("tokens",), "bf16").splitlines()
     assert lines[0].split("  ")[0] == "tokens"
     assert len({len(line) for line in lines[:3]}) == 1, "aligned"
-    for cell in ("2.00", "4000 (one call)", "1.00 (no graph)", "0.000500"):
+    for cell in ("2.00", "4000 (one call)", "1.00 (no graph)", "3.00 (own graph)", "0.000500"):
         assert cell in lines[2]
-    assert "NOISY: 1 of 3 timings" in lines[-1]
+    assert "NOISY: 1 of 4 timings" in lines[-1]
 
 
 def test_environment_names_what_a_result_depends_on(load):
@@ -139,14 +160,63 @@ def test_bad_arguments_are_named(load, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:transformer_engine module not found")
-def test_moe_layer_runs_end_to_end(load, tmp_path, capsys):
+@pytest.fixture
+def moe_layer(load):
     pytest.importorskip("thunder_moe.compilers.thunder_executor", exc_type=ImportError)
-    rows = load("bench_moe_layer").main([*TINY, "--tokens", "1,3", "--parts", "experts", "--output", str(tmp_path)])
+    return load("bench_moe_layer")
+
+
+@pytest.mark.filterwarnings("ignore:transformer_engine module not found")
+def test_moe_layer_runs_end_to_end(moe_layer, tmp_path, capsys):
+    rows = moe_layer.main([*TINY, "--tokens", "1,3", "--parts", "experts", "--output", str(tmp_path)])
     assert [(row["tokens"], row["part"]) for row in rows] == [(1, "experts"), (3, "experts")]
+    assert all(list(row["seconds"]) == list(moe_layer.COLUMNS) for row in rows)
     content = json.loads((tmp_path / "bench_moe_layer_cpu.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     size = content["expert_weight_bytes"]["small"]
     assert size["bf16"] > 3 * size["nvfp4"]
     assert (tmp_path / "bench_moe_layer_cpu.png").exists()
     assert "thunder nvfp4" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:transformer_engine module not found")
+def test_moe_layer_runs_the_chosen_columns(moe_layer, tmp_path, capsys):
+    arguments = ["--tokens", "2", "--parts", "layer", "--columns", "eager nvfp4", "--output", str(tmp_path)]
+    (row,) = moe_layer.main([*TINY, *arguments])
+    assert list(row["seconds"]) == ["eager bf16", "eager nvfp4"]
+    with pytest.raises(SystemExit):
+        moe_layer.main(["--columns", "compile nvfp8"])
+    assert "'compile nvfp8', wanted one of eager bf16, thunder bf16" in capsys.readouterr().err
+
+
+def test_compile_overhead_runs_end_to_end(load, tmp_path, capsys):
+    benchmark = load("bench_compile_overhead")
+    rows = benchmark.main([*TINY, "--tokens", "3", "--calls", "2", "--output", str(tmp_path)])
+    assert [row["column"] for row in rows] == list(benchmark.COLUMNS)
+    assert [row["kernels"] for row in rows] == [4, 4, 3, 3], "router, gate, up, down; gate and up are one in NVFP4"
+    for row in rows:
+        assert row["kernel_seconds"] > 0
+        assert row["gap_seconds"] == row["call"]["median"] - row["kernel_seconds"]
+        assert row["latency"]["median"] > 0
+    content = json.loads((tmp_path / "bench_compile_overhead_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert (tmp_path / "bench_compile_overhead_cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "quantize_ + compile nvfp4" in capsys.readouterr().out
+
+
+def test_check_refuses_what_a_column_does_not_say(load):
+    layers = load("layers")
+    cpu = torch.device("cpu")
+    layer = layers.build(load("shapes").SHAPES["small"], cpu)
+    x = layers.hidden_states(layer, 3, cpu)
+    bf16 = layers.Variant.eager(layer, nvfp4=False)
+    wanted = bf16("layer", x)
+    assert layers.check("bf16", bf16, "layer", (x,), wanted) == 0
+    with pytest.raises(RuntimeError, match="'bf16' is wrong: relative error"):
+        layers.check("bf16", bf16, "layer", (x,), wanted * 1.02)
+    nvfp4 = layers.Variant.compile(layer, nvfp4=True, backend="thunder_moe")
+    kept = dataclasses.replace(nvfp4, grad=True)
+    layer.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"(?s)wanted 3 of 3 expert GEMMs in NVFP4, compiled was.*trainable"):
+        with pytest.warns(match="trainable"):
+            layers.check("nvfp4", kept, "layer", (x,), wanted)

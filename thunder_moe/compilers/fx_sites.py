@@ -9,8 +9,8 @@ Called by compilers.dynamo; calls eligibility for the decision on each GEMM.
 from __future__ import annotations
 
 import operator
+import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
 __all__ = ["Site", "SwiGLU", "find_sites", "find_swiglu", "positional_grouped_mm", "quantized_gemm"]
 
 aten = torch.ops.aten
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
 _TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
 _PERMUTE = {torch.permute, aten.permute.default, "permute"}
@@ -286,9 +287,10 @@ def _qualified_name(node: fx.Node) -> str:
 
 
 def _user_line(node: fx.Node) -> str | None:
-    """file:line of the innermost frame outside of torch."""
+    """file:line of the innermost frame outside of torch and of this package."""
     frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    home = torch.__path__[0]
-    outside: Iterator[tuple[str, str]] = (frame for frame in reversed(frames) if not frame[0].startswith(home))
-    frame = next(outside, None)
-    return f"{frame[0]}:{frame[1]}" if frame else None
+    for path, line in reversed(frames):
+        if not path.startswith((torch.__path__[0], _PACKAGE)):
+            inside = path.startswith(os.getcwd() + os.sep)
+            return f"{os.path.relpath(path) if inside else path}:{line}"
+    return None
