@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from thunder_moe.compilers.eligibility import Decision, decide
 from thunder_moe.compilers.fx_sites import (
     Site,
     SwiGLU,
@@ -126,7 +127,10 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
     eligible = [site for site in sites if site.reason is None]
     blocks = find_swiglu(graph, eligible)
     fused = {id(site) for block in blocks for site in block.sites}
-    record(owner, [_decision(site, tensors, id(site) in fused) for site in sites] + _quantized_before(graph))
+    decisions = [
+        decide(site.gemm, requires_grad=_requires_grad(site, tensors), fused=id(site) in fused) for site in sites
+    ]
+    record(owner, decisions + _quantized_before(graph))
     for site in sites:
         if site.reason is not None and _trains(site):
             _replace(graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
@@ -183,15 +187,11 @@ def _owner(frame: Any) -> Any:
     return caller if isinstance(caller, torch._TorchCompileWrapper) else None
 
 
-def _decision(site: Site, tensors: dict[fx.Node, Tensor], fused: bool):
-    if site.reason is not None:
-        return site.gemm, "16-bit", site.reason
-    assert site.weight is not None
-    reason = "gradients are disabled" if tensors[site.weight].requires_grad else "the weight is frozen"
-    return site.gemm, "nvfp4 + swiglu" if fused else "nvfp4", reason
+def _requires_grad(site: Site, tensors: dict[fx.Node, Tensor]) -> bool:
+    return site.weight is not None and tensors[site.weight].requires_grad
 
 
-def _quantized_before(graph: fx.Graph) -> list[tuple]:
+def _quantized_before(graph: fx.Graph) -> list[Decision]:
     """The NVFP4 operators of modules that quantize_ had swapped in already."""
     found = []
     for node in graph.nodes:

@@ -10,7 +10,7 @@ import torch
 
 from thunder_moe.nvfp4 import BLOCK_SIZE
 
-__all__ = ["GroupedGemm", "decline_reason"]
+__all__ = ["Decision", "GroupedGemm", "decide", "decline_reason"]
 
 
 @dataclass(frozen=True)
@@ -64,3 +64,24 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
     if gemm.needs_grad:
         return "the weight is trainable: freeze it (requires_grad_(False)) or run under torch.no_grad()"
     return None
+
+
+# What a report says of one GEMM: (its names and sizes, "16-bit" | "nvfp4" | "nvfp4 + swiglu", why).
+Decision = tuple[GroupedGemm, str, str]
+
+
+def decide(gemm: GroupedGemm, *, requires_grad: bool, fused: bool) -> Decision:
+    """The decision on a GEMM, as reports show it.
+
+    Args:
+        gemm: names and sizes.
+        requires_grad: of the weight, whether or not gradients are enabled.
+        fused: it becomes part of a fused SwiGLU, if it is rewritten.
+    """
+    declined = decline_reason(gemm)
+    if declined is not None:
+        return gemm, "16-bit", declined
+    reason = "gradients are disabled" if requires_grad else "the weight is frozen"
+    if fused:
+        return gemm, "nvfp4 + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
+    return gemm, "nvfp4", reason

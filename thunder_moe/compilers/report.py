@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thunder_moe.compilers.eligibility import GroupedGemm
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm
 
 __all__ = ["RewriteEntry", "RewriteReport", "RewriteWarning", "record", "record_later", "rewrite_report"]
 
@@ -98,7 +98,7 @@ def _graphs_of(owner: Any) -> _Graphs:
     return _GRAPHS[key]
 
 
-def record(owner: Any, decisions: list[tuple[GroupedGemm, str, str]]) -> None:
+def record(owner: Any, decisions: list[Decision]) -> None:
     """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
 
     Args:

@@ -25,7 +25,7 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, decide, decline_reason  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
     grouped_mm,
@@ -67,7 +67,12 @@ class NVFP4Rewrite(Transform):
         sites = list(_find_sites(prologue_trace, computation_trace))
         blocks = _find_swiglu(computation_trace, [site for site in sites if site.reason is None])
         fused = {id(site) for block in blocks for site in (block.gate, block.up)}
-        decisions = [_decision(site, fused=id(site) in fused) for site in sites]
+        decisions = [
+            decide(
+                site.gemm, requires_grad=site.weight is not None and site.weight.requires_grad, fused=id(site) in fused
+            )
+            for site in sites
+        ]
         record(get_compile_data(), decisions + _quantized_before(computation_trace, prologue_trace))
         singles = [site for site in sites if site.reason is None and id(site) not in fused]
         if not singles and not blocks:
@@ -176,17 +181,7 @@ def _same_operands(gate: _Site, up: _Site) -> bool:
     return same_rows and same_offsets and same_form
 
 
-def _decision(site: _Site, *, fused: bool) -> tuple[GroupedGemm, str, str]:
-    if site.reason is not None:
-        return site.gemm, "16-bit", site.reason
-    assert site.weight is not None
-    reason = "gradients are disabled" if site.weight.requires_grad else "the weight is frozen"
-    if fused:
-        return site.gemm, "nvfp4 + swiglu", f"{reason}; gate and up projection in one GEMM with their SwiGLU"
-    return site.gemm, "nvfp4", reason
-
-
-def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[tuple[GroupedGemm, str, str]]:
+def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[Decision]:
     """The NVFP4 symbols of modules that quantize_ had swapped in already."""
     names, producers = _qualified_names(prologue), utils.producers(computation)
     found = []
