@@ -137,8 +137,8 @@ class NVFP4GroupedLinear(nn.Module):
 
     Args:
         weight: (E, N, K), in layout "linear".
-        dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back.
-        requires_grad: whether that weight was trainable; likewise.
+        weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back.
+        weight_requires_grad: whether that weight was trainable; likewise.
 
     Attributes:
         qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
@@ -149,11 +149,15 @@ class NVFP4GroupedLinear(nn.Module):
     global_scale: Tensor
 
     def __init__(
-        self, weight: NVFP4Weight, *, dtype: torch.dtype = torch.bfloat16, requires_grad: bool = False
+        self,
+        weight: NVFP4Weight,
+        *,
+        weight_dtype: torch.dtype = torch.bfloat16,
+        weight_requires_grad: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight.shape
-        self.dtype, self.requires_grad = dtype, requires_grad
+        self.weight_dtype, self.weight_requires_grad = weight_dtype, weight_requires_grad
         for field, tensor in zip(("qdata", "scale", "global_scale"), weight.to_layout("linear").tensors(), strict=True):
             self.register_buffer(field, tensor)
 
@@ -175,7 +179,7 @@ class NVFP4GroupedLinear(nn.Module):
                 buffer.data = moved
             else:  # between a real device and "meta"; nn.Module unties there too
                 self._buffers[name] = moved
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.qdata.device)).dtype
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.qdata.device)).dtype
         return self
 
     def extra_repr(self) -> str:

@@ -53,7 +53,7 @@ def quantize_(model: Model, *, filter: Filter | None = None) -> Model:
         if key not in packed:
             packed[key] = NVFP4Weight.concatenate(*(quantize(linear.weight) for linear in linears))
         weight = linears[0].weight
-        module = NVFP4GroupedLinear(packed[key], dtype=weight.dtype, requires_grad=weight.requires_grad)
+        module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
         return module.train(linears[0].training)
 
     def replace(module: nn.Module) -> nn.Module:
@@ -89,12 +89,14 @@ def dequantize_(model: Model) -> Model:
     def convert(module: NVFP4GroupedLinear, parts: int) -> list[GroupedLinear]:
         key = (id(module.qdata), parts)
         if key not in parameters:
-            rows = dequantize(module.nvfp4_weight, module.dtype).chunk(parts, 1)
-            parameters[key] = [nn.Parameter(part.contiguous(), requires_grad=module.requires_grad) for part in rows]
+            rows = dequantize(module.nvfp4_weight, module.weight_dtype).chunk(parts, 1)
+            parameters[key] = [
+                nn.Parameter(part.contiguous(), requires_grad=module.weight_requires_grad) for part in rows
+            ]
         linears = []
         for parameter in parameters[key]:
             experts, n, k = parameter.shape
-            linear = GroupedLinear(experts, k, n, device="meta", dtype=module.dtype)
+            linear = GroupedLinear(experts, k, n, device="meta", dtype=module.weight_dtype)
             linear.weight = parameter
             linears.append(linear.train(module.training))
         return linears

@@ -25,6 +25,7 @@ from thunder_moe.compilers.fx_sites import (
     find_swiglu,
     positional_grouped_mm,
     quantized_gemm,
+    traced_frame,
 )
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
@@ -130,7 +131,7 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
     decisions = [
         decide(site.gemm, requires_grad=_requires_grad(site, tensors), fused=id(site) in fused) for site in sites
     ]
-    record(owner, decisions + _quantized_before(graph))
+    record(owner, decisions + _quantized_before(graph), traced_frame(graph))
     for site in sites:
         if site.reason is not None and _trains(site):
             _replace(graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
@@ -177,7 +178,7 @@ def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any)
         functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns]
         return [entry for fn in functions for entry in rewrite_report(fn)]
 
-    record_later(owner, entries)
+    record_later(owner, entries, traced_frame(gm.graph))
     return compiled
 
 

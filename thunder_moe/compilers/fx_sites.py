@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
 
-__all__ = ["Site", "SwiGLU", "find_sites", "find_swiglu", "positional_grouped_mm", "quantized_gemm"]
+__all__ = ["Site", "SwiGLU", "find_sites", "find_swiglu", "positional_grouped_mm", "quantized_gemm", "traced_frame"]
 
 aten = torch.ops.aten
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -286,11 +286,22 @@ def _qualified_name(node: fx.Node) -> str:
     return ".".join(parts) if parts else str(node.target)
 
 
+def traced_frame(graph: fx.Graph) -> tuple[str, int] | None:
+    """File and line of the code that dynamo traced the graph from, as its first node tells."""
+    traces = (_frames(node) for node in graph.nodes)
+    return next((frames[0] for frames in traces if frames), None)
+
+
 def _user_line(node: fx.Node) -> str | None:
     """file:line of the innermost frame outside of torch and of this package."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for path, line in reversed(frames):
+    for path, line in reversed(_frames(node)):
         if not path.startswith((torch.__path__[0], _PACKAGE)):
             inside = path.startswith(os.getcwd() + os.sep)
             return f"{os.path.relpath(path) if inside else path}:{line}"
     return None
+
+
+def _frames(node: fx.Node) -> list[tuple[str, int]]:
+    """(file, line) of each frame of a node's stack, the outermost first."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return [(path, int(line)) for path, line in found]

@@ -4,11 +4,13 @@ Called by users and by the compilers, which record here; asks Thunder and torch.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -74,41 +76,48 @@ class RewriteReport:
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+@dataclass(frozen=True)
+class _Graph:
+    """One graph: a call that lists its entries, and the line of its code where it was traced (torch.compile)."""
+
+    entries: Callable[[], list[RewriteEntry]]
+    frame: tuple[str, int] | None = None
+
+
 class _Graphs:
-    """The graphs of one compiled function: their entries, or a call that finds them out."""
+    """The graphs of one compiled function, its owner."""
 
-    def __init__(self) -> None:
-        self.graphs: list[Callable[[], list[RewriteEntry]]] = []
-
-    def entries(self) -> tuple[RewriteEntry, ...]:
-        found = (entry for graph in self.graphs for entry in graph())
-        return tuple(found)
+    def __init__(self, owner: Any) -> None:
+        self.owner = weakref.ref(owner)
+        self.graphs: list[_Graph] = []
 
 
-# Keyed by the identity of what stands for a compiled function: Thunder's compile data, or the wrapper that
+# Keyed by the identity of what stands for a compiled function, its owner: Thunder's compile data, or the wrapper that
 # torch.compile makes of a backend. (Those wrappers compare by value and have no hash.)
 _GRAPHS: dict[int, _Graphs] = {}
 
 
-def _graphs_of(owner: Any) -> _Graphs:
+def _graphs_of(owner: Any) -> list[_Graph]:
     key = id(owner)
     if key not in _GRAPHS:
-        _GRAPHS[key] = _Graphs()
+        _GRAPHS[key] = _Graphs(owner)
         weakref.finalize(owner, _GRAPHS.pop, key, None)
-    return _GRAPHS[key]
+    return _GRAPHS[key].graphs
 
 
-def record(owner: Any, decisions: list[Decision]) -> None:
+def record(owner: Any, decisions: list[Decision], frame: tuple[str, int] | None = None) -> None:
     """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
 
     Args:
         owner: what stands for the compiled function; None when it is not known.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
+        frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
     """
-    graphs = _graphs_of(owner) if owner is not None else _Graphs()
-    entries = [RewriteEntry(len(graphs.graphs), *decision) for decision in decisions]
-    silent = not entries and any(entry.rewritten for entry in graphs.entries())  # a fragment beside the experts
-    graphs.graphs.append(lambda: entries)
+    graphs = _graphs_of(owner) if owner is not None else []
+    entries = [RewriteEntry(len(graphs), *decision) for decision in decisions]
+    # A fragment beside the experts is no reason to warn.
+    silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
+    graphs.append(_Graph(lambda: entries, frame))
     if silent or any(entry.rewritten for entry in entries):
         return
     why = "; ".join(f"{entry.gemm.weight or 'a weight'}: {entry.reason}" for entry in entries)
@@ -116,12 +125,12 @@ def record(owner: Any, decisions: list[Decision]) -> None:
     warnings.warn(f"thunder_moe rewrote no expert GEMM to NVFP4: {why}", RewriteWarning, stacklevel=2)
 
 
-def record_later(owner: Any, find: Callable[[], list[RewriteEntry]]) -> None:
+def record_later(owner: Any, find: Callable[[], list[RewriteEntry]], frame: tuple[str, int] | None) -> None:
     """Keeps a call that lists the entries of a graph which another compiler compiles on first use."""
     if owner is not None:
         graphs = _graphs_of(owner)
-        number = len(graphs.graphs)
-        graphs.graphs.append(lambda: [replace(entry, graph=number) for entry in find()])
+        number = len(graphs)
+        graphs.append(_Graph(lambda: [replace(entry, graph=number) for entry in find()], frame))
 
 
 def rewrite_report(compiled: Callable) -> RewriteReport:
@@ -134,6 +143,12 @@ def rewrite_report(compiled: Callable) -> RewriteReport:
     Raises:
         ValueError: compiled is neither, or was not called yet.
     """
+    if isinstance(compiled, torch.nn.Module) and compiled._compiled_call_impl is not None:
+        module: Any = type(compiled)
+        codes = [module.forward.__code__]
+        compiled = compiled._compiled_call_impl  # of module.compile(), in place
+    else:
+        codes = _codes(compiled)
     owner = _torch_compile_owner(compiled)
     if owner is None and "thunder" in sys.modules:
         import thunder
@@ -141,9 +156,28 @@ def rewrite_report(compiled: Callable) -> RewriteReport:
         owner = thunder.compile_data(compiled)
     if owner is None:
         raise ValueError(f"compiled: got {type(compiled).__name__}, wanted what thunder.jit or torch.compile returned")
-    if id(owner) not in _GRAPHS:
+    graphs = _GRAPHS[id(owner)].graphs if id(owner) in _GRAPHS else _shared_graphs(owner, codes)
+    if not graphs:
         raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
-    return RewriteReport(_GRAPHS[id(owner)].entries())
+    return RewriteReport(tuple(entry for graph in graphs for entry in graph.entries()))
+
+
+def _shared_graphs(owner: Any, codes: list[CodeType]) -> list[_Graph]:
+    """The graphs that another torch.compile of the same code with the same options has made: dynamo shares them (the
+    layers of a model, each compiled by itself, are one graph)."""
+    if not isinstance(owner, torch._TorchCompileWrapper):
+        return []
+    lines = {(code.co_filename, line) for code in codes for _, _, line in code.co_lines()}
+    others = [graphs for graphs in list(_GRAPHS.values()) if graphs.owner() == owner]
+    return [graph for graphs in others for graph in graphs.graphs if graph.frame in lines]
+
+
+def _codes(compiled: Any) -> list[CodeType]:
+    """The code that torch.compile traces for a module or function."""
+    original = getattr(compiled, "_orig_mod", None)
+    function = getattr(compiled, "_torchdynamo_orig_callable", None) if original is None else type(original).forward
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return [] if code is None else [code]
 
 
 def _torch_compile_owner(compiled: Any) -> Any:
