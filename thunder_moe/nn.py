@@ -318,7 +318,9 @@ class Llama4MoE(nn.Module):
         offsets_E = torch.cumsum(counts_E, 0, dtype=torch.int32)
         weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]
         rows_MH = x_TH[order_M // self.top_k] * weight_M[:, None]
-        out_MH = self.routed_experts(rows_MH, offsets_E)[torch.argsort(order_M)]
+        # The inverse permutation by a scatter: one kernel, where a second sort is several.
+        inverse_M = torch.zeros_like(order_M).scatter(0, order_M, torch.arange(ids_M.shape[0], device=x_TH.device))
+        out_MH = self.routed_experts(rows_MH, offsets_E)[inverse_M]
         return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)
 
 
