@@ -28,6 +28,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
 _TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
 _PERMUTE = {torch.permute, aten.permute.default, "permute"}
+_MT = {aten.mT, aten.mT.default}  # what Tensor.mT is traced to from torch 2.15 on
 _SILU = {F.silu, aten.silu.default}
 _MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
 _CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
@@ -230,7 +231,7 @@ def _weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
 
 def _swapped(node: Any) -> Any:
     """What a node swaps the last two of three dims of, None when it does something else."""
-    if _calls(node, {getattr}) and node.args[1] in ("mT",):
+    if _calls(node, _MT) or (_calls(node, {getattr}) and node.args[1] == "mT"):
         return node.args[0]
     arguments = (*node.args, *node.kwargs.values())
     if _calls(node, _TRANSPOSE) and len(arguments) == 3 and {dim % 3 for dim in arguments[1:]} == {1, 2}:
