@@ -32,8 +32,8 @@ _MT = {aten.mT, aten.mT.default}  # what Tensor.mT is traced to from torch 2.15 
 _SILU = {F.silu, aten.silu.default}
 _MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
 _CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
-_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 _SPLIT = {torch.split, aten.split.Tensor, "split"}
+_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
         for silu, up in (product.args, product.args[::-1]):
             if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and _calls(silu, _SILU)):
                 continue
-            if silu.kwargs.get("inplace") or any(silu.args[1:]) or not _only_user(silu, product):
+            if not silu.args or silu.kwargs.get("inplace") or any(silu.args[1:]) or not _only_user(silu, product):
                 continue
             gate: Any = silu.args[0]
             if not _only_user(gate, silu) or not _only_user(up, product):
@@ -233,13 +233,14 @@ def _swapped(node: Any) -> Any:
     """What a node swaps the last two of three dims of, None when it does something else."""
     if _calls(node, _MT) or (_calls(node, {getattr}) and node.args[1] == "mT"):
         return node.args[0]
-    arguments = (*node.args, *node.kwargs.values())
-    if _calls(node, _TRANSPOSE) and len(arguments) == 3 and {dim % 3 for dim in arguments[1:]} == {1, 2}:
-        return arguments[0]
-    if _calls(node, _PERMUTE):
-        dims = arguments[1] if isinstance(arguments[1], (tuple, list)) else arguments[1:]
-        if tuple(dim % 3 for dim in dims) == (0, 2, 1):
-            return arguments[0]
+    source, *dims = (*node.args, *node.kwargs.values()) or (None,)
+    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
+        dims = list(dims[0])
+    if not all(isinstance(dim, int) for dim in dims):
+        return None
+    dims = [dim % 3 for dim in dims]
+    if (_calls(node, _TRANSPOSE) and set(dims) == {1, 2}) or (_calls(node, _PERMUTE) and dims == [0, 2, 1]):
+        return source
     return None
 
 
