@@ -26,6 +26,7 @@ from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.extend import OperatorExecutor  # noqa: E402
 
+from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE  # noqa: E402
 from thunder_moe.nvfp4 import BLOCK_SIZE  # noqa: E402
@@ -39,7 +40,7 @@ class MoEExecutor(OperatorExecutor):
     """An operator executor that notices compilations in which no grouped GEMM was traced."""
 
     def __init__(self) -> None:
-        super().__init__("thunder_moe", version="0.1.0")
+        super().__init__("thunder_moe", version=__version__)
         self._seen: weakref.WeakSet = weakref.WeakSet()
 
     def attached(self, compile_data) -> None:
