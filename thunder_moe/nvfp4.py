@@ -62,6 +62,15 @@ class NVFP4Weight:
             tensor = getattr(self, name)
             require(tensor.device == self.qdata.device, name, tensor, f"device {self.qdata.device}, that of qdata")
 
+    @classmethod
+    def unchecked(
+        cls, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, layout: str
+    ) -> NVFP4Weight:
+        """The same without the checks, for a caller that has made them: the operators, at every call."""
+        weight = object.__new__(cls)
+        weight.__dict__.update(qdata=qdata, scale=scale, global_scale=global_scale, layout=layout)
+        return weight
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K), the shape of the 16-bit weight."""

@@ -52,7 +52,8 @@ def _grouped_mm_dgrad(
     *,
     layout: str = "linear",
 ) -> Tensor:
-    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
+    qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
+    weight = NVFP4Weight(qdata, weight_scaling_factor, weight_global_scale, layout)  # nobody has checked these
     return select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
 
 
@@ -126,8 +127,9 @@ def operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
 def weight_from_operands(
     fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str
 ) -> NVFP4Weight:
-    """The inverse of `operands`."""
-    return NVFP4Weight(fp4_weight.view(torch.uint8).transpose(1, 2), weight_scaling_factor, weight_global_scale, layout)
+    """The inverse of `operands`, for operands that `check_operands` has passed."""
+    qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
+    return NVFP4Weight.unchecked(qdata, weight_scaling_factor, weight_global_scale, layout)
 
 
 def check_operands(
