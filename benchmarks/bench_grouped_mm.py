@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import comma_list, parser, plot, positive, relative_error, save, table, timed
+from report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
 from shapes import CUDA_SHAPES, SHAPES, MoEShape
 from timing import measure
 from torch import Tensor
@@ -111,9 +111,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     result = parser(__doc__ or "")
-    result.add_argument("--gemms", type=comma_list(_gemm), default=list(GEMMS), help=f"of: {', '.join(GEMMS)}")
+    result.add_argument("--gemms", type=comma_list(one_of(GEMMS)), default=list(GEMMS), help=f"of: {', '.join(GEMMS)}")
     result.add_argument(
-        "--backends", type=comma_list(_backend), help=f"of: {', '.join(BACKENDS)} (default: all that run)"
+        "--backends", type=comma_list(one_of(BACKENDS)), help=f"of: {', '.join(BACKENDS)} (default: all that run)"
     )
     load = result.add_mutually_exclusive_group()
     load.add_argument("--rows-per-expert", type=comma_list(positive), help=f"default on a CPU: {ROWS_PER_EXPERT}")
@@ -124,18 +124,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if not args.rows_per_expert and not args.tokens:
         args.tokens, args.rows_per_expert = (TOKENS, None) if on_cuda else (None, ROWS_PER_EXPERT)
     return args
-
-
-def _gemm(text: str) -> str:
-    if text not in GEMMS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(GEMMS)}")
-    return text
-
-
-def _backend(text: str) -> str:
-    if text not in BACKENDS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(BACKENDS)}")
-    return text
 
 
 def _backends(device: torch.device, wanted: list[str] | None) -> tuple[dict[str, Any], list[str]]:

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from layers import EXPERT_GEMMS, TOLERANCE, Variant, build, check, hidden_states
-from report import comma_list, parser, plot, positive, save, table, timed
+from report import comma_list, one_of, parser, plot, positive, save, table, timed
 from shapes import CPU_SHAPES, CUDA_SHAPES, MoEShape
 from timing import measure
 from torch import Tensor, nn
@@ -122,10 +122,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     result = parser(__doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), help=f"comma-separated (default: {TOKENS})")
-    result.add_argument("--parts", type=comma_list(_part), default=list(PARTS), help=f"of: {', '.join(PARTS)}")
+    result.add_argument("--parts", type=comma_list(one_of(PARTS)), default=list(PARTS), help=f"of: {', '.join(PARTS)}")
     result.add_argument(
         "--columns",
-        type=comma_list(_column),
+        type=comma_list(one_of(COLUMNS)),
         default=list(COLUMNS),
         help=f"of: {', '.join(COLUMNS)} (default: all; {BASELINE} always takes part)",
     )
@@ -134,18 +134,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.tokens = args.tokens or TOKENS[args.device.type]
     args.shapes = args.shapes or list(CUDA_SHAPES if args.device.type == "cuda" else CPU_SHAPES)
     return args
-
-
-def _part(text: str) -> str:
-    if text not in PARTS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(PARTS)}")
-    return text
-
-
-def _column(text: str) -> str:
-    if text not in COLUMNS:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(COLUMNS)}")
-    return text
 
 
 def _variants(

@@ -8,7 +8,7 @@ import argparse
 import json
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -70,6 +70,18 @@ def comma_list(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
     def parse(text: str) -> list[Any]:
         return [convert(part.strip()) for part in text.split(",")]
+
+    return parse
+
+
+def one_of(names: Iterable[str]) -> Callable[[str], str]:
+    """An argparse type: one of some names."""
+    known = tuple(names)
+
+    def parse(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"got {text!r}, wanted one of {', '.join(known)}")
+        return text
 
     return parse
 

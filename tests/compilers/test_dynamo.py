@@ -22,7 +22,6 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
-from thunder_moe.compilers import weight_cache
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import dequantize, quantize
 
@@ -44,31 +43,6 @@ def decoded(model):
 
 def decisions(function):
     return [entry.decision for entry in rewrite_report(function)]
-
-
-@pytest.fixture
-def count(monkeypatch):
-    calls = []
-
-    def spy(weight):
-        calls.append(tuple(weight.shape))
-        return quantize(weight)
-
-    monkeypatch.setattr(weight_cache, "quantize", spy)
-    return calls
-
-
-@pytest.fixture
-def moe():
-    model = Llama4MoE(CONFIG, dtype=BF16)
-    for linear in (model.routed_experts.gate_proj, model.routed_experts.up_proj, model.routed_experts.down_proj):
-        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-    return model
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 8, 64, dtype=BF16)
 
 
 def test_found_by_name_without_an_import():

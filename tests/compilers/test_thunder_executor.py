@@ -22,7 +22,6 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
-from thunder_moe.compilers import weight_cache
 from thunder_moe.nvfp4 import dequantize, quantize
 
 import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
@@ -44,29 +43,6 @@ def symbols(compiled, traces=thunder.last_traces):
 def decoded(model):
     """The same model with its expert weights rounded to NVFP4: what a rewritten one has to compute."""
     return dequantize_(quantize_(copy.deepcopy(model)))
-
-
-@pytest.fixture
-def count(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        weight_cache, "quantize", lambda weight: (calls.append(tuple(weight.shape)), quantize(weight))[1]
-    )
-    return calls
-
-
-@pytest.fixture
-def moe():
-    # std K**-0.5 makes the routed experts weigh as much as the shared one, so that their errors show.
-    model = Llama4MoE(CONFIG, dtype=BF16)
-    for linear in (model.routed_experts.gate_proj, model.routed_experts.up_proj, model.routed_experts.down_proj):
-        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
-    return model
-
-
-@pytest.fixture
-def x():
-    return torch.randn(2, 8, 64, dtype=BF16)
 
 
 def test_rewrites_a_frozen_layer(moe, x):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_moe.compilers.eligibility import Decision, decide
+from thunder_moe.compilers.eligibility import Decision, describe
 from thunder_moe.compilers.fx_sites import (
     Site,
     SwiGLU,
@@ -129,7 +129,8 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
     blocks = find_swiglu(graph, eligible)
     fused = {id(site) for block in blocks for site in block.sites}
     decisions = [
-        decide(site.gemm, requires_grad=_requires_grad(site, tensors), fused=id(site) in fused) for site in sites
+        describe(site.gemm, site.reason, requires_grad=_requires_grad(site, tensors), fused=id(site) in fused)
+        for site in sites
     ]
     record(owner, decisions + _quantized_before(graph), traced_frame(graph))
     for site in sites:

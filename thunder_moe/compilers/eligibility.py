@@ -10,7 +10,7 @@ import torch
 
 from thunder_moe.nvfp4 import BLOCK_SIZE
 
-__all__ = ["Decision", "GroupedGemm", "decide", "decline_reason"]
+__all__ = ["Decision", "GroupedGemm", "decline_reason", "describe"]
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
 Decision = tuple[GroupedGemm, str, str]
 
 
-def decide(gemm: GroupedGemm, *, requires_grad: bool, fused: bool) -> Decision:
+def describe(gemm: GroupedGemm, declined: str | None, *, requires_grad: bool, fused: bool) -> Decision:
     """The decision on a GEMM, as reports show it.
 
     Args:
         gemm: names and sizes.
+        declined: what `decline_reason` said of it.
         requires_grad: of the weight, whether or not gradients are enabled.
         fused: it becomes part of a fused SwiGLU, if it is rewritten.
     """
-    declined = decline_reason(gemm)
     if declined is not None:
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"

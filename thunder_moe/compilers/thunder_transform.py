@@ -25,7 +25,7 @@ from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm, decide, decline_reason  # noqa: E402
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, decline_reason, describe  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
     grouped_mm,
@@ -68,8 +68,11 @@ class NVFP4Rewrite(Transform):
         blocks = _find_swiglu(computation_trace, [site for site in sites if site.reason is None])
         fused = {id(site) for block in blocks for site in (block.gate, block.up)}
         decisions = [
-            decide(
-                site.gemm, requires_grad=site.weight is not None and site.weight.requires_grad, fused=id(site) in fused
+            describe(
+                site.gemm,
+                site.reason,
+                requires_grad=site.weight is not None and site.weight.requires_grad,
+                fused=id(site) in fused,
             )
             for site in sites
         ]

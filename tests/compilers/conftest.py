@@ -1,0 +1,38 @@
+"""Fixtures that the tests of both compilers share: a layer, its input, and a count of quantisations.
+Called by pytest.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_moe import Llama4MoE, Llama4MoEConfig
+from thunder_moe.compilers import weight_cache
+from thunder_moe.nvfp4 import quantize
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The shapes of the weights that the cache has quantised."""
+    calls = []
+
+    def spy(weight):
+        calls.append(tuple(weight.shape))
+        return quantize(weight)
+
+    monkeypatch.setattr(weight_cache, "quantize", spy)
+    return calls
+
+
+@pytest.fixture
+def moe():
+    # std K**-0.5 makes the routed experts weigh as much as the shared one, so that their errors show.
+    model = Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=torch.bfloat16)
+    for linear in (model.routed_experts.gate_proj, model.routed_experts.up_proj, model.routed_experts.down_proj):
+        nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+    return model
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 8, 64, dtype=torch.bfloat16)
