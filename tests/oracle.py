@@ -80,3 +80,26 @@ def llama4_moe(moe: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
             total = total + shared.down_proj.weight.float() @ hidden
         out.append(total)
     return torch.stack(out).reshape(hidden_states.shape)
+
+
+def moe_experts(
+    hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias=None, down_bias=None,
+    weight_on_input=False, alpha=1.0, limit=None, up_shift=0.0,
+):  # fmt: skip
+    """fp32 loop over tokens and their experts: (T, H), ids and weights (T, A), (E, 2I, H), (E, H, I) -> (T, H)."""
+    out = []
+    for token, ids, weights in zip(hidden_states.float(), expert_ids.tolist(), expert_weights.float(), strict=True):
+        total = torch.zeros_like(token)
+        for expert, weight in zip(ids, weights, strict=True):
+            if not 0 <= expert < gate_up.shape[0]:
+                continue
+            y = gate_up[expert].float() @ (token * weight if weight_on_input else token)
+            y = y if gate_up_bias is None else y + gate_up_bias[expert]
+            gate, up = y.chunk(2)
+            if limit is not None:
+                gate, up = torch.clamp(gate, max=limit), torch.clamp(up, -limit, limit)
+            result = down[expert].float() @ (gate * torch.sigmoid(alpha * gate) * (up + up_shift))
+            result = result if down_bias is None else result + down_bias[expert]
+            total = total + (result if weight_on_input else result * weight)
+        out.append(total)
+    return torch.stack(out) if out else hidden_states.float()

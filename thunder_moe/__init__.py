@@ -18,8 +18,11 @@ if TYPE_CHECKING:
         SwiGLU,
     )
     from thunder_moe.nvfp4 import NVFP4Weight
+    from thunder_moe.ops.experts import moe_experts
     from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
+    from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
+    from thunder_moe.ops.route import moe_route
     from thunder_moe.quantize import dequantize_, quantize_
 
 __version__ = "0.1.0"
@@ -37,8 +40,11 @@ _HOMES = {
         "SwiGLU",
     ),
     "nvfp4": ("NVFP4Weight",),
+    "ops.experts": ("moe_experts",),
     "ops.grouped_mm": ("f16a_nvfp4weight_scaled_grouped_mm",),
+    "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
+    "ops.route": ("moe_route",),
     "quantize": ("dequantize_", "quantize_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -55,9 +61,12 @@ __all__ = [
     "RewriteWarning",
     "SwiGLU",
     "dequantize_",
+    "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "moe_executor",
+    "moe_experts",
+    "moe_route",
     "quantize_",
     "rewrite_report",
 ]

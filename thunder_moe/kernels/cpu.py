@@ -27,9 +27,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thunder_moe.kernels.epilogues import (
+    PLAIN_SWIGLU,
+    SwiGLU,
+    combine,
+    gather_rows,
+    pre_activation,
+    route,
+    scale_of_rows,
+)
 from thunder_moe.nvfp4 import NVFP4Weight
 
-__all__ = ["dequantize", "grouped_mm", "grouped_mm_dgrad", "grouped_swiglu", "unavailable_reason"]
+__all__ = [
+    "dequantize",
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "route",
+    "unavailable_reason",
+]
 
 _SOURCE = Path(__file__).with_name("cpu_grouped_mm.cpp")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -90,10 +107,34 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     return out
 
 
-def grouped_swiglu(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
-    """(M, K), weight (E, 2I, K) with the gate's rows first -> silu(gate) * up, (M, I) in the activation's dtype."""
-    gate, up = grouped_mm(activation, weight, offsets).chunk(2, -1)
-    return F.silu(gate) * up
+def grouped_swiglu(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+) -> Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
+    if slot_scale is None and bias is None and form == PLAIN_SWIGLU:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
+    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
+
+
+def grouped_mm_combine(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:

@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 
+from thunder_moe.kernels.epilogues import (
+    PLAIN_SWIGLU,
+    SwiGLU,
+    combine,
+    gather_rows,
+    pre_activation,
+    route,
+    scale_of_rows,
+)
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert
 
-__all__ = ["grouped_mm", "grouped_mm_dgrad", "grouped_swiglu", "unavailable_reason"]
+__all__ = ["grouped_mm", "grouped_mm_combine", "grouped_mm_dgrad", "grouped_swiglu", "route", "unavailable_reason"]
 
 
 def unavailable_reason() -> str | None:
@@ -33,14 +41,31 @@ def grouped_mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight, offsets: torch.Ten
     return _per_expert(grad, weight, offsets, weight.shape[2], lambda rows, expert: rows @ expert)
 
 
-def grouped_swiglu(activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
-    """(M, K), weight (E, 2I, K) with the gate's rows first -> silu(gate) * up, (M, I) in the activation's dtype."""
+def grouped_swiglu(
+    activation: torch.Tensor,
+    weight: NVFP4Weight,
+    offsets: torch.Tensor,
+    row_slot: torch.Tensor | None = None,
+    slot_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+) -> torch.Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
+    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
+    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
 
-    def gemm_and_activation(rows: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
-        gate, up = (rows @ expert.t()).float().chunk(2, -1)
-        return (F.silu(gate) * up).to(rows.dtype)
 
-    return _per_expert(activation, weight, offsets, weight.shape[1] // 2, gemm_and_activation)
+def grouped_mm_combine(
+    activation: torch.Tensor,
+    weight: NVFP4Weight,
+    offsets: torch.Tensor,
+    slot_row: torch.Tensor,
+    slot_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
 def _per_expert(

@@ -4,14 +4,17 @@ Called by ops, tests and benchmarks; calls kernels.cpu (compiled, CPUs) and kern
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
 
-__all__ = ["BACKENDS", "select"]
+__all__ = ["BACKENDS", "select", "use_backend"]
 
 # In order of preference; each has the devices that it serves (None: all).
 BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None}
@@ -22,15 +25,16 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
 
     Args:
         device: where the operands are.
-        backend: a name of `BACKENDS` to insist on; the best one available when None.
+        backend: a name of `BACKENDS` to insist on; that of `use_backend`, else the best one available, when None.
 
     Returns:
-        A module with `grouped_mm`, `grouped_mm_dgrad` and `grouped_swiglu`, each
-        ``(rows (M, .), NVFP4Weight, offsets int32 (E,)) -> (M, .)``.
+        A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine` and `route`, as in
+        kernels.reference.
 
     Raises:
         ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).
     """
+    backend = backend or _CHOSEN.get()
     if backend is None:
         return _best(device.type)
     if backend not in BACKENDS:
@@ -42,6 +46,26 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run here: {reason}")
     return module
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Insists on a backend for every operator that runs inside, also those of compiled graphs (not of CUDA graphs
+    that were captured before).
+
+    Raises:
+        ValueError: the backend is unknown; when an operator runs, also that it cannot run there.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(BACKENDS)}")
+    token = _CHOSEN.set(backend)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+_CHOSEN: ContextVar[str | None] = ContextVar("thunder_moe_backend", default=None)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from torch import Tensor
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
 
-__all__ = ["check_operands", "f16a_nvfp4weight_scaled_grouped_mm", "operands", "weight_from_operands"]
+__all__ = ["check_operands", "check_optional", "f16a_nvfp4weight_scaled_grouped_mm", "operands", "weight_from_operands"]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -168,6 +168,19 @@ def check_operands(
     others = dict(fp4_weight=fp4_weight, weight_scaling_factor=scale, weight_global_scale=weight_global_scale)
     for name, tensor in {**others, "offsets": offsets}.items():
         require(tensor.device == activation.device, name, tensor, f"device {activation.device}, that of activation")
+
+
+def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:
+    """Checks an optional floating-point operand.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
+    if tensor is None:
+        return
+    require(tuple(tensor.shape) == shape, name, tensor, f"shape {shape}")
+    require(tensor.dtype.is_floating_point, name, tensor, "a floating-point dtype")
+    require(tensor.device == activation.device, name, tensor, f"device {activation.device}, that of activation")
 
 
 def check_offset_values(offsets: Tensor, rows: int) -> None:

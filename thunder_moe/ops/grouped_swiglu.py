@@ -1,7 +1,7 @@
 """The operator thunder_moe::f16a_nvfp4weight_grouped_swiglu: gate and up projection in one GEMM, SwiGLU in the same op.
-Called by nn and by compiled graphs; calls kernels.select. Its schema mirrors ops.grouped_mm.
+Called by nn, ops.experts and compiled graphs; calls kernels.select. Its schema mirrors ops.grouped_mm.
 
-rows (M, K) -> GEMM over [gate; up] (E, 2I, K) -> silu(gate) * up -> (M, I)
+tokens (T, K) -> gather -> rows (M, K) -> GEMM over [gate; up] (E, 2I, K) -> silu(gate) * up -> (M, I)
 """
 
 from __future__ import annotations
@@ -9,9 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thunder_moe.kernels.epilogues import (
+    PLAIN_SWIGLU,
+    SwiGLU,
+    expert_of_row,
+    gather_rows,
+    live_rows,
+    pre_activation,
+    scale_of_rows,
+)
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import require
-from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, weight_from_operands
+from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
 
 __all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_dgrad"]
 
@@ -23,28 +32,66 @@ def _grouped_swiglu(
     weight_scaling_factor: Tensor,
     weight_global_scale: Tensor,
     offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     layout: str = "linear",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    _check(activation, *packed, offsets, layout)
-    check_offset_values(offsets, activation.shape[0])
-    return select(activation.device).grouped_swiglu(activation, weight_from_operands(*packed, layout), offsets)
+    _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
+    check_offset_values(offsets, (activation if row_slot is None else row_slot).shape[0])
+    weight = weight_from_operands(*packed, layout)
+    kernel = select(activation.device).grouped_swiglu
+    return kernel(activation, weight, offsets, row_slot, slot_scale, bias, SwiGLU(alpha, limit, up_shift))
 
 
 @_grouped_swiglu.register_fake
-def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, *, layout="linear"):
-    _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
-    return activation.new_empty(activation.shape[0], fp4_weight.shape[2] // 2)
+def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot=None, slot_scale=None,
+      bias=None, *, layout="linear", alpha=1.0, limit=None, up_shift=0.0):  # fmt: skip
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
+    rows = (activation if row_slot is None else row_slot).shape[0]
+    return activation.new_empty(rows, fp4_weight.shape[2] // 2)
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
     ctx.save_for_backward(*inputs)
-    ctx.layout = keyword_only_inputs["layout"]
+    ctx.options = keyword_only_inputs
 
 
 def _backward(ctx, grad):
-    return swiglu_dgrad(grad, *ctx.saved_tensors, layout=ctx.layout), None, None, None, None
+    """Recomputes gate and up, so that nothing of (M, 2I) is kept for it."""
+    activation, *packed, offsets, row_slot, slot_scale, bias = ctx.saved_tensors
+    # Trailing arguments that were left out have no entry.
+    of_activation, of_scale, of_bias = (any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
+    options = dict(ctx.options)
+    layout, form = options.pop("layout"), SwiGLU(**options)
+    rows = grad.shape[0]
+    row_scale = scale_of_rows(slot_scale, row_slot)
+    forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+    gate_up = forward(gather_rows(activation, row_slot), *packed, offsets, layout=layout)
+    grad_pre = _activation_grad(grad, pre_activation(gate_up, offsets, row_scale, bias), form)  # [M, 2I]
+    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
+    masked = row_slot is not None or slot_scale is not None or bias is not None
+    grad_pre = torch.where(live_rows(offsets, rows), grad_pre, 0) if masked else grad_pre
+    grad_activation = grad_scale = grad_bias = None
+    if of_activation:
+        scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
+        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+        grad_activation = dgrad(scaled.to(grad.dtype), *packed, offsets, layout=layout)
+        grad_activation = _sum_per_token(grad_activation, offsets, row_slot, activation.shape[0])
+    if of_scale:
+        of_row = torch.where(live_rows(offsets, rows), gate_up.float() * grad_pre, 0).sum(-1)
+        flat = torch.zeros_like(of_row).scatter(0, row_slot.long(), of_row) if row_slot is not None else of_row
+        grad_scale = flat.view(slot_scale.shape).to(slot_scale.dtype)
+    if of_bias:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_activation, None, None, None, None, None, grad_scale, grad_bias
 
 
 _grouped_swiglu.register_autograd(_backward, setup_context=_setup_context)
@@ -56,30 +103,46 @@ def f16a_nvfp4weight_grouped_swiglu(
     weight_scaling_factor: Tensor,
     weight_global_scale: Tensor,
     offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     layout: str = "linear",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
 ) -> Tensor:
-    """``silu(activation @ gate[e].T) * (activation @ up[e].T)`` for the rows of each expert e.
+    """``silu(x @ gate[e].T) * (x @ up[e].T)`` for the rows x of each expert e.
 
-    Differentiable in `activation` (the backward recomputes gate and up).
+    In full: ``y = slot_scale * (x @ w[e].T) + bias[e]``, its halves g and u, g clamped from above by `limit` and u to
+    [-limit, limit], then ``g * sigmoid(alpha * g) * (u + up_shift)``. The defaults are SwiGLU; GPT-OSS has alpha
+    1.702, limit 7, up_shift 1. Differentiable in `activation`, `slot_scale` and `bias` (the backward recomputes y).
 
     Args:
-        activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert.
+        activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert; with row_slot (T, K), the tokens.
         fp4_weight: (E, K // 2, 2I), transposed view of qdata whose rows are the I of gate, then the I of up.
         weight_scaling_factor: float8_e4m3fn block scales, (E, 2I, K // 16) when linear.
         weight_global_scale: float32 (E,) or (E, 2I).
         offsets: int32 (E,), cumulative row ENDS.
+        row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
+        slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
+        bias: floating point (E, 2I).
         layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+        alpha: factor of the gate in the sigmoid.
+        limit: of gate and up, positive; none when None.
+        up_shift: added to up.
 
     Returns:
         (M, I) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
 
     Raises:
-        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, and when the weight's rows are odd in number.
+        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, when the weight's rows are odd in number, and for
+            row_slot, slot_scale, bias or limit that do not fit.
     """
     return torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu(
-        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout=layout
-    )
+        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot, slot_scale, bias,
+        layout=layout, alpha=alpha, limit=limit, up_shift=up_shift,
+    )  # fmt: skip
 
 
 def swiglu_dgrad(
@@ -92,16 +155,55 @@ def swiglu_dgrad(
     *,
     layout: str = "linear",
 ) -> Tensor:
-    """Gradient (M, I) of `f16a_nvfp4weight_grouped_swiglu`'s output -> gradient (M, K) of its activation."""
+    """Gradient (M, I) of plain `f16a_nvfp4weight_grouped_swiglu`'s output -> gradient (M, K) of its activation."""
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
     gate_up = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, layout=layout)
-    gate, up = gate_up.float().chunk(2, -1)
-    sigmoid = torch.sigmoid(gate)
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    grad_gate_up = torch.cat([grad_gate, grad * gate * sigmoid], -1).to(grad.dtype)
+    grad_gate_up = _activation_grad(grad, gate_up.float(), PLAIN_SWIGLU).to(grad.dtype)
     return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad_gate_up, *packed, layout=layout)
 
 
-def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout) -> None:
+def _activation_grad(grad: Tensor, gate_up: Tensor, form: SwiGLU) -> Tensor:
+    """Gradient (M, I) of the activation's output, float32 gate_up (M, 2I) -> float32 (M, 2I)."""
+    raw_gate, raw_up = gate_up.chunk(2, -1)
+    gate, up = form.clamp(raw_gate, raw_up)
+    sigmoid = torch.sigmoid(form.alpha * gate)
+    grad_gate = grad * (up + form.up_shift) * sigmoid * (1 + form.alpha * gate * (1 - sigmoid))
+    grad_up = grad * gate * sigmoid
+    if form.limit is not None:
+        grad_gate = torch.where(raw_gate <= form.limit, grad_gate, 0)
+        grad_up = torch.where(raw_up.abs() <= form.limit, grad_up, 0)
+    return torch.cat([grad_gate, grad_up], -1)
+
+
+def _sum_per_token(grad_rows: Tensor, offsets: Tensor, row_slot: Tensor | None, tokens: int) -> Tensor:
+    """(M, K) -> (T, K): the gradients of each token's rows added up, in a fixed order."""
+    if row_slot is None:
+        return grad_rows
+    rows, k = grad_rows.shape
+    live = torch.where(live_rows(offsets, rows), grad_rows, 0)
+    slots = torch.empty_like(live).index_copy(0, row_slot.long(), live)  # [T * A, K]
+    top_k = rows // max(tokens, 1)
+    return slots.view(tokens, top_k, k).float().sum(1).to(grad_rows.dtype)
+
+
+def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot, slot_scale, bias,
+           layout, limit) -> None:  # fmt: skip
     check_operands(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
     require(fp4_weight.shape[2] % 2 == 0, "fp4_weight", fp4_weight, "an even out_features: gate rows, then up rows")
+    check_optional("bias", bias, (fp4_weight.shape[0], fp4_weight.shape[2]), activation)
+    tokens = activation.shape[0]
+    if row_slot is None:
+        check_optional("slot_scale", slot_scale, (tokens,), activation)
+    else:
+        slots = row_slot.shape[0]
+        require(row_slot.dtype == torch.int32, "row_slot", row_slot, "dtype int32")
+        wanted = f"shape (top_k * {tokens},), {tokens} being the activation's rows"
+        require(row_slot.ndim == 1 and _token_multiple(slots, tokens), "row_slot", row_slot, wanted)
+        require(row_slot.device == activation.device, "row_slot", row_slot, f"device {activation.device}")
+        check_optional("slot_scale", slot_scale, (tokens, slots // max(tokens, 1)), activation)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit: got {limit}, wanted a positive number or None")
+
+
+def _token_multiple(slots: int, tokens: int) -> bool:
+    return slots == 0 if tokens == 0 else slots % tokens == 0

@@ -1,0 +1,125 @@
+"""What surrounds the expert GEMMs of a layer, in plain torch: routing, gather of rows, SwiGLU, weighted combine.
+Called by kernels.reference and kernels.cpu around their GEMMs, and by the gradients in ops. Calls torch alone.
+
+Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
+Nothing here synchronises with the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PLAIN_SWIGLU",
+    "SwiGLU",
+    "combine",
+    "expert_of_row",
+    "gather_rows",
+    "live_rows",
+    "pre_activation",
+    "route",
+    "scale_of_rows",
+    "token_of_slot",
+]
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """``g * sigmoid(alpha * g) * (u + up_shift)`` with g = min(gate, limit), u = clamp(up, -limit, limit).
+
+    The defaults are SwiGLU, ``silu(gate) * up``; GPT-OSS has alpha 1.702, limit 7 and up_shift 1.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_shift: float = 0.0
+
+    def clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if self.limit is None:
+            return gate, up
+        return gate.clamp_max(self.limit), up.clamp(-self.limit, self.limit)
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = self.clamp(gate, up)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_shift)
+
+
+PLAIN_SWIGLU = SwiGLU()
+
+
+def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See ops.route.moe_route: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    ids = expert_ids.flatten().long()
+    known = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(known, ids, num_experts)
+    row_slot = torch.argsort(ids, stable=True)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+    counts = counts.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    rows = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
+    slot_row = torch.empty_like(rows).scatter(0, row_slot, rows)
+    slot_row = torch.where(known, slot_row, -1).view(expert_ids.shape)
+    return row_slot.int(), counts[:-1].cumsum(0, dtype=torch.int32), slot_row
+
+
+def token_of_slot(slot: Tensor, slots: int, tokens: int) -> Tensor:
+    """The token of each slot, when `tokens` tokens have `slots` slots in all."""
+    return slot // (slots // max(tokens, 1)) if slots else slot
+
+
+def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
+    """(T, K) -> (M, K): the token of each row; the activation itself where it holds rows already."""
+    if row_slot is None:
+        return activation
+    return activation.index_select(0, token_of_slot(row_slot, row_slot.shape[0], activation.shape[0]))
+
+
+def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor | None:
+    """float32 (M,) of a scale per slot (T, A), or per row (M,) where row_slot is None."""
+    if slot_scale is None:
+        return None
+    flat = slot_scale.float().flatten()
+    return flat if row_slot is None else flat[row_slot]
+
+
+def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(M, 2I) -> float32 (M, 2I), times row_scale (M,), plus bias (E, 2I)."""
+    gate_up = gate_up.float()
+    if row_scale is not None:
+        gate_up = gate_up * row_scale[:, None]
+    if bias is not None:
+        gate_up = gate_up + bias[expert_of_row(offsets, gate_up.shape[0])]
+    return gate_up
+
+
+def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(M, N) -> (T, N) in the rows' dtype: each token's rows, plus bias (E, N), times their weights, summed in fp32.
+
+    The sum runs over a = 0, 1, ... in that order, so it is deterministic. Slots without a row (-1) count nothing.
+    """
+    total = torch.zeros(slot_row.shape[0], rows.shape[1], device=rows.device)
+    if rows.shape[0] == 0:
+        return total.to(rows.dtype)
+    experts = expert_of_row(offsets, rows.shape[0]) if bias is not None else None
+    for slot in range(slot_row.shape[1]):
+        row = slot_row[:, slot].clamp_min(0)
+        part = rows.index_select(0, row).float()
+        if bias is not None and experts is not None:
+            part = part + bias[experts[row]]
+        if slot_weight is not None:
+            part = part * slot_weight[:, slot, None]
+        total = torch.where(slot_row[:, slot, None] >= 0, total + part, total)
+    return total.to(rows.dtype)
+
+
+def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
+    """int64 (M,): the expert of each row; the last one for rows past ``offsets[-1]``."""
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    return torch.searchsorted(offsets, row, right=True).clamp_max(offsets.shape[0] - 1)
+
+
+def live_rows(offsets: Tensor, rows: int) -> Tensor:
+    """bool (M, 1): whether the row belongs to an expert."""
+    return (torch.arange(rows, dtype=torch.int32, device=offsets.device) < offsets[-1])[:, None]

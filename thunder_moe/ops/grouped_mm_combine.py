@@ -1,0 +1,140 @@
+"""The operator thunder_moe::f16a_nvfp4weight_grouped_mm_combine: the second expert GEMM and the weighted sum per token.
+Called by ops.experts, integrations and compiled graphs; calls kernels.select. Its schema mirrors ops.grouped_mm.
+
+rows (M, K) -> GEMM -> + bias -> times the router's weight -> sum over each token's slots -> (T, N)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels.epilogues import expert_of_row, live_rows, token_of_slot
+from thunder_moe.kernels.select import select
+from thunder_moe.nvfp4 import require
+from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
+
+__all__ = ["f16a_nvfp4weight_grouped_mm_combine"]
+
+
+@torch.library.custom_op("thunder_moe::f16a_nvfp4weight_grouped_mm_combine", mutates_args=())
+def _grouped_mm_combine(
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    layout: str = "linear",
+) -> Tensor:
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
+    check_offset_values(offsets, activation.shape[0])
+    kernel = select(activation.device).grouped_mm_combine
+    return kernel(activation, weight_from_operands(*packed, layout), offsets, slot_row, slot_weight, bias)
+
+
+@_grouped_mm_combine.register_fake
+def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight=None,
+      bias=None, *, layout="linear"):  # fmt: skip
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
+    return activation.new_empty(slot_row.shape[0], fp4_weight.shape[2])
+
+
+def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.layout = keyword_only_inputs["layout"]
+
+
+def _backward(ctx, grad):
+    activation, *packed, offsets, slot_row, slot_weight, bias = ctx.saved_tensors
+    # Trailing arguments that were left out have no entry.
+    of_activation, of_weight, of_bias = (any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
+    rows, (tokens, top_k) = activation.shape[0], slot_row.shape
+    row_slot = _row_slot(slot_row, rows)
+    live = live_rows(offsets, rows)
+    grad_row = grad[token_of_slot(row_slot, tokens * top_k, tokens)].float()  # [M, N]
+    weighted = grad_row if slot_weight is None else grad_row * slot_weight.flatten()[row_slot, None]
+    weighted = torch.where(live, weighted, 0)
+    grad_activation = grad_weight = grad_bias = None
+    if of_activation:
+        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+        grad_activation = torch.where(
+            live, dgrad(weighted.to(grad.dtype), *packed, offsets, layout=ctx.layout), 0
+        )  # fmt: skip
+    if of_weight:
+        forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+        out = forward(activation, *packed, offsets, layout=ctx.layout).float()
+        if bias is not None:
+            out = out + bias[expert_of_row(offsets, rows)]
+        of_row = torch.where(live, out * grad_row, 0).sum(-1)
+        picked = of_row[slot_row.clamp_min(0)] if rows else torch.zeros_like(slot_row, dtype=torch.float32)
+        grad_weight = torch.where(slot_row >= 0, picked, 0).to(slot_weight.dtype)
+    if of_bias:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), weighted)
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_activation, None, None, None, None, None, grad_weight, grad_bias
+
+
+_grouped_mm_combine.register_autograd(_backward, setup_context=_setup_context)
+
+
+def f16a_nvfp4weight_grouped_mm_combine(
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    layout: str = "linear",
+) -> Tensor:
+    """``out[t] = sum over a of slot_weight[t, a] * (activation[slot_row[t, a]] @ w[e].T + bias[e])``.
+
+    The sum is made in float32 and in a fixed order. Differentiable in `activation`, `slot_weight` and `bias`.
+
+    Args:
+        activation: (M, K) bfloat16, float16 (or float32), rows sorted by expert.
+        fp4_weight: (E, K // 2, N), the transposed view of qdata.
+        weight_scaling_factor: float8_e4m3fn block scales, (E, N, K // 16) when linear.
+        weight_global_scale: float32 (E,) or (E, N).
+        offsets: int32 (E,), cumulative row ENDS.
+        slot_row: int32 (T, A), the row of each slot, as `moe_route` gives it; -1 for a slot that counts nothing.
+        slot_weight: floating point (T, A), the router's weights; 1 when None.
+        bias: floating point (E, N).
+        layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+
+    Returns:
+        (T, N) in the activation's dtype.
+
+    Raises:
+        ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, and for slot_row, slot_weight or bias of a wrong shape,
+            dtype or device.
+    """
+    return torch.ops.thunder_moe.f16a_nvfp4weight_grouped_mm_combine(
+        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight, bias,
+        layout=layout,
+    )  # fmt: skip
+
+
+def _row_slot(slot_row: Tensor, rows: int) -> Tensor:
+    """int64 (M,): the slot of each row, the inverse of slot_row; 0 for rows that no slot has."""
+    slots = torch.arange(slot_row.numel(), device=slot_row.device)
+    row = torch.where(slot_row < 0, rows, slot_row).flatten().long()
+    return torch.zeros(rows + 1, dtype=torch.int64, device=slot_row.device).scatter(0, row, slots)[:rows]
+
+
+def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight, bias,
+           layout) -> None:  # fmt: skip
+    check_operands(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
+    require(slot_row.ndim == 2, "slot_row", slot_row, "shape (tokens, top_k)")
+    require(slot_row.dtype == torch.int32, "slot_row", slot_row, "dtype int32")
+    require(slot_row.device == activation.device, "slot_row", slot_row, f"device {activation.device}")
+    check_optional("slot_weight", slot_weight, tuple(slot_row.shape), activation)
+    check_optional("bias", bias, (fp4_weight.shape[0], fp4_weight.shape[2]), activation)

@@ -1,0 +1,61 @@
+"""The operator thunder_moe::moe_route: the top-k expert ids of tokens -> the order of rows for grouped GEMMs.
+Called by ops.experts, integrations and compiled graphs; calls kernels.select. No arithmetic here.
+
+Legend: T tokens, A = top_k, slot = t * A + a, M = T * A rows, E experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels.select import select
+from thunder_moe.nvfp4 import require
+
+__all__ = ["moe_route"]
+
+
+@torch.library.custom_op("thunder_moe::moe_route", mutates_args=())
+def _route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    _check(expert_ids, num_experts)
+    return select(expert_ids.device).route(expert_ids, num_experts)
+
+
+@_route.register_fake
+def _(expert_ids, num_experts):
+    _check(expert_ids, num_experts)
+    slots = expert_ids.shape[0] * expert_ids.shape[1]
+    empty = expert_ids.new_empty
+    return (
+        empty(slots, dtype=torch.int32),
+        empty(num_experts, dtype=torch.int32),
+        empty(expert_ids.shape, dtype=torch.int32),
+    )
+
+
+def moe_route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sorts the slots of tokens by expert: what a grouped GEMM needs to know of a routing. Not differentiable.
+
+    The sort is stable, so the order of rows is unique. Ids outside [0, E), such as expert parallelism's sentinels,
+    go behind all others: their rows lie past ``offsets[-1]``. Never synchronises with the host on CUDA.
+
+    Args:
+        expert_ids: int32 or int64 (T, A), the experts of each token.
+        num_experts: E.
+
+    Returns:
+        row_slot: int32 (M,), the slot ``t * A + a`` of each row.
+        offsets: int32 (E,), cumulative row ENDS.
+        slot_row: int32 (T, A), the row of each slot; -1 where the id is outside [0, E).
+
+    Raises:
+        ValueError: expert_ids has the wrong rank or dtype, or num_experts is not positive.
+    """
+    return torch.ops.thunder_moe.moe_route(expert_ids, num_experts)
+
+
+def _check(expert_ids: Tensor, num_experts: int) -> None:
+    require(expert_ids.ndim == 2, "expert_ids", expert_ids, "shape (tokens, top_k)")
+    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", expert_ids, "dtype int32 or int64")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: got {num_experts}, wanted at least 1")
