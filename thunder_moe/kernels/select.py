@@ -16,8 +16,9 @@ import torch
 
 __all__ = ["BACKENDS", "select", "use_backend"]
 
-# In order of preference; each has the devices that it serves (None: all).
-BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None}
+# In order of preference; each has the devices that it serves (None: all). What follows the reference is never chosen
+# by itself: "cuda" because it has run in an emulator alone, not on a GPU yet, "w4a4" because it computes less exactly.
+BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None, "cuda": ("cuda",), "w4a4": None}
 
 
 def select(device: torch.device, *, backend: str | None = None) -> ModuleType:

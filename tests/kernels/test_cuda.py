@@ -1,0 +1,194 @@
+"""The CUDA kernels on a CPU: their own source run by cuda_emulator.h, judged by tests/oracle.py, and compiled by NVRTC.
+Called by pytest; the emulated launches replace kernels.cuda._launch, all else is the backend's own code.
+"""
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
+
+from thunder_moe.kernels import cuda, nvrtc
+from thunder_moe.kernels.cuda import GemmConfig
+from thunder_moe.kernels.epilogues import SwiGLU
+from thunder_moe.kernels.epilogues import route as plain_route
+from thunder_moe.nvfp4 import NVFP4Weight, quantize
+
+HERE = Path(__file__).parent
+DTYPES = [torch.bfloat16, torch.float16]
+CONFIGS = {
+    "split 8": GemmConfig(1, 1, 1, 8, 4),
+    "split 2": GemmConfig(2, 1, 4, 2, 2),
+    "two blocks of rows": GemmConfig(1, 2, 2, 1, 2),
+    "staged": GemmConfig(4, 2, 2, 0, 3),
+    "staged, 64 tokens": GemmConfig(8, 1, 4, 0, 2),
+}
+SWIGLU_CONFIGS = {"split 4": GemmConfig(1, 2, 2, 4, 2), "staged": GemmConfig(4, 2, 2, 0, 4)}
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory):
+    """launch(source, expression, threads, blocks, argument): runs a kernel of a .cu file on this CPU."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder, libraries = tmp_path_factory.mktemp("cuda"), {}
+
+    def build(source: Path, expression: str) -> ctypes.CDLL:
+        name = hashlib.sha256(f"{source}{expression}".encode()).hexdigest()[:16]
+        program = folder / f"{name}.cpp"
+        argument = {"route": "RouteArguments", "combi": "CombineArguments"}.get(expression[:5], "Arguments")
+        program.write_text(f"""
+#include "{HERE / "cuda_emulator.h"}"
+#include "{source}"
+extern "C" void run(const {argument}* argument, int blocks, int threads) {{
+  launch(blocks, threads, [&] {{ {expression}(*argument); }});
+}}
+""")
+        library = program.with_suffix(".so")
+        options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
+        subprocess.run([compiler, *options, str(program), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+    def run(source, expression, threads, blocks, argument):
+        if (source, expression) not in libraries:
+            libraries[source, expression] = build(source, expression)
+        libraries[source, expression].run(ctypes.byref(argument), blocks, threads)
+
+    return run
+
+
+@pytest.fixture
+def emulated(emulator, monkeypatch):
+    """The backend on a device of three multiprocessors that run one block each."""
+
+    def launch(source, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
+        emulator(source, expression, threads, min(blocks, multiprocessors or blocks), argument)
+
+    monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 3)
+
+
+def make(experts, n, k, halves=1):
+    parts = [quantize(torch.randn(experts, n // halves, k) * (i + 1)) for i in range(halves)]
+    weight = NVFP4Weight.concatenate(*parts)
+    # Extremes of the format: zero and subnormal scales, and the largest.
+    weight.scale.view(torch.uint8)[:, 0, 0] = torch.tensor([0, 1, 7, 126], dtype=torch.uint8)[:experts]
+    return weight, dequantize(*weight.tensors())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [16, 48, 128, 656, 1280])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_grouped_mm(emulated, monkeypatch, config, dtype, k):
+    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
+    offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    for n in (16, 88):
+        weight, exact = make(4, n, k)
+        rows = torch.randn(44, k).to(dtype)
+        out = cuda.grouped_mm(rows, weight, offsets)
+        assert relative_error(out[:42], grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", SWIGLU_CONFIGS.values(), ids=SWIGLU_CONFIGS.keys())
+def test_grouped_swiglu(emulated, monkeypatch, config, dtype):
+    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
+    offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    for n, k in ((16, 128), (88, 272)):
+        weight, exact = make(4, 2 * n, k, halves=2)
+        rows = torch.randn(44, k).to(dtype)
+        out = cuda.grouped_swiglu(rows, weight, offsets)
+        assert relative_error(out[:42], grouped_swiglu(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
+
+
+def test_every_routing_of_the_shared_table(emulated, offsets):
+    weight, exact = make(4, 32, 128)
+    rows = torch.randn(int(offsets[-1]) + 1, 128, dtype=torch.bfloat16)
+    out = cuda.grouped_mm(rows, weight, offsets)
+    assert relative_error(out[: offsets[-1]], grouped_mm(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize("weight_on_input", [False, True])
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+def test_a_whole_layer(emulated, tokens, weight_on_input):
+    experts, top_k, hidden, inner, dtype = 6, 2, 64, 48, torch.bfloat16
+    gate_up, down = quantize(torch.randn(experts, 2 * inner, hidden)), quantize(torch.randn(experts, hidden, inner))
+    biases = torch.randn(experts, 2 * inner, dtype=dtype), torch.randn(experts, hidden)
+    x, ids, scores = (
+        torch.randn(tokens, hidden, dtype=dtype),
+        torch.randint(-1, 7, (tokens, top_k)),
+        torch.rand(tokens, top_k),
+    )
+    row_slot, offsets, slot_row = cuda.route(ids, experts)
+    on_input, on_output = (scores, None) if weight_on_input else (None, scores)
+    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], SwiGLU(1.702, 1.5, 1.0))
+    out = cuda.grouped_mm_combine(rows, down, offsets, slot_row, on_output, biases[1])
+    exact = [dequantize(*weight.tensors()) for weight in (gate_up, down)]
+    form = dict(alpha=1.702, limit=1.5, up_shift=1.0)
+    expected = moe_experts(x, ids, scores, *exact, *biases, weight_on_input=weight_on_input, **form)
+    assert relative_error(out, expected) < 7e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 128), (333, 3, 5), (2500, 4, 300)])
+def test_route(emulated, tokens, top_k, experts, dtype):
+    ids = torch.randint(-1, experts + 1, (tokens, top_k)).to(dtype)
+    for actual, expected in zip(cuda.route(ids, experts), plain_route(ids, experts), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(emulated):
+    weight, exact = make(4, 32, 128)
+    flat = torch.randn(5 * 128 + 1, dtype=torch.bfloat16)
+    rows, offsets = flat[1:].view(5, 128), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
+    out = cuda.grouped_mm(rows, weight, offsets)
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_result_does_not_depend_on_the_number_of_blocks(emulated, monkeypatch, config):
+    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
+    weight, _ = make(4, 160, 256)
+    rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
+    first = cuda.grouped_mm(rows, weight, offsets)
+    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 7)
+    assert torch.equal(cuda.grouped_mm(rows, weight, offsets), first)
+
+
+def test_configurations_fit_the_device():
+    """Tiles of every configuration that can be chosen fit shared memory, and split K only as far as there is K."""
+    for rows in (1, 8, 64, 1000, 10_000, 262_144):
+        for experts, features, k in ((1, 16, 16), (8, 28672, 4096), (128, 768, 2048), (512, 5120, 8192)):
+            for swiglu in (False, True):
+                config = cuda.choose_config(rows, experts, features, k, swiglu, 132)
+                assert config.shared_bytes <= 99 << 10  # what Ada and consumer Blackwell give a block
+                assert config.threads <= 256
+                assert config.depth % 2 == 0 or config.staged
+                assert config.row_blocks == 2 or not swiglu
+                assert config.warps_k <= max(1, k // 128)
+
+
+@pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+def test_compiles(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = cuda.choose_config(8, 8, 768, 2048, True, 132)
+    gemm = cuda._GEMM.read_text(), config.expression(torch.bfloat16, True, 2048), architecture
+    cubin, name = nvrtc.compile_cubin(*gemm)
+    assert cubin.startswith(b"\x7fELF")
+    assert "grouped_mm" in name
+    assert nvrtc.compile_cubin(*gemm) == (cubin, name)  # from the cache
+    assert nvrtc.compile_cubin(cuda._ROUTE.read_text(), "combine<false>", architecture)[0].startswith(b"\x7fELF")
+    with pytest.raises(RuntimeError, match=f"nothing<1> for {architecture}: .*nothing"):
+        nvrtc.compile_cubin(cuda._ROUTE.read_text(), "nothing<1>", architecture)
+
+
+def test_says_why_it_cannot_run():
+    if torch.cuda.is_available():
+        pytest.skip("it can run here")
+    assert cuda.unavailable_reason() == "torch finds no CUDA device"

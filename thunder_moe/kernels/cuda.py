@@ -1,0 +1,305 @@
+"""The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
+Called through kernels.select with validated operands; calls kernels.nvrtc with cuda_grouped_mm.cu and cuda_route.cu.
+
+Float32 rows run on kernels.reference, and so do gradients. Nothing synchronises with the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels import nvrtc, reference
+from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
+from thunder_moe.kernels.reference import grouped_mm_dgrad
+from thunder_moe.nvfp4 import NVFP4Weight
+
+__all__ = [
+    "GemmConfig",
+    "choose_config",
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "route",
+    "unavailable_reason",
+]
+
+_GEMM = Path(__file__).with_name("cuda_grouped_mm.cu")
+_ROUTE = Path(__file__).with_name("cuda_route.cu")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CHUNK = 128  # k of a step of the kernels
+_MAX_EXPERTS = 1024
+_ROUTE_THREADS = 256
+_ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
+
+
+class _GemmArguments(ctypes.Structure):
+    """`Arguments` of cuda_grouped_mm.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
+        *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+    )
+
+
+class _RouteArguments(ctypes.Structure):
+    """`RouteArguments` of cuda_route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
+        *((name, ctypes.c_int) for name in ("slots", "experts", "wide_ids", "slots_per_block")),
+    )
+
+
+class _CombineArguments(ctypes.Structure):
+    """`CombineArguments` of cuda_route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
+        *((name, ctypes.c_int) for name in ("tokens", "top_k", "n", "slot_weight_dtype")),
+    )
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Which kernel of cuda_grouped_mm.cu, and its template parameters.
+
+    Attributes:
+        token_blocks: C, blocks of 8 tokens of a tile.
+        row_blocks: R, blocks of 16 weight rows of a warp; 2 for SwiGLU.
+        warps_n: warps along N.
+        warps_k: warps along K; 0 for the kernel that stages tokens in shared memory.
+        depth: chunks of weights in flight (an even number), or stages of tokens.
+    """
+
+    token_blocks: int
+    row_blocks: int
+    warps_n: int
+    warps_k: int
+    depth: int
+
+    @property
+    def staged(self) -> bool:
+        return self.warps_k == 0
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_n * max(self.warps_k, 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the stages of 8 * token_blocks tokens of 128 16-bit numbers."""
+        return self.depth * 8 * self.token_blocks * 2 * _CHUNK if self.staged else 0
+
+    def tile_features(self, swiglu: bool) -> int:
+        """Output features of a tile."""
+        return self.warps_n * 16 * (1 if swiglu else self.row_blocks)
+
+    def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
+        """The C++ name of the kernel."""
+        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % _CHUNK == 0)]
+        sizes = [self.token_blocks, self.row_blocks, self.warps_n, *([] if self.staged else [self.warps_k]), self.depth]
+        return f"grouped_mm{'_staged' if self.staged else ''}<{', '.join([*flags, *map(str, sizes)])}>"
+
+
+def unavailable_reason() -> str | None:
+    """None when the backend can run here, else a sentence that says why not."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return f"the device has compute capability {capability}, the kernels need (8, 0)"
+    return nvrtc.missing_reason()
+
+
+def choose_config(rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int) -> GemmConfig:
+    """The configuration for a shape, from its mean rows per expert and the warps that fill the device.
+
+    Args:
+        rows: M, of all experts together.
+        experts: E.
+        features: output features, I for SwiGLU.
+        k: K.
+        swiglu: whether the activation is fused.
+        multiprocessors: of the device.
+    """
+    row_blocks = 2 if swiglu else 1
+    per_expert = rows / max(min(rows, experts), 1)
+    if per_expert > 16:
+        return GemmConfig(token_blocks=4 if per_expert <= 32 else 8, row_blocks=2, warps_n=8, warps_k=0, depth=3)
+    token_blocks = 1 if per_expert <= 8 else 2
+    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
+    tiles = -(-features // 16) * max(min(rows, experts), 1)
+    warps_k = 1
+    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * _CHUNK <= k:
+        warps_k *= 2
+    return GemmConfig(token_blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
+
+
+def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    if _runs_on_reference(activation, weight):
+        return reference.grouped_mm(activation, weight, offsets)
+    return _gemm(activation, weight, offsets, None, None, None, None)
+
+
+def grouped_swiglu(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+) -> Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    if _runs_on_reference(activation, weight):
+        return reference.grouped_swiglu(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form)
+
+
+def grouped_mm_combine(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    if _runs_on_reference(activation, weight):
+        return reference.grouped_mm_combine(activation, weight, offsets, slot_row, slot_weight, bias)
+    rows = _gemm(activation, weight, offsets, None, None, bias, None)
+    tokens, top_k = slot_row.shape
+    n = rows.shape[1]
+    out = rows.new_empty(tokens, n)
+    if out.numel() == 0:
+        return out
+    slot_row = slot_row.contiguous()
+    slot_weight = _floats(slot_weight)
+    argument = _CombineArguments(
+        *map(_pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, _dtype_code(slot_weight)
+    )
+    blocks = -(-tokens * -(-n // 8) // _ROUTE_THREADS)
+    bf16 = str(rows.dtype == torch.bfloat16).lower()
+    _launch(_ROUTE, f"combine<{bf16}>", _ROUTE_THREADS, 0, min(blocks, 1 << 20), argument, rows.device)
+    return out
+
+
+def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    slots, buckets = expert_ids.numel(), num_experts + 1
+    shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
+    if slots == 0 or num_experts > _MAX_EXPERTS:
+        return reference.route(expert_ids, num_experts)
+    expert_ids = expert_ids.contiguous()
+    row_slot = torch.empty(slots, dtype=torch.int32, device=expert_ids.device)
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    slot_row = torch.empty_like(expert_ids, dtype=torch.int32)
+    whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
+    per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
+    blocks = -(-slots // per_block)
+    counts = torch.empty(blocks, buckets, dtype=torch.int32, device=expert_ids.device) if blocks > 1 else None
+    tensors = (expert_ids, counts, row_slot, offsets, slot_row)
+    wide = expert_ids.dtype == torch.int64
+    argument = _RouteArguments(*map(_pointer, tensors), slots, num_experts, wide, per_block)
+    for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
+        _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
+    return row_slot, offsets, slot_row
+
+
+def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:
+    """Float32 has no tensor-core kernel of its accuracy, and the table of tiles holds so many experts."""
+    return activation.dtype == torch.float32 or weight.shape[0] > _MAX_EXPERTS
+
+
+def _gemm(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None,
+    slot_scale: Tensor | None,
+    bias: Tensor | None,
+    form: SwiGLU | None,
+) -> Tensor:
+    experts, n, k = weight.shape
+    rows = (activation if row_slot is None else row_slot).shape[0]
+    features = n if form is None else n // 2
+    out = activation.new_empty(rows, features)
+    if out.numel() == 0:
+        return out
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
+    activation, offsets = _aligned(activation.detach()), offsets.contiguous()
+    slot_scale, bias = _floats(slot_scale), _floats(bias)
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    top_k = 1 if row_slot is None else rows // activation.shape[0]
+    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out)
+    form = form or PLAIN_SWIGLU
+    argument = _GemmArguments(
+        *map(_pointer, tensors), rows, experts, n, k, top_k,
+        global_scale.ndim == 2, _dtype_code(slot_scale), _dtype_code(bias),
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
+    )  # fmt: skip
+    multiprocessors = _multiprocessors(activation.device)
+    swiglu = features != n
+    config = choose_config(rows, experts, features, k, swiglu, multiprocessors)
+    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
+    live = min(rows, experts)
+    tiles_m = live + (rows - live) // (8 * config.token_blocks)
+    tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    expression = config.expression(activation.dtype, swiglu, k)
+    _launch(_GEMM, expression, config.threads, config.shared_bytes, tiles, argument, activation.device, multiprocessors)
+    return out
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _launch(
+    source: Path,
+    expression: str,
+    threads: int,
+    shared_bytes: int,
+    blocks: int,
+    argument: ctypes.Structure,
+    device: torch.device,
+    multiprocessors: int | None = None,
+) -> None:
+    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
+    assert device.index is not None
+    kernel = nvrtc.kernel(source, expression, threads, shared_bytes, device.index)
+    if multiprocessors is not None:
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
+    with torch.cuda.device(device):
+        kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _floats(tensor: Tensor | None) -> Tensor | None:
+    """A contiguous tensor of a dtype that the kernels read."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor if tensor.dtype in _DTYPES else tensor.float()).contiguous()
+
+
+def _dtype_code(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else _DTYPES[tensor.dtype]
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and aligned to the kernels' 16-byte loads: copies only what is not so already."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -1,0 +1,114 @@
+"""Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which torch brings along.
+Called by kernels.cuda; calls cuda.bindings alone. Machine code is kept in ~/.cache/thunder_moe between processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Kernel", "compile_cubin", "kernel", "missing_reason"]
+
+_OPTIONS = ("--std=c++17",)
+
+
+class Kernel:
+    """A compiled kernel on one device; its one parameter is a struct by value."""
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self.function, self.threads, self.shared_bytes = function, threads, shared_bytes
+        if shared_bytes > 48 << 10:
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+        (self.blocks_per_multiprocessor,) = _check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
+        )
+
+    def __call__(self, grid: int, argument: ctypes.Structure, stream: int) -> None:
+        """Launches `grid` blocks on a stream (the address that torch gives)."""
+        from cuda.bindings import driver
+
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        size = (grid, 1, 1, self.threads, 1, 1, self.shared_bytes)
+        _check(driver.cuLaunchKernel(self.function, *size, stream, ctypes.addressof(parameters), 0))
+
+
+def missing_reason() -> str | None:
+    """None when kernels can be compiled, else a sentence that says what is missing."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+
+        _check(nvrtc.nvrtcVersion())
+    except Exception as error:  # a missing package, or a missing library of its own kind
+        return f"CUDA kernels cannot be compiled: {error}; pip install cuda-bindings nvidia-cuda-nvrtc"
+    return None
+
+
+@functools.cache
+def kernel(source: Path, expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
+    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.current_stream()  # makes the context that the module is loaded into
+        major, minor = torch.cuda.get_device_capability(device)
+        cubin, name = compile_cubin(source.read_text(), expression, f"sm_{major}{minor}")
+        (module,) = _check(driver.cuModuleLoadData(cubin))
+        (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
+        return Kernel(function, threads, shared_bytes)
+
+
+def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
+    """Machine code for an architecture such as "sm_90", and the kernel's name in it.
+
+    Raises:
+        RuntimeError: the compiler refuses; its log is the message.
+    """
+    from cuda.bindings import nvrtc
+
+    version = _check(nvrtc.nvrtcVersion())
+    key = hashlib.sha256("\0".join([source, expression, architecture, *_OPTIONS, str(version)]).encode()).hexdigest()
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    kept = Path(root) / "thunder_moe" / f"{key[:32]}.cubin"
+    if kept.exists():
+        name, _, cubin = kept.read_bytes().partition(b"\0")
+        return cubin, name.decode()
+    logging.getLogger("thunder_moe").info("compiling %s for %s (a second or two, once)", expression, architecture)
+    (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
+    try:
+        _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
+        options = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in _OPTIONS)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
+            log = b" " * size
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"{expression} for {architecture}: {log.rstrip(bytes(1)).decode()}")
+        (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = b" " * size
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        (name,) = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    part = kept.with_suffix(f".{os.getpid()}")
+    part.write_bytes(name + b"\0" + cubin)
+    part.replace(kept)  # whole or not at all, also when several processes compile at once
+    return cubin, name.decode()
+
+
+def _check(result: tuple) -> tuple:
+    """The values of a call of cuda-bindings, whose first result is a status."""
+    status, *values = result
+    if status.value != 0:
+        raise RuntimeError(f"{type(status).__name__}: {status.name}")
+    return tuple(values)

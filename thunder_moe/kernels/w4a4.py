@@ -1,0 +1,129 @@
+"""nvFuser's W4A4 arithmetic, 4-bit rows times 4-bit weights, in plain torch: what Blackwell computes, on any machine.
+Called by kernels.select under `use_backend("w4a4")`, and by compilers.nvfuser for constants; calls kernels.reference.
+
+amax of all rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> fp32 GEMM of both
+-> times alpha = the weights' global scale / encode scale -> the activation's dtype. Gradients ignore the rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thunder_moe.kernels import reference
+from thunder_moe.kernels.epilogues import (
+    PLAIN_SWIGLU,
+    SwiGLU,
+    combine,
+    gather_rows,
+    pre_activation,
+    route,
+    scale_of_rows,
+)
+from thunder_moe.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, NVFP4Weight
+
+__all__ = [
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "quantize_rows",
+    "route",
+    "unavailable_reason",
+]
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+# Smaller largest magnitudes count as this one, so that 2688 over it is finite; rows of zeros stay zeros.
+SMALLEST_AMAX = 1e-30
+
+
+def unavailable_reason() -> str | None:
+    """None: it runs wherever torch does."""
+    return None
+
+
+def quantize_rows(
+    activation: torch.Tensor, amax: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantises rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
+
+    It differs from `nvfp4.quantize`, which weights go through: there is one global scale for all rows, and values are
+    multiplied by a rounded reciprocal where weights are divided.
+
+    Args:
+        activation: (M, K) float32, bfloat16 or float16; K a multiple of 16. Every row counts for the global scale,
+            those past the last group too.
+        amax: largest magnitude known from calibration; that of `activation` when None. Larger values saturate.
+
+    Returns:
+        (values of E2M1 as float32 (M, K), block scales float8_e4m3fn (M, K // 16), decode scale float32 0-d): a row is
+        ``values * scale * decode``.
+    """
+    blocks = activation.detach().float().unflatten(-1, (-1, BLOCK_SIZE))  # [M, K // 16, 16]
+    magnitudes = blocks.abs()
+    if amax is not None:
+        largest = blocks.new_tensor(amax)
+    elif blocks.numel() > 0:
+        largest = magnitudes.amax()
+    else:
+        largest = blocks.new_zeros(())
+    encode = torch.full_like(largest, E2M1_MAX * E4M3_MAX) / largest.clamp_min(SMALLEST_AMAX)
+    decode = encode.reciprocal()
+    # Divided by a tensor: torch multiplies by the rounded reciprocal of a scalar on CUDA.
+    block_amax = magnitudes.amax(-1)
+    scaled_amax = block_amax / torch.full_like(block_amax, E2M1_MAX) * encode
+    scale = scaled_amax.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    factor = (scale.float() * decode).reciprocal().clamp_max(FLOAT_MAX)
+    return _round_to_e2m1(blocks * factor[..., None]).flatten(-2), scale, decode
+
+
+def grouped_mm(
+    activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor, *, amax: float | None = None
+) -> torch.Tensor:
+    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    values, scale, decode = quantize_rows(activation, amax)
+    rows = (values.unflatten(-1, (-1, BLOCK_SIZE)) * scale.float()[..., None]).flatten(-2)  # exact in float32
+    return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
+
+
+def grouped_mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
+    return reference.grouped_mm_dgrad(grad, weight, offsets)
+
+
+def grouped_swiglu(
+    activation: torch.Tensor,
+    weight: NVFP4Weight,
+    offsets: torch.Tensor,
+    row_slot: torch.Tensor | None = None,
+    slot_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+    *,
+    amax: float | None = None,
+) -> torch.Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets, amax=amax)
+    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
+    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
+
+
+def grouped_mm_combine(
+    activation: torch.Tensor,
+    weight: NVFP4Weight,
+    offsets: torch.Tensor,
+    slot_row: torch.Tensor,
+    slot_weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    amax: float | None = None,
+) -> torch.Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    return combine(grouped_mm(activation, weight, offsets, amax=amax), offsets, slot_row, slot_weight, bias)
+
+
+def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code, saturating."""
+    magnitude = x.abs().clamp_max(E2M1_MAX)
+    # The steps are 0.5 up to 2, 1 up to 4 and 2 up to 6; halves of them round to even codes at every step.
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign(torch.round(magnitude / step) * step, x)
