@@ -134,6 +134,10 @@ static int __shfl_up_sync(uint32_t, int value, int delta) {
   return exchange(value)[lane >= delta ? lane - delta : lane];
 }
 
+static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
+  return exchange(value)[threadIdx.x % 32 ^ mask];
+}
+
 static int __shfl_sync(uint32_t, int value, int from) { return exchange(value)[from % 32]; }
 
 static uint32_t __match_any_sync(uint32_t, int value) {
@@ -238,3 +242,33 @@ static void copy16(uint4* to_shared, const uint16_t* from, bool valid) {
 static void commit_copies() {}
 template <int PENDING>
 static void wait_for_copies() {}
+
+static uint4* align_shared(uint4* memory, uint32_t to) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
+  return memory + ((to - address % to) % to) / sizeof(uint4);
+}
+
+// wgmma, as if it were done at once: a warp's 16 of 64 rows times the tokens of a swizzled tile in shared memory.
+static void fence_registers() {}
+static void commit_products() {}
+template <int PENDING>
+static void wait_for_products() {}
+static void fence_shared() {}
+
+template <bool BF16, int C>
+static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
+  struct Operand { uint32_t a[4]; };
+  const Operand* lanes = exchange(Operand{{a[0], a[1], a[2], a[3]}});
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int c = 0; c < C; ++c)
+    for (int i = 0; i < 4; ++i) {
+      const int row = g + 8 * (i / 2), token = 8 * c + 2 * t + i % 2;
+      float sum = 0;
+      for (int k = 0; k < 16; ++k) {
+        const uint32_t weight = lanes[row % 8 * 4 + k % 8 / 2].a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2));
+        const uint4& unit = tile[token * 8 + ((2 * step + k / 8) ^ token % 8)];
+        sum += widen<BF16>(weight & 0xFFFF) * widen<BF16>(reinterpret_cast<const uint16_t*>(&unit)[k % 8]);
+      }
+      acc[c][i] += sum;
+    }
+}

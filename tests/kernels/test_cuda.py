@@ -21,30 +21,35 @@ from thunder_moe.nvfp4 import NVFP4Weight, quantize
 HERE = Path(__file__).parent
 DTYPES = [torch.bfloat16, torch.float16]
 CONFIGS = {
-    "split 8": GemmConfig(1, 1, 1, 8, 4),
-    "split 2": GemmConfig(2, 1, 4, 2, 2),
-    "two blocks of rows": GemmConfig(1, 2, 2, 1, 2),
-    "staged": GemmConfig(4, 2, 2, 0, 3),
-    "staged, 64 tokens": GemmConfig(8, 1, 4, 0, 2),
+    "split 8": GemmConfig("split", 1, 1, 1, 8, 4),
+    "split 2": GemmConfig("split", 2, 1, 4, 2, 2),
+    "two blocks of rows": GemmConfig("split", 1, 2, 2, 1, 2),
+    "staged": GemmConfig("staged", 4, 2, 2, 1, 3),
+    "staged, 64 tokens": GemmConfig("staged", 8, 1, 4, 1, 2),
+    "wgmma": GemmConfig("wgmma", 8, 1, 2, 1, 3),
+    "wgmma, two blocks of rows": GemmConfig("wgmma", 16, 2, 1, 1, 4),
 }
-SWIGLU_CONFIGS = {"split 4": GemmConfig(1, 2, 2, 4, 2), "staged": GemmConfig(4, 2, 2, 0, 4)}
+SWIGLU_CONFIGS = {
+    "split 4": GemmConfig("split", 1, 2, 2, 4, 2),
+    "staged": GemmConfig("staged", 4, 2, 2, 1, 4),
+    "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
+}
 
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
-    """launch(source, expression, threads, blocks, argument): runs a kernel of a .cu file on this CPU."""
+    """launch(sources, expression, threads, blocks, argument): runs a kernel of .cu files on this CPU."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     folder, libraries = tmp_path_factory.mktemp("cuda"), {}
 
-    def build(source: Path, expression: str) -> ctypes.CDLL:
-        name = hashlib.sha256(f"{source}{expression}".encode()).hexdigest()[:16]
+    def build(sources: tuple[Path, ...], expression: str) -> ctypes.CDLL:
+        name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
         program = folder / f"{name}.cpp"
         argument = {"route": "RouteArguments", "combi": "CombineArguments"}.get(expression[:5], "Arguments")
-        program.write_text(f"""
-#include "{HERE / "cuda_emulator.h"}"
-#include "{source}"
+        includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
+        program.write_text(f"""{includes}
 extern "C" void run(const {argument}* argument, int blocks, int threads) {{
   launch(blocks, threads, [&] {{ {expression}(*argument); }});
 }}
@@ -54,10 +59,10 @@ extern "C" void run(const {argument}* argument, int blocks, int threads) {{
         subprocess.run([compiler, *options, str(program), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
-    def run(source, expression, threads, blocks, argument):
-        if (source, expression) not in libraries:
-            libraries[source, expression] = build(source, expression)
-        libraries[source, expression].run(ctypes.byref(argument), blocks, threads)
+    def run(sources, expression, threads, blocks, argument):
+        if (sources, expression) not in libraries:
+            libraries[sources, expression] = build(sources, expression)
+        libraries[sources, expression].run(ctypes.byref(argument), blocks, threads)
 
     return run
 
@@ -66,11 +71,11 @@ extern "C" void run(const {argument}* argument, int blocks, int threads) {{
 def emulated(emulator, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(source, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-        emulator(source, expression, threads, min(blocks, multiprocessors or blocks), argument)
+    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
+        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument)
 
     monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, False))
 
 
 def make(experts, n, k, halves=1):
@@ -156,36 +161,40 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, monkeypatch, c
     weight, _ = make(4, 160, 256)
     rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
     first = cuda.grouped_mm(rows, weight, offsets)
-    monkeypatch.setattr(cuda, "_multiprocessors", lambda device: 7)
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, False))
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets), first)
 
 
-def test_configurations_fit_the_device():
+@pytest.mark.parametrize("hopper", [False, True])
+def test_configurations_fit_the_device(hopper):
     """Tiles of every configuration that can be chosen fit shared memory, and split K only as far as there is K."""
     for rows in (1, 8, 64, 1000, 10_000, 262_144):
         for experts, features, k in ((1, 16, 16), (8, 28672, 4096), (128, 768, 2048), (512, 5120, 8192)):
             for swiglu in (False, True):
-                config = cuda.choose_config(rows, experts, features, k, swiglu, 132)
-                assert config.shared_bytes <= 99 << 10  # what Ada and consumer Blackwell give a block
+                config = cuda.choose_config(rows, experts, features, k, swiglu, 132, hopper)
+                assert config.shared_bytes <= (227 if hopper else 99) << 10  # 99: Ada and consumer Blackwell
                 assert config.threads <= 256
-                assert config.depth % 2 == 0 or config.staged
+                assert config.depth % 2 == 0 or config.kernel != "split"
                 assert config.row_blocks == 2 or not swiglu
                 assert config.warps_k <= max(1, k // 128)
 
 
 @pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100", "sm_120"])
 def test_compiles(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    config = cuda.choose_config(8, 8, 768, 2048, True, 132)
-    gemm = cuda._GEMM.read_text(), config.expression(torch.bfloat16, True, 2048), architecture
-    cubin, name = nvrtc.compile_cubin(*gemm)
-    assert cubin.startswith(b"\x7fELF")
-    assert "grouped_mm" in name
-    assert nvrtc.compile_cubin(*gemm) == (cubin, name)  # from the cache
-    assert nvrtc.compile_cubin(cuda._ROUTE.read_text(), "combine<false>", architecture)[0].startswith(b"\x7fELF")
+    for rows in (8, 100):  # of one expert
+        config = cuda.choose_config(rows, 1, 768, 2048, True, 132, architecture == "sm_90a")
+        source = "".join(file.read_text() for file in config.sources)
+        gemm = source, config.expression(torch.bfloat16, True, 2048), architecture
+        cubin, name = nvrtc.compile_cubin(*gemm)
+        assert cubin.startswith(b"\x7fELF")
+        assert config.expression(torch.bfloat16, True, 2048).partition("<")[0] in name
+        assert nvrtc.compile_cubin(*gemm) == (cubin, name)  # from the cache
+    route = cuda._ROUTE[0].read_text()
+    assert nvrtc.compile_cubin(route, "combine<false>", architecture)[0].startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=f"nothing<1> for {architecture}: .*nothing"):
-        nvrtc.compile_cubin(cuda._ROUTE.read_text(), "nothing<1>", architecture)
+        nvrtc.compile_cubin(route, "nothing<1>", architecture)
 
 
 def test_says_why_it_cannot_run():

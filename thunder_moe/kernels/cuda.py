@@ -1,5 +1,5 @@
 """The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
-Called through kernels.select with validated operands; calls kernels.nvrtc with cuda_grouped_mm.cu and cuda_route.cu.
+Called through kernels.select with validated operands; calls kernels.nvrtc with the cuda_*.cu files beside it.
 
 Float32 rows run on kernels.reference, and so do gradients. Nothing synchronises with the host.
 """
@@ -29,8 +29,8 @@ __all__ = [
     "unavailable_reason",
 ]
 
-_GEMM = Path(__file__).with_name("cuda_grouped_mm.cu")
-_ROUTE = Path(__file__).with_name("cuda_route.cu")
+_HERE = Path(__file__).parent
+_ROUTE = (_HERE / "cuda_route.cu",)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CHUNK = 128  # k of a step of the kernels
 _MAX_EXPERTS = 1024
@@ -70,16 +70,18 @@ class _CombineArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Which kernel of cuda_grouped_mm.cu, and its template parameters.
+    """Which grouped GEMM kernel, and its template parameters.
 
     Attributes:
+        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90).
         token_blocks: C, blocks of 8 tokens of a tile.
-        row_blocks: R, blocks of 16 weight rows of a warp; 2 for SwiGLU.
-        warps_n: warps along N.
-        warps_k: warps along K; 0 for the kernel that stages tokens in shared memory.
-        depth: chunks of weights in flight (an even number), or stages of tokens.
+        row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
+        warps_n: warps along N; warpgroups for "wgmma".
+        warps_k: warps along K; 1 but for "split".
+        depth: chunks of weights in flight (an even number) for "split", stages of tokens for the others.
     """
 
+    kernel: str
     token_blocks: int
     row_blocks: int
     warps_n: int
@@ -87,27 +89,33 @@ class GemmConfig:
     depth: int
 
     @property
-    def staged(self) -> bool:
-        return self.warps_k == 0
+    def sources(self) -> tuple[Path, ...]:
+        """The files that make up the kernel's source."""
+        file = "cuda_grouped_mm_wgmma.cu" if self.kernel == "wgmma" else "cuda_grouped_mm.cu"
+        return _HERE / "cuda_grouped_mm.cuh", _HERE / file
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_n * max(self.warps_k, 1)
+        return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the stages of 8 * token_blocks tokens of 128 16-bit numbers."""
-        return self.depth * 8 * self.token_blocks * 2 * _CHUNK if self.staged else 0
+        """Dynamic shared memory: stages of 8 * token_blocks tokens of 128 16-bit numbers; 1 KiB to align them."""
+        if self.kernel == "split":
+            return 0
+        return self.depth * 8 * self.token_blocks * 2 * _CHUNK + (1024 if self.kernel == "wgmma" else 0)
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""
-        return self.warps_n * 16 * (1 if swiglu else self.row_blocks)
+        return self.warps_n * (64 if self.kernel == "wgmma" else 16) * (1 if swiglu else self.row_blocks)
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
         """The C++ name of the kernel."""
         flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % _CHUNK == 0)]
-        sizes = [self.token_blocks, self.row_blocks, self.warps_n, *([] if self.staged else [self.warps_k]), self.depth]
-        return f"grouped_mm{'_staged' if self.staged else ''}<{', '.join([*flags, *map(str, sizes)])}>"
+        split = [self.warps_k] if self.kernel == "split" else []
+        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
+        name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
+        return f"{name}<{', '.join([*flags, *sizes])}>"
 
 
 def unavailable_reason() -> str | None:
@@ -120,7 +128,9 @@ def unavailable_reason() -> str | None:
     return nvrtc.missing_reason()
 
 
-def choose_config(rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int) -> GemmConfig:
+def choose_config(
+    rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int, hopper: bool
+) -> GemmConfig:
     """The configuration for a shape, from its mean rows per expert and the warps that fill the device.
 
     Args:
@@ -130,18 +140,26 @@ def choose_config(rows: int, experts: int, features: int, k: int, swiglu: bool, 
         k: K.
         swiglu: whether the activation is fused.
         multiprocessors: of the device.
+        hopper: whether the device has wgmma (SM90).
     """
-    row_blocks = 2 if swiglu else 1
-    per_expert = rows / max(min(rows, experts), 1)
+    live = max(min(rows, experts), 1)
+    per_expert = rows / live
+    if hopper and per_expert > 32:
+        return GemmConfig(
+            "wgmma", token_blocks=8 if per_expert <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4
+        )
     if per_expert > 16:
-        return GemmConfig(token_blocks=4 if per_expert <= 32 else 8, row_blocks=2, warps_n=8, warps_k=0, depth=3)
-    token_blocks = 1 if per_expert <= 8 else 2
+        return GemmConfig(
+            "staged", token_blocks=4 if per_expert <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3
+        )
+    row_blocks = 2 if swiglu else 1
     # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
-    tiles = -(-features // 16) * max(min(rows, experts), 1)
+    tiles = -(-features // 16) * live
     warps_k = 1
     while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * _CHUNK <= k:
         warps_k *= 2
-    return GemmConfig(token_blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
+    blocks = 1 if per_expert <= 8 else 2
+    return GemmConfig("split", blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
 
 
 def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
@@ -248,24 +266,35 @@ def _gemm(
         global_scale.ndim == 2, _dtype_code(slot_scale), _dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
-    multiprocessors = _multiprocessors(activation.device)
+    multiprocessors, hopper = _device_facts(activation.device)
     swiglu = features != n
-    config = choose_config(rows, experts, features, k, swiglu, multiprocessors)
+    config = choose_config(rows, experts, features, k, swiglu, multiprocessors, hopper)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
     expression = config.expression(activation.dtype, swiglu, k)
-    _launch(_GEMM, expression, config.threads, config.shared_bytes, tiles, argument, activation.device, multiprocessors)
+    _launch(
+        config.sources,
+        expression,
+        config.threads,
+        config.shared_bytes,
+        tiles,
+        argument,
+        activation.device,
+        multiprocessors,
+    )
     return out
 
 
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """(multiprocessors, whether it is SM90)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor) == (9, 0)
 
 
 def _launch(
-    source: Path,
+    sources: tuple[Path, ...],
     expression: str,
     threads: int,
     shared_bytes: int,
@@ -276,7 +305,7 @@ def _launch(
 ) -> None:
     """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
     assert device.index is not None
-    kernel = nvrtc.kernel(source, expression, threads, shared_bytes, device.index)
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     with torch.cuda.device(device):

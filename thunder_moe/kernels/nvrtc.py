@@ -54,14 +54,20 @@ def missing_reason() -> str | None:
 
 
 @functools.cache
-def kernel(source: Path, expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
-    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
+def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
+    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
+
+    Its source is the files' one after the other.
+    """
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the context that the module is loaded into
         major, minor = torch.cuda.get_device_capability(device)
-        cubin, name = compile_cubin(source.read_text(), expression, f"sm_{major}{minor}")
+        # The "a" gives SM90's own instructions, of which wgmma is one.
+        architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
+        source = "".join(file.read_text() for file in sources)
+        cubin, name = compile_cubin(source, expression, architecture)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
         return Kernel(function, threads, shared_bytes)

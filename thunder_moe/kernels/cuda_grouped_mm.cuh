@@ -1,0 +1,309 @@
+// What the grouped GEMM kernels share: operands, decoding of NVFP4 into tensor-core registers, tiles of a routing, epilogue.
+// Put in front of cuda_grouped_mm.cu and cuda_grouped_mm_wgmma.cu by kernels/cuda.py; calls PTX instructions.
+//
+// The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
+// right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,
+// lane = 4 * g + t: a thread holds rows g and g + 8, and of a step's 16 k the pairs 2 t and 2 t + 8.
+
+#ifndef CUDA_EMULATOR
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#endif
+
+struct Arguments {
+  const uint16_t* x;        // (M, K), or the tokens (T, K) with row_slot
+  const uint8_t* qdata;     // (E, N, K / 2)
+  const uint8_t* scale;     // (E, N, K / 16)
+  const float* global_scale;  // (E,) or (E, N)
+  const int* offsets;       // (E,) row ends
+  const int* row_slot;      // (M,) or null
+  const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
+  const void* bias;         // (E, N) or null
+  uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU
+  int rows, experts, n, k, top_k;
+  int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
+  float alpha, limit, up_shift;  // limit <= 0: none
+};
+
+constexpr int kChunk = 128;     // k of a chunk: 32 of each of the 4 threads that share a row
+constexpr int kMaxExperts = 1024;
+constexpr float kUnscale = 256.0f;  // decoded weights are 2**-8 of their value, see decode
+
+#ifdef CUDA_EMULATOR
+#define DEVICE static inline
+#else
+#define DEVICE __device__ __forceinline__
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#endif
+
+// ---- instructions ----
+
+#ifndef CUDA_EMULATOR
+DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+
+template <bool BF16>
+DEVICE uint32_t multiply2(uint32_t a, uint32_t b) {  // fma with -0: mul.bf16x2 is missing on Ampere; subnormals count
+  uint32_t out;
+  if constexpr (BF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
+  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+template <bool BF16>
+DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (BF16)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not kept in L1
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+DEVICE float half_to_float(uint16_t bits) {
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+
+template <bool BF16>
+DEVICE uint16_t narrow(float value) {
+  uint16_t out;
+  if constexpr (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  return out;
+}
+
+DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+
+DEVICE void copy16(uint4* to_shared, const uint16_t* from, bool valid) {  // asynchronous; zeros where not valid
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE uint4* align_shared(uint4* memory, uint32_t to) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  return memory + ((to - address % to) % to) / sizeof(uint4);
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+#endif
+
+DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
+
+DEVICE float load_float(const void* p, int64_t i, int dtype) {
+  if (dtype == 0) return static_cast<const float*>(p)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(p)[i];
+  return dtype == 1 ? bits_to_float(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+}
+
+// ---- decoding ----
+
+// Two E4M3 scales (bytes 0 and 1 of `pair`) -> each as two equal 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
+// E4M3's exponent and mantissa, moved under a 16-bit float's, give the value times 2**-120 (bf16) or 2**-8 (fp16),
+// subnormals too; the rest is multiplied, in two steps for bf16 since 2**238 is no float. Scales are not negative.
+template <bool BF16>
+DEVICE void decode_scales(uint32_t pair, uint32_t (&scale)[2]) {
+  uint32_t both = permute_bytes(pair, 0u, 0x4140u);
+  if constexpr (BF16) {
+    both = multiply2<true>(multiply2<true>(both << 4, 0x7B007B00u), 0x7B007B00u);  // 2**119 twice
+  } else {
+    both = multiply2<false>(both << 7, 0x74007400u);  // 2**14
+  }
+  scale[0] = permute_bytes(both, 0u, 0x1010u);
+  scale[1] = permute_bytes(both, 0u, 0x3232u);
+}
+
+// Eight E2M1 codes (low nibble first) times their scale -> four registers of two 16-bit floats each, 2**-8 of the value.
+// A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or 2**-14 (fp16),
+// subnormals too. The products are exact: 2 significant bits times 4.
+template <bool BF16>
+DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
+  const uint32_t shifted = codes << 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // byte i: the even code on top of the low half, the odd one on top of the high half
+    const uint32_t top = permute_bytes(shifted, codes, 0x4000u + i * 0x1010u);
+    const uint32_t magnitude = BF16 ? (top >> 6) & 0x01C001C0u : (top >> 3) & 0x0E000E00u;
+    out[i] = multiply2<BF16>((top & 0x80008000u) | magnitude, scale);
+  }
+}
+
+DEVICE float activate(const Arguments& args, float gate, float up) {
+  if (args.limit > 0.0f) {
+    gate = fminf(gate, args.limit);
+    up = fminf(fmaxf(up, -args.limit), args.limit);
+  }
+  return gate / (1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
+}
+
+// ---- the tiles of a routing ----
+
+// tile_start[e] = tiles of `height` rows that the experts before e need; all threads of the block call it.
+template <int THREADS>
+DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* warp_total) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  int carry = 0;
+  for (int base = 0; base < args.experts; base += THREADS) {
+    const int e = base + thread;
+    int tiles = 0;
+    if (e < args.experts) tiles = (args.offsets[e] - (e ? args.offsets[e - 1] : 0) + height - 1) / height;
+    int sum = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) warp_total[warp] = sum;
+    __syncthreads();
+    int before = carry;
+    for (int i = 0; i < THREADS / 32; ++i) {
+      if (i < warp) before += warp_total[i];
+      carry += warp_total[i];
+    }
+    if (e < args.experts) tile_start[e + 1] = before + sum;
+    __syncthreads();
+  }
+  if (thread == 0) tile_start[0] = 0;
+  __syncthreads();
+}
+
+// The last expert whose tiles start at or before `tile`.
+DEVICE int expert_of_tile(const int* tile_start, int experts, int tile) {
+  int low = 0, high = experts - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (tile_start[middle] <= tile) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+// ---- the GEMM ----
+
+// What a thread holds of one chunk of its rows g and g + 8: 32 codes and 2 scales of each.
+struct Weights {
+  uint4 codes[2];
+  uint32_t scales[2];
+};
+
+// Where a thread reads its rows g and g + 8, from its first chunk on.
+struct Rows {
+  const uint8_t* codes[2];
+  const uint8_t* scales[2];
+};
+
+// FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
+template <bool FULL>
+DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint8_t* codes = rows.codes[half] + chunk * (kChunk / 2);
+    const uint8_t* scales = rows.scales[half] + chunk * (kChunk / 16);
+    if constexpr (FULL) {
+      w.codes[half] = load_weights16(codes);
+      w.scales[half] = *reinterpret_cast<const uint16_t*>(scales);
+    } else {
+      w.codes[half] = make_uint4(0, 0, 0, 0);
+      w.scales[half] = 0;
+      if (k_left > 0) {
+        const uint2 low = load8(codes);
+        w.codes[half].x = low.x, w.codes[half].y = low.y;
+        w.scales[half] = scales[0];
+      }
+      if (k_left > 16) {
+        const uint2 high = load8(codes + 8);
+        w.codes[half].z = high.x, w.codes[half].w = high.y;
+        w.scales[half] |= static_cast<uint32_t>(scales[1]) << 8;
+      }
+    }
+  }
+}
+
+// The thread's 32 k of the tokens of its columns: x[c] is column 8 * c + g.
+template <bool FULL, int C>
+DEVICE void load_tokens(uint4 (&x)[C][4], const uint16_t* const (&token)[C], int chunk, int k_left) {
+#pragma unroll
+  for (int c = 0; c < C; ++c) {
+    const uint4* from = reinterpret_cast<const uint4*>(token[c] + chunk * kChunk);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (FULL) x[c][i] = from[i];
+      else x[c][i] = 8 * i < k_left ? from[i] : make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// The left operands of a chunk's 8 steps of 16 k: step 2 * i + j takes bytes 2 * j and 2 * j + 1 of word i of each row.
+template <bool BF16>
+DEVICE void decode_chunk(uint32_t (&a)[8][4], const Weights& w) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t scale[2];
+    decode_scales<BF16>(w.scales[half], scale);
+    const uint32_t words[4] = {w.codes[half].x, w.codes[half].y, w.codes[half].z, w.codes[half].w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t values[4];
+      decode<BF16>(words[i], scale[i / 2], values);
+      a[2 * i][half] = values[0], a[2 * i][2 + half] = values[1];
+      a[2 * i + 1][half] = values[2], a[2 * i + 1][2 + half] = values[3];
+    }
+  }
+}
+
+// One block of 8 tokens against a decoded chunk; x holds the thread's 32 k of its token.
+template <bool BF16>
+DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[8][4], const uint4 (&x)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    mma<BF16>(acc, a[2 * i], x[i].x, x[i].y);
+    mma<BF16>(acc, a[2 * i + 1], x[i].z, x[i].w);
+  }
+}
+
+// The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
+// STRIDE output features lie between its blocks of 16.
+template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
+DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
+  const int features = SWIGLU ? args.n / 2 : args.n;
+#pragma unroll
+  for (int c = 0; c < C; ++c)
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const int row = row0 + 8 * c + 2 * t + column;
+      if (row >= end) continue;
+      const float row_scale = args.slot_scale == nullptr ? 1.0f
+          : load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+      uint16_t* out = args.out + static_cast<int64_t>(row) * features;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float y[R];
+        const int feature = n0 + g + 8 * half;  // of r = 0
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          const int of = feature + (SWIGLU ? (r ? features : 0) : STRIDE * r);  // row of the weight
+          y[r] = 0.0f;
+          if ((SWIGLU ? feature : of) >= features) continue;
+          const int64_t index = static_cast<int64_t>(expert) * args.n + of;
+          y[r] = acc[r][c][2 * half + column] * (args.global_scale[args.global_per_row ? index : expert] * kUnscale);
+          y[r] *= row_scale;
+          if (args.bias != nullptr) y[r] += load_float(args.bias, index, args.bias_dtype);
+        }
+        if constexpr (SWIGLU) {
+          if (feature < features) out[feature] = narrow<BF16>(activate(args, y[0], y[1]));
+        } else {
+#pragma unroll
+          for (int r = 0; r < R; ++r)
+            if (feature + STRIDE * r < features) out[feature + STRIDE * r] = narrow<BF16>(y[r]);
+        }
+      }
+    }
+}
