@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
+from oracle import moe_experts as oracle_experts
 
 from thunder_moe import (
     GroupedLinear,
@@ -18,9 +19,14 @@ from thunder_moe import (
     f16a_nvfp4weight_grouped_swiglu,
     f16a_nvfp4weight_scaled_grouped_mm,
     moe_executor,
+    moe_experts,
+    moe_route,
     quantize_,
     rewrite_report,
 )
+from thunder_moe.kernels import cuda
+from thunder_moe.kernels.cuda_configs import Point, candidates
+from thunder_moe.kernels.select import use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
@@ -31,6 +37,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["reference", "cuda"], autouse=True)
+def backend(request):
+    with use_backend(request.param):
+        yield request.param
+
+
 CONFIG = Llama4MoEConfig(256, 128, 8, top_k=2)
 
 
@@ -188,3 +202,80 @@ def test_training_through_torch_compile(frozen):
     for (name, parameter), reference in zip(moe.named_parameters(), exact.parameters(), strict=True):
         if parameter.requires_grad:
             assert relative_error(parameter.grad.cpu(), reference.grad.cpu()) < 0.05, name
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
+def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dtype):
+    """Random and skewed routings, with the memory of the output poisoned before each call."""
+    if backend != "cuda":
+        pytest.skip("of the kernels of the cuda backend")
+    experts, features, k = 6, 200, 656
+    n = 2 * features if swiglu else features
+    weight = quantize(torch.randn(experts, n, k))
+    exact, weight = dequantize(*weight.tensors()), weight.to("cuda")
+    for config in candidates(Point(experts, mean_rows, features, k), swiglu, torch.cuda.get_device_capability()):
+        offsets = torch.randint(0, 2 * mean_rows + 1, (experts,)).mul(torch.tensor([1, 0, 3, 1, 0, 1])).cumsum(0).int()
+        rows = torch.randn(int(offsets[-1]) + 3, k).to(dtype)
+        torch.full((rows.shape[0], features), torch.nan, dtype=dtype, device="cuda")
+        kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
+        out = kernel(rows.cuda(), weight, offsets.cuda(), config=config)
+        expected = (grouped_swiglu if swiglu else grouped_mm)(rows, exact, offsets)
+        error = relative_error(out[: offsets[-1]].cpu(), expected)
+        assert error < KERNEL_TOLERANCE[dtype], config
+        assert torch.equal(
+            kernel(rows.cuda(), weight, offsets.cuda(), config=config)[: offsets[-1]], out[: offsets[-1]]
+        )
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (1000, 4, 60), (65_536, 8, 512)])
+def test_route_is_the_stable_sort(tokens, top_k, experts):
+    ids = torch.randint(-1, experts + 1, (tokens, top_k))
+    for actual, expected in zip(moe_route(ids.cuda(), experts), moe_route(ids, experts), strict=True):
+        assert torch.equal(actual.cpu(), expected)
+
+
+def test_a_layer_of_operators_on_two_streams_and_in_a_graph():
+    experts, hidden, inner, tokens = 8, 256, 128, 20
+    gate_up, down = quantize(torch.randn(experts, 2 * inner, hidden)), quantize(torch.randn(experts, hidden, inner))
+    exact = [dequantize(*weight.tensors()) for weight in (gate_up, down)]
+    weights = gate_up.to("cuda"), down.to("cuda")
+    inputs = [
+        (torch.randn(tokens, hidden, dtype=BF16), torch.randint(0, experts, (tokens, 2)), torch.rand(tokens, 2))
+        for _ in range(2)
+    ]
+    expected = [oracle_experts(*each, *exact) for each in inputs]
+    on_device = [tuple(tensor.cuda() for tensor in each) for each in inputs]
+    moe_experts(*on_device[0], *weights)  # compiles
+    torch.cuda.synchronize()
+    streams, outputs = [torch.cuda.Stream() for _ in inputs], []
+    for stream, each in zip(streams, on_device, strict=True):
+        with torch.cuda.stream(stream):
+            outputs.append([moe_experts(*each, *weights) for _ in range(20)][-1])
+    torch.cuda.synchronize()
+    for out, wanted in zip(outputs, expected, strict=True):
+        assert relative_error(out.cpu(), wanted) < 2 * KERNEL_TOLERANCE[BF16]
+    static = [tensor.clone() for tensor in on_device[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe_experts(*static, *weights)
+    for each, wanted in zip(on_device, expected, strict=True):
+        for to, source in zip(static, each, strict=True):
+            to.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative_error(captured.cpu(), wanted) < 2 * KERNEL_TOLERANCE[BF16]
+
+
+def test_more_than_two_to_the_31_weights(backend):
+    if backend != "cuda":
+        pytest.skip("of the kernels of the cuda backend")
+    experts, n, k = 5, 32_768, 16_384
+    qdata = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.rand(experts, n, k // 16, device="cuda").to(torch.float8_e4m3fn)
+    weight = NVFP4Weight(qdata, scale, torch.full((experts,), 1e-2, device="cuda"))
+    rows, offsets = torch.randn(4, k, dtype=BF16, device="cuda"), torch.tensor([1, 1, 1, 1, 4], dtype=torch.int32)
+    out = cuda.grouped_mm(rows, weight, offsets.cuda())
+    last = dequantize(*(tensor[4:, -64:].cpu() for tensor in (qdata, scale)), torch.full((1,), 1e-2))[0]
+    assert relative_error(out[1:, -64:].cpu(), rows[1:].cpu().float() @ last.T) < KERNEL_TOLERANCE[BF16]

@@ -4,6 +4,7 @@ Called by pytest; the emulated launches replace kernels.cuda._launch, all else i
 
 import ctypes
 import hashlib
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
-from thunder_moe.kernels import cuda, nvrtc
-from thunder_moe.kernels.cuda import GemmConfig
+from thunder_moe.kernels import cuda, cuda_configs, nvrtc
+from thunder_moe.kernels.cuda_configs import GemmConfig, Point, candidates, choose_config
 from thunder_moe.kernels.epilogues import SwiGLU
 from thunder_moe.kernels.epilogues import route as plain_route
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
@@ -75,7 +76,7 @@ def emulated(emulator, monkeypatch):
         emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument)
 
     monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, False))
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))
 
 
 def make(experts, n, k, halves=1):
@@ -89,25 +90,23 @@ def make(experts, n, k, halves=1):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [16, 48, 128, 656, 1280])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_grouped_mm(emulated, monkeypatch, config, dtype, k):
-    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
+def test_grouped_mm(emulated, config, dtype, k):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (16, 88):
         weight, exact = make(4, n, k)
         rows = torch.randn(44, k).to(dtype)
-        out = cuda.grouped_mm(rows, weight, offsets)
+        out = cuda.grouped_mm(rows, weight, offsets, config=config)
         assert relative_error(out[:42], grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", SWIGLU_CONFIGS.values(), ids=SWIGLU_CONFIGS.keys())
-def test_grouped_swiglu(emulated, monkeypatch, config, dtype):
-    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
+def test_grouped_swiglu(emulated, config, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n, k in ((16, 128), (88, 272)):
         weight, exact = make(4, 2 * n, k, halves=2)
         rows = torch.randn(44, k).to(dtype)
-        out = cuda.grouped_swiglu(rows, weight, offsets)
+        out = cuda.grouped_swiglu(rows, weight, offsets, config=config)
         assert relative_error(out[:42], grouped_swiglu(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
 
@@ -157,26 +156,47 @@ def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(emulated):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_result_does_not_depend_on_the_number_of_blocks(emulated, monkeypatch, config):
-    monkeypatch.setattr(cuda, "choose_config", lambda *args: config)
     weight, _ = make(4, 160, 256)
     rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
-    first = cuda.grouped_mm(rows, weight, offsets)
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, False))
-    assert torch.equal(cuda.grouped_mm(rows, weight, offsets), first)
+    first = cuda.grouped_mm(rows, weight, offsets, config=config)
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (8, 0)))
+    assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_configurations_fit_the_device(hopper):
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_configurations_fit_the_device(capability):
     """Tiles of every configuration that can be chosen fit shared memory, and split K only as far as there is K."""
+    available = (227 if capability == (9, 0) else 99) << 10  # 99: Ada and consumer Blackwell
     for rows in (1, 8, 64, 1000, 10_000, 262_144):
         for experts, features, k in ((1, 16, 16), (8, 28672, 4096), (128, 768, 2048), (512, 5120, 8192)):
             for swiglu in (False, True):
-                config = cuda.choose_config(rows, experts, features, k, swiglu, 132, hopper)
-                assert config.shared_bytes <= (227 if hopper else 99) << 10  # 99: Ada and consumer Blackwell
-                assert config.threads <= 256
-                assert config.depth % 2 == 0 or config.kernel != "split"
-                assert config.row_blocks == 2 or not swiglu
-                assert config.warps_k <= max(1, k // 128)
+                live = min(rows, experts)
+                found = candidates(Point(live, rows / live, features, k), swiglu, capability)
+                for config in (choose_config(rows, experts, features, k, swiglu, 132, capability), *found):
+                    assert config.kernel != "wgmma" or capability == (9, 0)
+                    assert config.shared_bytes <= available
+                    assert config.threads <= 256
+                    assert config.depth % 2 == 0 or config.kernel != "split"
+                    assert config.row_blocks == 2 or not swiglu
+                    assert config.warps_k <= max(1, k // 128)
+
+
+def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
+    file = tmp_path / "cuda_configs.json"
+    few, many = ["split", 1, 1, 4, 2, 4], ["wgmma", 16, 2, 2, 1, 4]
+    entries = [
+        dict(capability=[9, 0], swiglu=False, point=[8, 1.0, 1536, 2048], config=few),
+        dict(capability=[9, 0], swiglu=False, point=[128, 64.0, 1536, 2048], config=many),
+        dict(capability=[9, 0], swiglu=True, point=[8, 1.0, 768, 2048], config=["split", 2, 2, 4, 2, 2]),
+    ]
+    file.write_text(json.dumps(dict(entries=entries)))
+    monkeypatch.setattr(cuda_configs, "MEASURED", file)
+    cuda_configs._measured.cache_clear()
+    shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
+    assert choose_config(8, 128, **shape) == GemmConfig(*few)
+    assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
+    assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
+    cuda_configs._measured.cache_clear()
 
 
 @pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -184,7 +204,7 @@ def test_configurations_fit_the_device(hopper):
 def test_compiles(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for rows in (8, 100):  # of one expert
-        config = cuda.choose_config(rows, 1, 768, 2048, True, 132, architecture == "sm_90a")
+        config = choose_config(rows, 1, 768, 2048, True, 132, (9, 0) if architecture == "sm_90a" else (8, 0))
         source = "".join(file.read_text() for file in config.sources)
         gemm = source, config.expression(torch.bfloat16, True, 2048), architecture
         cubin, name = nvrtc.compile_cubin(*gemm)

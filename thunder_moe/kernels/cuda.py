@@ -7,20 +7,18 @@ Float32 rows run on kernels.reference, and so do gradients. Nothing synchronises
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from thunder_moe.kernels import nvrtc, reference
+from thunder_moe.kernels.cuda_configs import GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
 from thunder_moe.kernels.reference import grouped_mm_dgrad
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
-    "GemmConfig",
-    "choose_config",
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",
@@ -29,10 +27,8 @@ __all__ = [
     "unavailable_reason",
 ]
 
-_HERE = Path(__file__).parent
-_ROUTE = (_HERE / "cuda_route.cu",)
+_ROUTE = (Path(__file__).with_name("cuda_route.cu"),)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CHUNK = 128  # k of a step of the kernels
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
@@ -68,56 +64,6 @@ class _CombineArguments(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """Which grouped GEMM kernel, and its template parameters.
-
-    Attributes:
-        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90).
-        token_blocks: C, blocks of 8 tokens of a tile.
-        row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
-        warps_n: warps along N; warpgroups for "wgmma".
-        warps_k: warps along K; 1 but for "split".
-        depth: chunks of weights in flight (an even number) for "split", stages of tokens for the others.
-    """
-
-    kernel: str
-    token_blocks: int
-    row_blocks: int
-    warps_n: int
-    warps_k: int
-    depth: int
-
-    @property
-    def sources(self) -> tuple[Path, ...]:
-        """The files that make up the kernel's source."""
-        file = "cuda_grouped_mm_wgmma.cu" if self.kernel == "wgmma" else "cuda_grouped_mm.cu"
-        return _HERE / "cuda_grouped_mm.cuh", _HERE / file
-
-    @property
-    def threads(self) -> int:
-        return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: stages of 8 * token_blocks tokens of 128 16-bit numbers; 1 KiB to align them."""
-        if self.kernel == "split":
-            return 0
-        return self.depth * 8 * self.token_blocks * 2 * _CHUNK + (1024 if self.kernel == "wgmma" else 0)
-
-    def tile_features(self, swiglu: bool) -> int:
-        """Output features of a tile."""
-        return self.warps_n * (64 if self.kernel == "wgmma" else 16) * (1 if swiglu else self.row_blocks)
-
-    def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
-        """The C++ name of the kernel."""
-        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % _CHUNK == 0)]
-        split = [self.warps_k] if self.kernel == "split" else []
-        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
-        name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
-        return f"{name}<{', '.join([*flags, *sizes])}>"
-
-
 def unavailable_reason() -> str | None:
     """None when the backend can run here, else a sentence that says why not."""
     if not torch.cuda.is_available():
@@ -128,45 +74,11 @@ def unavailable_reason() -> str | None:
     return nvrtc.missing_reason()
 
 
-def choose_config(
-    rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int, hopper: bool
-) -> GemmConfig:
-    """The configuration for a shape, from its mean rows per expert and the warps that fill the device.
-
-    Args:
-        rows: M, of all experts together.
-        experts: E.
-        features: output features, I for SwiGLU.
-        k: K.
-        swiglu: whether the activation is fused.
-        multiprocessors: of the device.
-        hopper: whether the device has wgmma (SM90).
-    """
-    live = max(min(rows, experts), 1)
-    per_expert = rows / live
-    if hopper and per_expert > 32:
-        return GemmConfig(
-            "wgmma", token_blocks=8 if per_expert <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4
-        )
-    if per_expert > 16:
-        return GemmConfig(
-            "staged", token_blocks=4 if per_expert <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3
-        )
-    row_blocks = 2 if swiglu else 1
-    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
-    tiles = -(-features // 16) * live
-    warps_k = 1
-    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * _CHUNK <= k:
-        warps_k *= 2
-    blocks = 1 if per_expert <= 8 else 2
-    return GemmConfig("split", blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
-
-
-def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight, offsets)
-    return _gemm(activation, weight, offsets, None, None, None, None)
+    return _gemm(activation, weight, offsets, None, None, None, None, config)
 
 
 def grouped_swiglu(
@@ -177,11 +89,13 @@ def grouped_swiglu(
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
     form: SwiGLU = PLAIN_SWIGLU,
+    *,
+    config: GemmConfig | None = None,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight, offsets, row_slot, slot_scale, bias, form)
-    return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form, config)
 
 
 def grouped_mm_combine(
@@ -247,6 +161,7 @@ def _gemm(
     slot_scale: Tensor | None,
     bias: Tensor | None,
     form: SwiGLU | None,
+    config: GemmConfig | None = None,
 ) -> Tensor:
     experts, n, k = weight.shape
     rows = (activation if row_slot is None else row_slot).shape[0]
@@ -266,9 +181,9 @@ def _gemm(
         global_scale.ndim == 2, _dtype_code(slot_scale), _dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
-    multiprocessors, hopper = _device_facts(activation.device)
+    multiprocessors, capability = _device_facts(activation.device)
     swiglu = features != n
-    config = choose_config(rows, experts, features, k, swiglu, multiprocessors, hopper)
+    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
@@ -287,10 +202,10 @@ def _gemm(
     return out
 
 
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """(multiprocessors, whether it is SM90)."""
+def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability)."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor) == (9, 0)
+    return properties.multi_processor_count, (properties.major, properties.minor)
 
 
 def _launch(

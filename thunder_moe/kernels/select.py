@@ -14,11 +14,14 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["BACKENDS", "select", "use_backend"]
+__all__ = ["BACKENDS", "SIMULATIONS", "select", "use_backend"]
 
 # In order of preference; each has the devices that it serves (None: all). What follows the reference is never chosen
-# by itself: "cuda" because it has run in an emulator alone, not on a GPU yet, "w4a4" because it computes less exactly.
-BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None, "cuda": ("cuda",), "w4a4": None}
+# by itself: "cuda" has run in an emulator alone, not on a GPU yet.
+BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None, "cuda": ("cuda",)}
+# These compute something else on purpose, and run when asked for.
+SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
+_KNOWN = BACKENDS | SIMULATIONS
 
 
 def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
@@ -26,7 +29,8 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
 
     Args:
         device: where the operands are.
-        backend: a name of `BACKENDS` to insist on; that of `use_backend`, else the best one available, when None.
+        backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
+            available.
 
     Returns:
         A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine` and `route`, as in
@@ -38,9 +42,9 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
     backend = backend or _CHOSEN.get()
     if backend is None:
         return _best(device.type)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(BACKENDS)}")
-    devices = BACKENDS[backend]
+    if backend not in _KNOWN:
+        raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(_KNOWN)}")
+    devices = _KNOWN[backend]
     if devices is not None and device.type not in devices:
         raise ValueError(f"backend: got {backend!r} for a tensor on {device}, it runs on {devices}")
     module, reason = _load(backend)
@@ -57,8 +61,8 @@ def use_backend(backend: str) -> Iterator[None]:
     Raises:
         ValueError: the backend is unknown; when an operator runs, also that it cannot run there.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(BACKENDS)}")
+    if backend not in _KNOWN:
+        raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(_KNOWN)}")
     token = _CHOSEN.set(backend)
     try:
         yield

@@ -1,7 +1,7 @@
 """nvFuser's W4A4 arithmetic, 4-bit rows times 4-bit weights, in plain torch: what Blackwell computes, on any machine.
 Called by kernels.select under `use_backend("w4a4")`, and by compilers.nvfuser for constants; calls kernels.reference.
 
-amax of all rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> fp32 GEMM of both
+amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> fp32 GEMM
 -> times alpha = the weights' global scale / encode scale -> the activation's dtype. Gradients ignore the rounding.
 """
 
@@ -15,6 +15,7 @@ from thunder_moe.kernels.epilogues import (
     SwiGLU,
     combine,
     gather_rows,
+    live_rows,
     pre_activation,
     route,
     scale_of_rows,
@@ -42,7 +43,7 @@ def unavailable_reason() -> str | None:
 
 
 def quantize_rows(
-    activation: torch.Tensor, amax: float | None = None
+    activation: torch.Tensor, amax: float | None = None, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantises rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
 
@@ -50,9 +51,9 @@ def quantize_rows(
     multiplied by a rounded reciprocal where weights are divided.
 
     Args:
-        activation: (M, K) float32, bfloat16 or float16; K a multiple of 16. Every row counts for the global scale,
-            those past the last group too.
+        activation: (M, K) float32, bfloat16 or float16; K a multiple of 16.
         amax: largest magnitude known from calibration; that of `activation` when None. Larger values saturate.
+        live: bool (M, 1), the rows that count for the largest magnitude; all when None.
 
     Returns:
         (values of E2M1 as float32 (M, K), block scales float8_e4m3fn (M, K // 16), decode scale float32 0-d): a row is
@@ -63,7 +64,7 @@ def quantize_rows(
     if amax is not None:
         largest = blocks.new_tensor(amax)
     elif blocks.numel() > 0:
-        largest = magnitudes.amax()
+        largest = (magnitudes if live is None else torch.where(live[..., None], magnitudes, 0)).amax()
     else:
         largest = blocks.new_zeros(())
     encode = torch.full_like(largest, E2M1_MAX * E4M3_MAX) / largest.clamp_min(SMALLEST_AMAX)
@@ -80,7 +81,7 @@ def grouped_mm(
     activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor, *, amax: float | None = None
 ) -> torch.Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
-    values, scale, decode = quantize_rows(activation, amax)
+    values, scale, decode = quantize_rows(activation, amax, live_rows(offsets, activation.shape[0]))
     rows = (values.unflatten(-1, (-1, BLOCK_SIZE)) * scale.float()[..., None]).flatten(-2)  # exact in float32
     return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
 

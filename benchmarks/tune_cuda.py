@@ -1,0 +1,105 @@
+"""Measures which configuration of the CUDA kernels is fastest where, and writes thunder_moe/kernels/cuda_configs.json.
+Called from the command line on a machine with a GPU; calls kernels.cuda, and timing, report and shapes beside it.
+
+Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed.
+Entries of other devices stay in the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_grouped_mm import Load
+from report import comma_list, parser, positive, relative_error
+from shapes import CUDA_SHAPES
+from timing import environment, measure
+from tqdm import tqdm
+
+from thunder_moe.kernels import cuda, nvrtc
+from thunder_moe.kernels.cuda_configs import MEASURED, Point, candidates
+from thunder_moe.nvfp4 import dequantize, quantize
+
+TOKENS = [1, 4, 8, 32, 128, 1024, 8192]
+TOLERANCE = 1e-2  # both sides round to bf16
+GEMMS = ("gate_up", "gate_up_swiglu", "down")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Times all candidates at all points and writes the fastest of each.
+
+    Args:
+        argv: command-line arguments, those of the process when None.
+
+    Raises:
+        RuntimeError: a candidate computes something wrong.
+    """
+    result = parser(__doc__ or "")
+    result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
+    result.add_argument("--file", type=Path, default=MEASURED, help="where to write (default: %(default)s)")
+    args = result.parse_args(argv)
+    capability = torch.cuda.get_device_capability()
+    entries: list[dict[str, Any]] = []
+    for shape in args.shapes or CUDA_SHAPES:
+        for which in GEMMS:
+            swiglu = which == "gate_up_swiglu"
+            experts, n, k = shape.gemm(which)
+            generator = torch.Generator("cuda").manual_seed(0)
+            weight = torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda", generator=generator).mul_(k**-0.5)
+            packed = quantize(weight)
+            weight = dequantize(packed)
+            for tokens in args.tokens:
+                load = Load.routed(tokens, shape, torch.device("cuda"))
+                x = torch.randn(load.rows, k, dtype=torch.bfloat16, device="cuda", generator=generator)
+                live = min(load.rows, experts)
+                point = Point(live, load.rows / live, n // 2 if swiglu else n, k)
+                configs = candidates(point, swiglu, capability)
+                _compile(configs, swiglu, k)
+                wanted = torch._grouped_mm(x, weight.transpose(1, 2), load.offsets)
+                if swiglu:
+                    gate, up = wanted.float().chunk(2, -1)
+                    wanted = torch.nn.functional.silu(gate) * up
+                functions: dict[str, Callable[[], Any]] = {}
+                for config in configs:
+                    kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
+                    call = functools.partial(kernel, x, packed, load.offsets, config=config)
+                    error = relative_error(call(), wanted)
+                    if error > TOLERANCE:
+                        raise RuntimeError(
+                            f"{config} is wrong: relative error {error:.2g} on {shape.name} {which} {tokens}"
+                        )
+                    functions[str(astuple(config))] = call
+                timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
+                best = min(configs, key=lambda config: timings[str(astuple(config))].median)
+                microseconds = timings[str(astuple(best))].median * 1e6
+                entry = dict(capability=list(capability), swiglu=swiglu, point=list(point), config=list(astuple(best)))
+                entries.append(entry | dict(us=round(microseconds, 2)))
+                tqdm.write(f"{shape.name} {which} {tokens}: {astuple(best)} {microseconds:.1f} us")
+    kept = json.loads(args.file.read_text())["entries"] if args.file.exists() else []
+    kept = [entry for entry in kept if tuple(entry["capability"]) != capability]
+    lines = ",\n".join(json.dumps(entry) for entry in [*kept, *entries])
+    args.file.write_text(f'{{"environment": {json.dumps(environment("cuda"))},\n"entries": [\n{lines}\n]}}\n')
+    print(f"wrote {args.file}")
+
+
+def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
+    """Compiles the kernels side by side, so that the first calls find them in the cache."""
+    major, minor = torch.cuda.get_device_capability()
+    architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
+
+    def one(config: Any) -> None:
+        source = "".join(file.read_text() for file in config.sources)
+        nvrtc.compile_cubin(source, config.expression(torch.bfloat16, swiglu, k), architecture)
+
+    with ThreadPoolExecutor() as pool:
+        list(tqdm(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Which CUDA kernel runs a grouped GEMM, with which tile sizes: measured where it was measured, else by rule.
+Called by kernels.cuda and by benchmarks/tune_cuda.py, which writes cuda_configs.json beside this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
+
+MEASURED = Path(__file__).with_name("cuda_configs.json")
+_CHUNK = 128  # k of a step of the kernels
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Which grouped GEMM kernel, and its template parameters.
+
+    Attributes:
+        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90).
+        token_blocks: C, blocks of 8 tokens of a tile.
+        row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
+        warps_n: warps along N; warpgroups for "wgmma".
+        warps_k: warps along K; 1 but for "split".
+        depth: chunks of weights in flight (an even number) for "split", stages of tokens for the others.
+    """
+
+    kernel: str
+    token_blocks: int
+    row_blocks: int
+    warps_n: int
+    warps_k: int
+    depth: int
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The files that make up the kernel's source."""
+        file = "cuda_grouped_mm_wgmma.cu" if self.kernel == "wgmma" else "cuda_grouped_mm.cu"
+        return tuple(Path(__file__).with_name(name) for name in ("cuda_grouped_mm.cuh", file))
+
+    @property
+    def threads(self) -> int:
+        return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: stages of 8 * token_blocks tokens of 128 16-bit numbers; 1 KiB to align them."""
+        if self.kernel == "split":
+            return 0
+        return self.depth * 8 * self.token_blocks * 2 * _CHUNK + (1024 if self.kernel == "wgmma" else 0)
+
+    def tile_features(self, swiglu: bool) -> int:
+        """Output features of a tile."""
+        return self.warps_n * (64 if self.kernel == "wgmma" else 16) * (1 if swiglu else self.row_blocks)
+
+    def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
+        """The C++ name of the kernel."""
+        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % _CHUNK == 0)]
+        split = [self.warps_k] if self.kernel == "split" else []
+        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
+        name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
+        return f"{name}<{', '.join([*flags, *sizes])}>"
+
+
+class Point(NamedTuple):
+    """What a configuration is chosen by.
+
+    Attributes:
+        live: experts that can have rows, min(M, E).
+        rows: M / live.
+        features: output features, I for SwiGLU.
+        k: K.
+    """
+
+    live: int
+    rows: float
+    features: int
+    k: int
+
+    def distance(self, other: Point) -> float:
+        """Sum of squared ratios, as powers of two; the rows per expert count most, they decide the shape of a tile."""
+        ratios = [math.log2(mine / theirs) for mine, theirs in zip(self, other, strict=True)]
+        return ratios[0] ** 2 + 4 * ratios[1] ** 2 + ratios[2] ** 2 + ratios[3] ** 2
+
+
+def choose_config(
+    rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int, capability: tuple[int, int]
+) -> GemmConfig:
+    """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
+
+    Args:
+        rows: M, of all experts together.
+        experts: E.
+        features: output features, I for SwiGLU.
+        k: K.
+        swiglu: whether the activation is fused.
+        multiprocessors: of the device.
+        capability: of the device, such as (9, 0).
+    """
+    live = max(min(rows, experts), 1)
+    point = Point(live, max(rows, 1) / live, features, k)
+    measured = _measured(capability, swiglu)
+    if measured:
+        return min(measured, key=lambda entry: entry[0].distance(point))[1]
+    return _by_rule(point, swiglu, multiprocessors, capability)
+
+
+def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[GemmConfig]:
+    """The configurations worth timing at a point."""
+    row_blocks = (2,) if swiglu else (1, 2)
+    found = []
+    if point.rows <= 32:
+        warps = ((8, 1), (4, 2), (2, 4), (1, 8), (4, 1), (2, 2), (1, 4))
+        for blocks, r, (warps_n, warps_k), depth in itertools.product((1, 2), row_blocks, warps, (2, 4)):
+            if warps_k * _CHUNK <= point.k:
+                found.append(GemmConfig("split", blocks, r, warps_n, warps_k, depth))
+    if point.rows > 8:
+        for blocks, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
+            found.append(GemmConfig("staged", blocks, r, warps_n, 1, depth))
+    if point.rows > 16 and capability == (9, 0):
+        for blocks, r, groups, depth in itertools.product((8, 16), row_blocks, (1, 2), (3, 4, 5)):
+            found.append(GemmConfig("wgmma", blocks, r, groups, 1, depth))
+    return found
+
+
+@functools.cache
+def _measured(capability: tuple[int, int], swiglu: bool) -> list[tuple[Point, GemmConfig]]:
+    """The entries of cuda_configs.json for a device."""
+    if not MEASURED.exists():
+        return []
+    entries = json.loads(MEASURED.read_text())["entries"]
+    wanted = [entry for entry in entries if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu]
+    return [(Point(*entry["point"]), GemmConfig(*entry["config"])) for entry in wanted]
+
+
+def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
+    """By the rows per expert and the warps that fill the device; a guess, no device was measured for it."""
+    if capability == (9, 0) and point.rows > 32:
+        return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
+    if point.rows > 16:
+        return GemmConfig("staged", 4 if point.rows <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3)
+    row_blocks = 2 if swiglu else 1
+    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
+    tiles = -(-point.features // 16) * point.live
+    warps_k = 1
+    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * _CHUNK <= point.k:
+        warps_k *= 2
+    blocks = 1 if point.rows <= 8 else 2
+    return GemmConfig("split", blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
