@@ -1,7 +1,8 @@
 """The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
 Called through kernels.select with validated operands; calls kernels.nvrtc with the cuda_*.cu files beside it.
 
-Float32 rows run on kernels.reference, and so do gradients. Nothing synchronises with the host.
+Float32 rows run on kernels.reference. The gradient of bf16 rows is torch's grouped GEMM with weights that are decoded
+for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 from thunder_moe.kernels import nvrtc, reference
 from thunder_moe.kernels.cuda_configs import GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
-from thunder_moe.kernels.reference import grouped_mm_dgrad
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
+    "dequantize",
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",
@@ -27,6 +28,7 @@ __all__ = [
     "unavailable_reason",
 ]
 
+_DEQUANTIZE = (Path(__file__).with_name("cuda_dequantize.cu"),)
 _ROUTE = (Path(__file__).with_name("cuda_route.cu"),)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MAX_EXPERTS = 1024
@@ -61,6 +63,16 @@ class _CombineArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
         *((name, ctypes.c_int) for name in ("tokens", "top_k", "n", "slot_weight_dtype")),
+    )
+
+
+class _DequantizeArguments(ctypes.Structure):
+    """`DequantizeArguments` of cuda_dequantize.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("rows_per_global", "k")),
     )
 
 
@@ -123,6 +135,28 @@ def grouped_mm_combine(
     blocks = -(-tokens * -(-n // 8) // _ROUTE_THREADS)
     bf16 = str(rows.dtype == torch.bfloat16).lower()
     _launch(_ROUTE, f"combine<{bf16}>", _ROUTE_THREADS, 0, min(blocks, 1 << 20), argument, rows.device)
+    return out
+
+
+def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    _, n, k = weight.shape
+    native = grad.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and grad.shape[0] > 0
+    if not native or _device_facts(grad.device)[1] < (9, 0):
+        return reference.grouped_mm_dgrad(grad, weight, offsets)
+    return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), offsets)
+
+
+def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
+    """The same as `nvfp4.dequantize`, bit for bit: (E, N, K) of bfloat16 or float16."""
+    experts, n, k = weight.shape
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    pointers = map(_pointer, (qdata, scale, global_scale, out))
+    argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
+    bf16 = str(dtype == torch.bfloat16).lower()
+    blocks = min(-(-out.numel() // (16 * 256)), 1 << 20)
+    _launch(_DEQUANTIZE, f"dequantize<{bf16}>", 256, 0, blocks, argument, weight.device)
     return out
 
 
