@@ -28,6 +28,19 @@ bench: .venv/installed-bench
 test-matrix: .venv/installed-dev
 	$(BIN)/nox
 
+# The nvFuser route on the real nvFuser, without a GPU (torch 2.10 and its CUDA libraries: 4 GB of downloads on Linux).
+#   NVFUSER_PYTHON  3.10 or 3.12, the interpreters that nvFuser has wheels for
+NVFUSER_PYTHON ?= python3.12
+.PHONY: test-nvfuser
+test-nvfuser: build/nvfuser-venv/installed
+	build/nvfuser-venv/bin/python -c 'import nvfuser_direct; print("nvFuser", nvfuser_direct.version())'
+	build/nvfuser-venv/bin/python -m pytest tests/compilers/test_nvfuser.py tests/compilers/test_nvfuser_checker.py
+
+build/nvfuser-venv/installed: pyproject.toml
+	$(NVFUSER_PYTHON) -m venv --clear build/nvfuser-venv
+	build/nvfuser-venv/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[nvfuser]' 'pytest>=8' numpy
+	touch $@
+
 .venv/torch:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "thunder_moe needs Python 3.10 to 3.13: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear .venv

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder_executor import moe_executor
+    from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
         GroupedSwiGLU,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
     "compilers.thunder_executor": ("moe_executor",),
+    "kernels.select": ("simulate_w4a4", "use_backend"),
     "nn": (
         "GroupedLinear",
         "GroupedSwiGLU",
@@ -69,6 +71,8 @@ __all__ = [
     "moe_route",
     "quantize_",
     "rewrite_report",
+    "simulate_w4a4",
+    "use_backend",
 ]
 
 

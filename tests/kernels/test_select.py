@@ -5,6 +5,7 @@ Called by pytest.
 import pytest
 import torch
 
+from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
 from thunder_moe.kernels import cpu, reference
 from thunder_moe.kernels import select as module
 from thunder_moe.kernels.select import select
@@ -45,3 +46,16 @@ def test_refuses():
         select(CPU, backend="marlin")
     with pytest.raises(ValueError, match="backend: got 'cpu' for a tensor on cuda"):
         select(torch.device("cuda"), backend="cpu")
+
+
+def test_simulate_w4a4_rounds_the_rows_of_compiled_models_too():
+    moe = quantize_(torch.nn.Sequential(Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=torch.bfloat16)))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    plain, compiled_plain = moe(x), compiled(x)
+    with simulate_w4a4():
+        rounded, compiled_rounded = moe(x), compiled(x)
+    assert torch.equal(plain, compiled_plain)
+    assert torch.equal(rounded, compiled_rounded)
+    assert not torch.equal(plain, rounded)
+    assert torch.equal(moe(x), plain), "it ends with the block"

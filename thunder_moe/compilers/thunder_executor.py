@@ -18,12 +18,14 @@ import thunder.torch as ltorch  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.extend import register_executor  # noqa: E402
 
+from thunder_moe.compilers import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder_symbols import EXECUTOR, grouped_mm, nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
 from thunder_moe.compilers.thunder_transform import NVFP4Rewrite  # noqa: E402
 
 __all__ = ["moe_executor"]
 
 moe_executor = register_executor(EXECUTOR)
+nvfuser.register()
 _REWRITE = NVFP4Rewrite()
 
 

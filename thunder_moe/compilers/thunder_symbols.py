@@ -3,7 +3,8 @@ Called by thunder_transform and thunder_executor; calls the operators and the we
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm and f16a_nvfp4weight_grouped_swiglu, arguments as the operators'.
-Prologue: nvfp4_pack, which quantises a weight once and hands out the cached result.
+Prologue: nvfp4_pack, which quantises a weight once and hands out the cached result, and nvfp4_swizzle, which lays a
+quantised one out as nvFuser takes it, once.
 
 Legend: M rows, E experts, N out_features, K in_features, I intermediate_size.
 """
@@ -11,6 +12,7 @@ Legend: M rows, E experts, N out_features, K in_features, I intermediate_size.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,12 +30,12 @@ from thunder.extend import OperatorExecutor  # noqa: E402
 
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
-from thunder_moe.compilers.weight_cache import WEIGHT_CACHE  # noqa: E402
-from thunder_moe.nvfp4 import BLOCK_SIZE  # noqa: E402
+from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
+from thunder_moe.nvfp4 import BLOCK_SIZE, scale_shape  # noqa: E402
 from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402  (registers both operators)
 from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
 
-__all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "pack_meta"]
+__all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "nvfp4_swizzle"]
 
 
 class MoEExecutor(OperatorExecutor):
@@ -92,11 +94,13 @@ def _grouped_mm_grad(a, b, offsets, out_dtype=None):
 
 
 # ---- NVFP4: a (M, K), fp4_weight (E, K // 2, N), scale (E, N, K // 16), global_scale (E,) or (E, N)
+# activation_amax, which the operators do not have, is for nvFuser's translators: our kernels keep the rows 16-bit.
 
 
 def _nvfp4_meta(
-    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"
-):
+    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear",
+    activation_amax=None,
+):  # fmt: skip
     return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2]))
 
 
@@ -104,7 +108,7 @@ def _nvfp4_dgrad_meta(grad, fp4_weight, scale, global_scale, offsets, *, layout=
     return TensorProxy(like=grad, shape=(grad.shape[0], 2 * fp4_weight.shape[1]))
 
 
-def _swiglu_meta(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+def _swiglu_meta(a, fp4_weight, scale, global_scale, offsets, *, layout="linear", activation_amax=None):
     return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2] // 2))
 
 
@@ -112,28 +116,39 @@ def _swiglu_dgrad_meta(grad, a, fp4_weight, scale, global_scale, offsets, *, lay
     return TensorProxy(like=a)
 
 
+def _without_amax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args, activation_amax: float | None = None, **kwargs) -> Tensor:
+        return operator(*args, **kwargs)
+
+    return run
+
+
 _OPS = torch.ops.thunder_moe
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
-nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=getattr(_OPS, _NAME))
+nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=_without_amax(getattr(_OPS, _NAME)))
 _nvfp4_dgrad = EXECUTOR.register_operator(f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad"))
-nvfp4_grouped_swiglu = EXECUTOR.register_operator(_SWIGLU_NAME, meta=_swiglu_meta, fn=getattr(_OPS, _SWIGLU_NAME))
+nvfp4_grouped_swiglu = EXECUTOR.register_operator(
+    _SWIGLU_NAME, meta=_swiglu_meta, fn=_without_amax(getattr(_OPS, _SWIGLU_NAME))
+)
 _swiglu_dgrad = EXECUTOR.register_operator(
     f"{_SWIGLU_NAME}_dgrad", meta=_swiglu_dgrad_meta, fn=_grouped_swiglu.swiglu_dgrad
 )
 
 
 def _nvfp4_grad(
-    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear"
-):
+    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear",
+    activation_amax=None,
+):  # fmt: skip
     packed = (fp4_weight, scale, global_scale, offsets)
-    out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, layout=layout)
+    options = dict(layout=layout, activation_amax=activation_amax)
+    out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, **options)
     put_grad(a, _nvfp4_dgrad(get_grad(out), *packed, layout=layout))
     return out
 
 
-def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear", activation_amax=None):
     packed = (fp4_weight, scale, global_scale, offsets)
-    out = nvfp4_grouped_swiglu(a, *packed, layout=layout)
+    out = nvfp4_grouped_swiglu(a, *packed, layout=layout, activation_amax=activation_amax)
     put_grad(a, _swiglu_dgrad(get_grad(out), a, *packed, layout=layout))
     return out
 
@@ -141,30 +156,51 @@ def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear"
 # ---- the prologue's quantisation
 
 
-def pack_meta(*weights, transposed: bool = False, names: str = ""):
-    """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed."""
+def pack_meta(*weights, transposed: bool = False, layout: str = "linear", names: str = ""):
+    """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed.
+
+    In layout "swizzled_128x4" they are as nvFuser takes them, see `WeightCache.operands`.
+    """
     experts, n, k = weights[0].shape
     if transposed:
         n, k = k, n
+    if layout != "linear":
+        return _swizzled(weights[0], experts, len(weights) * pad_rows(n), k, (experts,))
     n *= len(weights)
     global_shape = (experts,) if len(weights) == 1 else (experts, n)
+    return _proxies(weights[0], dtypes.uint8, (experts, k // 2, n), (experts, n, k // BLOCK_SIZE), global_shape)
+
+
+def swizzle_meta(qdata, scale, global_scale, *, parts: int):
+    """Proxies of what `WeightCache.swizzled` makes of the tensors of an `NVFP4Weight`."""
+    experts, n, half = qdata.shape
+    return _swizzled(qdata, experts, parts * pad_rows(n // parts), 2 * half, tuple(global_scale.shape))
+
+
+def _swizzled(like: TensorProxy, experts: int, n: int, k: int, global_shape: tuple[int, ...]):
+    scales = scale_shape(experts, n, k, "swizzled_128x4")
+    return _proxies(like, dtypes.float4_e2m1fn_x2, (experts, k // 2, n), scales, global_shape)
+
+
+def _proxies(like: TensorProxy, fp4: dtypes.dtype, *shapes: tuple[int, ...]):
     return tuple(
-        TensorProxy(like=weights[0], shape=shape, dtype=dtype, requires_grad=False)
-        for shape, dtype in (
-            ((experts, k // 2, n), dtypes.uint8),
-            ((experts, n, k // BLOCK_SIZE), dtypes.float8_e4m3fn),
-            (global_shape, dtypes.float32),
-        )
+        TensorProxy(like=like, shape=shape, dtype=dtype, requires_grad=False)
+        for shape, dtype in zip(shapes, (fp4, dtypes.float8_e4m3fn, dtypes.float32), strict=True)
     )
 
 
-def _pack_impl(*weights: Tensor, transposed: bool = False, names: str = "") -> tuple[Tensor, Tensor, Tensor]:
+def _pack_impl(*weights: Tensor, transposed: bool = False, layout: str = "linear", names: str = ""):
     try:
-        return WEIGHT_CACHE.operands(*weights, transposed=transposed)
+        return WEIGHT_CACHE.operands(*weights, transposed=transposed, layout=layout)
     except ValueError as error:
         raise ValueError(f"cannot quantise {names}: {error}") from error
 
 
+def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int):
+    return WEIGHT_CACHE.swizzled(qdata, scale, global_scale, parts=parts)
+
+
+nvfp4_swizzle = EXECUTOR.register_operator("nvfp4_swizzle", meta=swizzle_meta, fn=_swizzle_impl)
 nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=pack_meta, fn=_pack_impl)
 
 for _symbol, _gradient in (

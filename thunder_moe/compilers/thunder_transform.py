@@ -1,14 +1,15 @@
 """The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
-Called by Thunder (thunder_executor attaches it while tracing); calls eligibility, thunder_symbols and report.
+Called by Thunder (thunder_executor attaches it while tracing); calls eligibility, thunder_symbols, nvfuser and report.
 
-find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue -> rewrite
-the computation -> record what was done. It runs before autodiff, so the backward is made from the rewritten trace.
+find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
+takes them where it runs the GEMM -> rewrite the computation -> record what was done. It runs before autodiff, so the
+backward is made from the rewritten trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_moe.compilers.compat import import_thunder
@@ -18,13 +19,14 @@ import_thunder()
 import thunder.core.dtypes as dtypes  # noqa: E402
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core import prims, utils  # noqa: E402
-from thunder.core.compile_data import get_compile_data  # noqa: E402
+from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.pytree import tree_iter  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
+from thunder_moe.compilers import nvfuser  # noqa: E402
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm, decline_reason, describe  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
@@ -32,7 +34,7 @@ from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
     nvfp4_pack,
-    pack_meta,
+    nvfp4_swizzle,
 )
 
 __all__ = ["NVFP4Rewrite"]
@@ -67,61 +69,132 @@ class NVFP4Rewrite(Transform):
         sites = list(_find_sites(prologue_trace, computation_trace))
         blocks = _find_swiglu(computation_trace, [site for site in sites if site.reason is None])
         fused = {id(site) for block in blocks for site in (block.gate, block.up)}
-        decisions = [
-            describe(
-                site.gemm,
-                site.reason,
-                requires_grad=site.weight is not None and site.weight.requires_grad,
-                fused=id(site) in fused,
-            )
-            for site in sites
-        ]
-        record(get_compile_data(), decisions + _quantized_before(computation_trace, prologue_trace))
         singles = [site for site in sites if site.reason is None and id(site) not in fused]
-        if not singles and not blocks:
-            return prologue_trace, computation_trace, epilogue_trace
+        before = _find_quantized(prologue_trace, computation_trace)
         packs: dict[tuple, _Pack] = {}
-        replacements: dict[int, BoundSymbol | None] = {}
+        replacements: dict[int, list[BoundSymbol]] = {}
+        routes: dict[int, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
             for site in singles:
-                a, _, offsets = site.bsym.args[:3]
-                packed = _pack(packs, site)
-                replacements[id(site.bsym)] = nvfp4_grouped_mm.bind(a, *packed, offsets, output=site.bsym.output)
+                replacements[id(site.bsym)], routes[id(site)] = _replace(packs, nvfp4_grouped_mm, site.bsym, site)
             for block in blocks:
-                a, _, offsets = block.gate.bsym.args[:3]
-                packed = _pack(packs, block.gate, block.up)
-                new = nvfp4_grouped_swiglu.bind(a, *packed, offsets, output=block.product.output)
+                new, route = _replace(packs, nvfp4_grouped_swiglu, block.product, block.gate, block.up)
                 replacements[id(block.product)] = new
-                replacements |= {id(dead): None for dead in (block.gate.bsym, block.up.bsym, block.silu)}
+                replacements |= {id(dead): [] for dead in (block.gate.bsym, block.up.bsym, block.silu)}
+                routes |= {id(site): route for site in (block.gate, block.up)}
+            for quantized in before:
+                new, routes[id(quantized)] = _replace_quantized(packs, quantized)
+                replacements |= {id(quantized.bsym): new} if new else {}
+        decisions = [_describe(site, fused=id(site) in fused, route=routes.get(id(site), "")) for site in sites]
+        decisions += [(q.gemm, q.decision, f"quantised beforehand{routes[id(q)]}") for q in before]
+        record(get_compile_data(), decisions)
+        if not replacements:
+            return prologue_trace, computation_trace, epilogue_trace
         arguments = _fill_computation(trace, computation_trace, replacements, list(packs.values()))
         return _rewrite_prologue(prologue_trace, list(packs.values()), arguments), trace, epilogue_trace
 
 
+def _describe(site: _Site, *, fused: bool, route: str) -> Decision:
+    requires_grad = site.weight is not None and site.weight.requires_grad
+    gemm, decision, reason = describe(site.gemm, site.reason, requires_grad=requires_grad, fused=fused)
+    return gemm, decision, reason + route
+
+
 @dataclass(frozen=True, eq=False)
 class _Pack:
-    """One call of nvfp4_pack in the prologue: 16-bit weights in, the operators' three weight arguments out."""
+    """A call of nvfp4_pack or nvfp4_swizzle in the prologue: weights in, the operators' three weight arguments out."""
 
-    names: str
+    symbol: Symbol
     weights: tuple[TensorProxy, ...]
-    transposed: bool
-    packed: tuple[TensorProxy, ...]
+    options: dict[str, Any]
+    packed: tuple[TensorProxy, ...] = ()  # once it is part of the prologue
 
 
-def _pack(packs: dict[tuple, _Pack], *sites: _Site) -> tuple[TensorProxy, ...]:
-    """The packed form of the sites' weights, stacked along their rows; made once and kept in `packs`."""
+def _replace(
+    packs: dict[tuple, _Pack], symbol: Symbol, replaced: BoundSymbol, *sites: _Site
+) -> tuple[list[BoundSymbol], str]:
+    """(what computes the output of `replaced` in NVFP4, what the report adds on its kernel)."""
+    a, _, offsets = sites[0].bsym.args[:3]
     weights = tuple(site.weight for site in sites if site.weight is not None)
-    transposed = sites[0].transposed
-    key = (transposed, *(weight.name for weight in weights))
+    options = dict(transposed=sites[0].transposed, names=" and ".join(str(site.gemm.weight) for site in sites))
+    swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
+    calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, replaced.output, sites[0].gemm)
+    if not calls:
+        packed = _pack(packs, _Pack(nvfp4_pack, weights, options))
+        calls = [symbol.bind(a, *packed, offsets, output=replaced.output)]
+    return calls, route
+
+
+def _replace_quantized(packs: dict[tuple, _Pack], quantized: _Quantized) -> tuple[list[BoundSymbol], str]:
+    """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+    bsym = quantized.bsym
+    if quantized.tensors is not None:
+        parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
+        swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+        return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        return [], ""
+    return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+
+
+def _by_nvfuser(
+    packs: dict[tuple, _Pack],
+    pack: _Pack,
+    symbol: Symbol,
+    a: TensorProxy,
+    offsets: TensorProxy,
+    out: TensorProxy,
+    gemm: GroupedGemm,
+) -> tuple[list[BoundSymbol], str]:
+    """(the calls in the form that nvFuser runs, none where it declines; what the report adds)."""
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        return [], ""
+    options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
+    reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
+    if reason is not None:
+        return [], _route(reason)
+    packed = _pack(packs, pack)
+    wide = symbol.meta(a, *packed, offsets, **options)
+    if tuple(wide.shape) == tuple(out.shape):
+        return [symbol.bind(a, *packed, offsets, **options, output=out)], _route(None)
+    calls = [  # the rows of the weight are padded
+        symbol.bind(a, *packed, offsets, **options, output=wide),
+        prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out),
+    ]
+    return calls, _route(None)
+
+
+def _route(refusal: str | None) -> str:
+    return "; by nvFuser, rows in NVFP4 too" if refusal is None else f"; not by nvFuser: {refusal}"
+
+
+def _activation_amax(gemm: GroupedGemm) -> float | None:
+    """The largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
+    known = get_compile_option(
+        "nvfp4_activation_amax",
+        "dict of a weight's qualified name (the gate's for gate and up) to its rows' largest magnitude",
+    )
+    amax = None if known is None else known.get(gemm.weight)
+    if amax is not None and not 0 < amax < float("inf"):
+        raise ValueError(f"nvfp4_activation_amax: got {amax!r} for {gemm.weight!r}, wanted a positive number")
+    return amax
+
+
+def _pack(packs: dict[tuple, _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
+    """The operators' three weight arguments, made once of the same weights and kept in `packs`."""
+    symbol, weights = pack.symbol, pack.weights
+    key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
     if key not in packs:
-        stem = "_and_".join(weight.name for weight in weights)
-        likes = pack_meta(*weights, transposed=transposed)
-        options = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
+        stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
+        likes = symbol.meta(*weights, **pack.options)
+        stem += "" if likes[0].dtype == dtypes.uint8 else "_swizzled"
+        traits = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
         packed = tuple(
-            TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **options)
+            TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **traits)
             for part, like in zip(("fp4", "scale", "global_scale"), likes, strict=True)
         )
-        packs[key] = _Pack(" and ".join(str(site.gemm.weight) for site in sites), weights, transposed, packed)
+        packs[key] = replace(pack, packed=packed)
     return packs[key].packed
 
 
@@ -184,32 +257,48 @@ def _same_operands(gate: _Site, up: _Site) -> bool:
     return same_rows and same_offsets and same_form
 
 
-def _quantized_before(computation: TraceCtx, prologue: TraceCtx) -> list[Decision]:
-    """The NVFP4 symbols of modules that quantize_ had swapped in already."""
+@dataclass(frozen=True, eq=False)
+class _Quantized:
+    """An NVFP4 symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale where
+    they are arguments of the computation, in layout "linear"; None otherwise."""
+
+    bsym: BoundSymbol
+    gemm: GroupedGemm
+    decision: str
+    tensors: tuple[TensorProxy, ...] | None
+
+
+def _find_quantized(prologue: TraceCtx, computation: TraceCtx) -> list[_Quantized]:
     names, producers = _qualified_names(prologue), utils.producers(computation)
+    static = {arg.name for arg in computation.args if ProxyTag.STATIC_MEMORY_LOCATION in getattr(arg, "tags", ())}
     found = []
     for bsym in computation.bound_symbols:
         if bsym.sym.id not in (nvfp4_grouped_mm.id, nvfp4_grouped_swiglu.id):
             continue
-        a, fp4_weight = bsym.args[:2]
+        a, fp4_weight, *scales = bsym.args[:4]
         producer = producers.get(fp4_weight, None)
         source = fp4_weight if producer is None or not producer.flat_proxy_args else producer.flat_proxy_args[0]
         dtype = dtypes.to_torch_dtype(a.dtype)
         experts, half, n = fp4_weight.shape
         gemm = GroupedGemm(names.get(source.name, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
-        found.append(
-            (gemm, "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu", "quantised beforehand")
+        plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
+        buffers = (
+            producer is not None
+            and _swaps_last_dims(producer)
+            and static.issuperset(proxy.name for proxy in (source, *scales))
         )
+        tensors = (source, *scales) if plain and buffers else None
+        decision = "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu"
+        found.append(_Quantized(bsym, gemm, decision, tensors))
     return found
 
 
 def _fill_computation(
-    new: TraceCtx, old: TraceCtx, replacements: dict[int, BoundSymbol | None], packs: list[_Pack]
+    new: TraceCtx, old: TraceCtx, replacements: dict[int, list[BoundSymbol]], packs: list[_Pack]
 ) -> list[Any]:
     """Writes the rewritten computation into `new` and returns its arguments: the packed weights take the places of
     those 16-bit weights that nothing reads any more."""
-    replaced = (replacements.get(id(bsym), bsym) for bsym in old.bound_symbols)
-    body = [bsym for bsym in replaced if bsym is not None]
+    body = [new for bsym in old.bound_symbols for new in replacements.get(id(bsym), [bsym])]
     unread = {weight.name for pack in packs for weight in pack.weights}
     # A transpose whose result nobody reads is dead; it would keep its weight alive.
     read = _names_read(body)
@@ -238,10 +327,7 @@ def _rewrite_prologue(old: TraceCtx, packs: list[_Pack], arguments: list[Any]) -
     for proxy in (proxy for pack in packs for proxy in pack.packed):
         new.add_name(proxy.name)
     with tracectx(new):
-        calls = [
-            nvfp4_pack.bind(*pack.weights, transposed=pack.transposed, names=pack.names, output=pack.packed)
-            for pack in packs
-        ]
+        calls = [pack.symbol.bind(*pack.weights, **pack.options, output=pack.packed) for pack in packs]
     *body, result = old.bound_symbols
     _, to_epilogue = result.args[0]
     new.bound_symbols = [*body, *calls, result.from_bsym(args=((tuple(arguments), to_epilogue),))]

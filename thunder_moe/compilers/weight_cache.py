@@ -1,5 +1,5 @@
 """One NVFP4 copy of each 16-bit weight, however many graphs and compilers use it.
-Called by the prologue or runner of compiled graphs, at every call; calls nvfp4.quantize when a weight has changed.
+Called by the prologue or runner of compiled graphs, at every call; calls nvfp4 when a weight has changed.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
-__all__ = ["WEIGHT_CACHE", "WeightCache"]
+__all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows"]
 
 # Version counter and address: addresses of a process are unique across its devices.
 Stamp = tuple[int | None, int]
@@ -54,17 +55,36 @@ class WeightCache:
         Raises:
             ValueError: as `nvfp4.quantize`.
         """
-        return self._entry(weights, transposed, interleaved).packed
+        return self._entry(weights, "quantize", transposed, interleaved, "linear").packed
 
     def operands(
-        self, *weights: torch.Tensor, transposed: bool = False, interleaved: bool = False
+        self,
+        *weights: torch.Tensor,
+        transposed: bool = False,
+        interleaved: bool = False,
+        layout: str = "linear",
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale)."""
-        return self._entry(weights, transposed, interleaved).operands
+        """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale).
 
-    def _entry(self, weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool) -> _Entry:
+        In layout "swizzled_128x4" it is what nvFuser's kernel wants: fp4_weight is float4_e2m1fn_x2, the rows of each
+        weight are padded with zeros to a multiple of 128, and stacked weights share one global scale per expert.
+        """
+        return self._entry(weights, "quantize", transposed, interleaved, layout).operands
+
+    def swizzled(
+        self, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, parts: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors of an `NVFP4Weight` in layout "linear" as `operands` gives them in layout "swizzled_128x4".
+
+        Args:
+            qdata, scale, global_scale: of the weight; what needs no padding is shared.
+            parts: how many weights are stacked in it (gate and up: 2); each is padded by itself.
+        """
+        return self._entry((qdata, scale, global_scale), "swizzle", parts).operands
+
+    def _entry(self, weights: tuple[torch.Tensor, ...], *recipe) -> _Entry:
         # On the path of every call: 1.3 us for one weight (Zen 5).
-        key = (transposed, interleaved, *map(id, weights))
+        key = (*recipe, *map(id, weights))
         stamps = tuple(map(_stamp, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.stamps == stamps and _same(entry, weights):
@@ -74,30 +94,71 @@ class WeightCache:
             if entry is not None and not _same(entry, weights):
                 entry = None  # an id that lives again in another tensor
             if entry is None or entry.stamps != stamps:
-                entry = self._refresh(key, entry, weights, stamps)
+                entry = self._refresh(key, entry, weights, stamps, recipe)
             return entry
 
-    def _refresh(self, key, entry: _Entry | None, weights, stamps) -> _Entry:
-        transposed, interleaved = key[:2]
+    def _refresh(self, key, entry: _Entry | None, weights, stamps, recipe) -> _Entry:
         with torch.no_grad():
-            parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
-            if interleaved:
-                parts = [torch.cat([part[:, 0::2], part[:, 1::2]], 1) for part in parts]
-            packed = NVFP4Weight.concatenate(*map(quantize, parts))
+            packed = _swizzle(weights, *recipe[1:]) if recipe[0] == "swizzle" else _quantize(weights, *recipe[1:])
             if entry is not None and entry.packed.shape == packed.shape and entry.packed.device == packed.device:
                 for kept, new in zip(entry.packed.tensors(), packed.tensors(), strict=True):
-                    kept.copy_(new)
+                    if kept.data_ptr() != new.data_ptr():
+                        kept.copy_(new)
                 packed = entry.packed
 
         def forget(_) -> None:
             self._entries.pop(key, None)
 
         refs = tuple(weakref.ref(weight, forget) for weight in weights)
-        new_entry = self._entries[key] = _Entry(refs, stamps, packed, operands(packed))
+        fp4_weight, scale, global_scale = operands(packed)
+        if packed.layout != "linear":
+            fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+        new_entry = self._entries[key] = _Entry(refs, stamps, packed, (fp4_weight, scale, global_scale))
         return new_entry
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def pad_rows(n: int) -> int:
+    """The rows of a weight in layout "swizzled_128x4": n rounded up to a multiple of 128."""
+    return -(-n // 128) * 128
+
+
+def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool, layout: str) -> NVFP4Weight:
+    parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
+    if interleaved:
+        parts = [torch.cat([part[:, 0::2], part[:, 1::2]], 1) for part in parts]
+    if layout == "linear":
+        return NVFP4Weight.concatenate(*map(quantize, parts))
+    return _quantize_together(parts).to_layout(layout)
+
+
+def _swizzle(weights: tuple[torch.Tensor, ...], parts: int) -> NVFP4Weight:
+    # Detached: an entry that held its weight would keep it alive.
+    qdata, scale, global_scale = (tensor.detach() for tensor in weights)
+    n = qdata.shape[1] // parts
+    if n != pad_rows(n):
+        qdata, scale = (
+            pad(tensor.view(torch.uint8).unflatten(1, (parts, n)), (0, 0, 0, pad_rows(n) - n)).flatten(1, 2)
+            for tensor in (qdata, scale)
+        )
+        scale = scale.view(torch.float8_e4m3fn)
+    return NVFP4Weight(qdata, scale, global_scale).to_layout("swizzled_128x4")
+
+
+def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:
+    """Weights (E, N1, K), (E, N2, K), ..., each padded by `pad_rows`, as one with one global scale per expert.
+
+    An expert at a time: the 16-bit copy that it takes is one expert's."""
+    experts = []
+    for rows in zip(*(part.unbind(0) for part in parts), strict=True):
+        padded = [pad(part, (0, 0, 0, pad_rows(len(part)) - len(part))) for part in rows]
+        experts.append(quantize(torch.cat(padded)[None]))
+    scale = torch.cat([expert.scale.view(torch.uint8) for expert in experts]).view(torch.float8_e4m3fn)
+    return NVFP4Weight(
+        torch.cat([expert.qdata for expert in experts]), scale, torch.cat([expert.global_scale for expert in experts])
+    )
 
 
 def _same(entry: _Entry, weights: tuple[torch.Tensor, ...]) -> bool:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["BACKENDS", "SIMULATIONS", "select", "use_backend"]
+__all__ = ["BACKENDS", "SIMULATIONS", "select", "simulate_w4a4", "use_backend"]
 
 # In order of preference; each has the devices that it serves (None: all). What follows the reference is never chosen
 # by itself: "cuda" has run in an emulator alone, not on a GPU yet.
@@ -68,6 +68,15 @@ def use_backend(backend: str) -> Iterator[None]:
         yield
     finally:
         _CHOSEN.reset(token)
+
+
+def simulate_w4a4() -> contextlib.AbstractContextManager[None]:
+    """Inside, NVFP4 operators also round their activations to NVFP4, as nvFuser's kernels do on Blackwell (SM 10.0).
+
+    It shows the accuracy of W4A4 on any machine, not its speed: ``with simulate_w4a4(): model(tokens)``, also for
+    compiled models. The arithmetic is that of kernels/w4a4.py.
+    """
+    return use_backend("w4a4")
 
 
 _CHOSEN: ContextVar[str | None] = ContextVar("thunder_moe_backend", default=None)
