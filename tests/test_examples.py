@@ -1,5 +1,5 @@
-"""examples/llama4_moe_text.py with tiny sizes: its numbers, its files, its split of the text and its error messages.
-Called by pytest; calls the example's main, parse, source_files, split_files, generate and inner_compiler.
+"""The examples with tiny sizes: their numbers, files and error messages, and llama4_moe_text's split of the text.
+Called by pytest; calls the examples' main, and functions of theirs.
 """
 
 import importlib.util
@@ -11,21 +11,26 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 pytest.importorskip("matplotlib", reason="the example needs pip install 'thunder_moe[bench]'")
 
 LAYERS, STEPS = 2, 4
 
 
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    path = Path(__file__).parents[1] / "examples" / "llama4_moe_text.py"
-    spec = importlib.util.spec_from_file_location("llama4_moe_text", path)
+def load_example(name: str) -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    return load_example("llama4_moe_text")
 
 
 @pytest.fixture(scope="module")
@@ -154,5 +159,76 @@ def test_wrong_arguments_say_what_is_wanted(
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
         example.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# examples/hf_moe.py
+
+
+@pytest.fixture(scope="module")
+def hf_moe() -> ModuleType:
+    pytest.importorskip("transformers", reason="the example needs pip install 'thunder_moe[transformers]'")
+    return load_example("hf_moe")
+
+
+@pytest.fixture(scope="module")
+def hf_numbers(hf_moe: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("hf_moe")
+    tiny_config("qwen3_moe").save_pretrained(directory)
+    output = directory / "made" / "numbers.json"
+    sizes = ["--prompt-tokens", "5", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            hf_moe, "compiler", lambda device: ("aot_eager", dict(backend="aot_eager"))
+        )  # inductor takes 20 s
+        hf_moe.main(["--config", str(directory / "config.json"), *sizes, "--output", str(output)])
+    return json.loads(output.read_text())
+
+
+def test_hf_moe_compares_four_ways(hf_moe: ModuleType, hf_numbers: dict) -> None:
+    columns = hf_numbers["columns"]
+    assert list(columns) == list(hf_numbers["labels"]) == list(hf_moe.COLUMNS)
+    assert hf_numbers["labels"]["nvfp4_compiled"] == "NVFP4 compiled (aot_eager)"
+    weights = 2 * 8 * 3 * 64 * 32  # two layers of eight experts
+    for name, column in columns.items():
+        # Half a byte a weight, a scale per 16 weights, and two float32 multipliers an expert; else two bytes.
+        nvfp4 = weights // 2 + weights // 16 + 4 * 2 * 8 * 2
+        assert column["expert_bytes"] == (nvfp4 if name.startswith("nvfp4") else 2 * weights)
+        assert column["model_bytes"] > column["expert_bytes"]
+        assert column["new_tokens_per_second"] > 0
+        assert column["prompt_tokens_per_second"] > 0
+    assert 0.005 < hf_numbers["relative_error_of_logits"] < 0.5
+    tokens = hf_numbers["tokens"]
+    assert tokens["nvfp4_eager"] == tokens["nvfp4_compiled"]
+    assert [len(text) for text in tokens["bf16_eager"]] == [4]
+
+
+def test_hf_moe_knows_its_configs(hf_moe: ModuleType) -> None:
+    for name in hf_moe.CONFIGS:
+        args = hf_moe.parse(["--config", name, "--layers", "2", "--device", "cpu", "--prompt-tokens", "3"])
+        args.device = torch.device("meta")
+        model, prompt, tokenizer = hf_moe.load(args)
+        assert prompt.shape == (1, 3)
+        assert tokenizer is None
+        assert model.config.num_hidden_layers == 2
+        assert 1 <= len(hf_moe.expert_blocks(model)) <= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "--layers: got 0, wanted at least 1"),
+        (["--new-tokens", "1"], "--new-tokens: got 1, wanted at least 2"),
+        (["--config", "qwen4"], "--config: got 'qwen4', wanted one of qwen3_moe, mixtral"),
+        (["--model", "nowhere"], "--model: got 'nowhere', wanted the directory of a model"),
+        (["--device", "abacus"], "--device: cannot use 'abacus'"),
+    ],
+)
+def test_hf_moe_says_what_is_wanted(
+    hf_moe: ModuleType, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        hf_moe.main(arguments)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err

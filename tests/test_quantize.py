@@ -214,3 +214,15 @@ def test_refuses_and_leaves_the_model_unchanged():
         assert [type(m) for m in module.modules()] == kinds
     with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
         dequantize_(nn.Linear(2, 2))
+
+
+def test_scale_search_lessens_the_error():
+    block = torch.nn.Sequential(GroupedSwiGLU(2, 64, 32))
+    plain, searched = (dequantize_(quantize_(copy.deepcopy(block), scale_search=search)) for search in (None, "mse"))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        exact = getattr(block[0], name).weight
+        errors = [(getattr(model[0], name).weight - exact).norm() for model in (plain, searched)]
+        assert errors[1] < 0.95 * errors[0]
+    with pytest.raises(ValueError, match="scale_search: got 'best'"):
+        quantize_(block, scale_search="best")
+    assert isinstance(block[0], GroupedSwiGLU), "the model is unchanged"

@@ -1,15 +1,19 @@
-"""quantize_(model) and dequantize_(model): swap grouped modules for their NVFP4 forms in place, and back.
-Called by users; calls nn's modules and nvfp4.
+"""quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back.
+Called by users; calls nn's modules, nvfp4, and integrations.transformers where the model holds modules of its.
 """
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from functools import partial
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
@@ -19,39 +23,50 @@ __all__ = ["dequantize_", "quantize_"]
 
 Filter = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
+_LOGGER = logging.getLogger("thunder_moe")
+# Packages of Hugging Face models: transformers, and transformers_modules for the code that comes with a checkpoint.
+_FOREIGN = ("transformers", "thunder_moe.integrations.transformers")
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
 
 
 @torch.no_grad()
-def quantize_(model: Model, *, filter: Filter | None = None) -> Model:
-    """Replaces every `GroupedSwiGLU` and `GroupedLinear` in a model by its NVFP4 form, in place.
+def quantize_(model: Model, *, filter: Filter | None = None, scale_search: str | None = None) -> Model:
+    """Replaces the experts of a model by their NVFP4 form, in place.
 
-    The 16-bit weights are freed module by module. Modules and weights that are tied stay tied. The NVFP4 tensors are
-    buffers: in the state dict, frozen, moved by ``model.to``.
+    Knows `GroupedSwiGLU` and `GroupedLinear`, and the experts modules of transformers' models
+    (`integrations.transformers.expert_blocks` lists them). The 16-bit weights are freed module by module. Modules and
+    weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by ``model.to``.
+    The logger "thunder_moe" tells at level INFO what became of each layer.
 
     Args:
-        model: any module that holds grouped modules.
+        model: any module that holds experts.
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
+        scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: nothing to quantise, in_features that are no multiple of 16, NaN or Inf, or a filter that takes
-            one of two tied weights. The model is unchanged then.
+        ValueError: nothing to quantise, in_features that are no multiple of 16, NaN or Inf, no data (the "meta"
+            device), or a filter that takes one of two tied weights. The model is unchanged then.
+        TypeError: experts of transformers hang in a layer that does not call them as its own do; unchanged likewise.
     """
-    chosen = dict(_choose(model, filter))
-    _check_choice(model, chosen)
+    pack = partial(quantize, scale_search=scale_search)
+    pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
+    foreign = _integration(model)
+    chosen = dict(_choose(model, filter, foreign))
+    _check_choice(model, chosen, foreign)
     fusible = _fusible(chosen)
     packed: dict[tuple[int, ...], NVFP4Weight] = {}
+    memo: dict[int, Any] = {}
 
     def convert(*linears: GroupedLinear) -> NVFP4GroupedLinear:
         # All weights live when the first is converted, so an id names one weight for the whole run.
         key = tuple(id(linear.weight) for linear in linears)
         if key not in packed:
-            packed[key] = NVFP4Weight.concatenate(*(quantize(linear.weight) for linear in linears))
+            packed[key] = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears))
         weight = linears[0].weight
         module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
         return module.train(linears[0].training)
@@ -59,7 +74,9 @@ def quantize_(model: Model, *, filter: Filter | None = None) -> Model:
     def replace(module: nn.Module) -> nn.Module:
         if isinstance(module, GroupedLinear):
             return convert(module)
-        assert isinstance(module, GroupedSwiGLU)
+        if not isinstance(module, GroupedSwiGLU):
+            assert foreign is not None
+            return foreign.quantized_experts(module, memo, pack)
         if module in fusible:
             gate_up = convert(module.gate_proj, module.up_proj)
             return NVFP4GroupedSwiGLU(gate_up, convert(module.down_proj)).train(module.training)
@@ -67,7 +84,7 @@ def quantize_(model: Model, *, filter: Filter | None = None) -> Model:
             setattr(module, name, convert(linear))
         return module
 
-    _swap(model, list(chosen), replace, "quantising experts")
+    _swap(model, chosen, replace, "quantising experts", foreign)
     return model
 
 
@@ -78,13 +95,19 @@ def dequantize_(model: Model) -> Model:
     Raises:
         ValueError: the model holds no NVFP4 modules.
     """
-    blocks = [module for module in model.modules() if isinstance(module, NVFP4GroupedSwiGLU)]
-    inner = {linear for block in blocks for linear in (block.gate_up_proj, block.down_proj)}
-    singles = [m for m in model.modules() if isinstance(m, NVFP4GroupedLinear) and m not in inner]
-    if not blocks and not singles:
+    foreign = _integration(model)
+    kinds = (NVFP4GroupedSwiGLU, NVFP4GroupedLinear, *((foreign.NVFP4Experts,) if foreign is not None else ()))
+    chosen: dict[nn.Module, str] = {}
+    inner: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, kinds) and module not in inner:
+            chosen[module] = name
+            inner.update(module.modules())
+    if not chosen:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantise")
-    _refuse_root(model, [*blocks, *singles])
+    _refuse_root(model, chosen)
     parameters: dict[tuple[int, int], list[nn.Parameter]] = {}
+    memo: dict[int, nn.Parameter] = {}
 
     def convert(module: NVFP4GroupedLinear, parts: int) -> list[GroupedLinear]:
         key = (id(module.qdata), parts)
@@ -104,6 +127,8 @@ def dequantize_(model: Model) -> Model:
     def replace(module: nn.Module) -> nn.Module:
         if isinstance(module, NVFP4GroupedLinear):
             return convert(module, 1)[0]
+        if foreign is not None and isinstance(module, foreign.NVFP4Experts):
+            return module.dequantized(memo)
         assert isinstance(module, NVFP4GroupedSwiGLU)
         gate, up = convert(module.gate_up_proj, 2)
         (down,) = convert(module.down_proj, 1)
@@ -113,41 +138,62 @@ def dequantize_(model: Model) -> Model:
         block.gate_proj, block.up_proj, block.down_proj = gate, up, down
         return block.train(module.training)
 
-    _swap(model, [*blocks, *singles], replace, "dequantising experts")
+    _swap(model, chosen, replace, "dequantising experts", foreign)
     return model
 
 
-def _choose(model: nn.Module, filter: Filter | None) -> Iterator[tuple[nn.Module, str]]:
+def _integration(model: nn.Module) -> ModuleType | None:
+    """integrations.transformers, if anything in the model comes from there or from code written for it."""
+    if not any(type(module).__module__.startswith(_FOREIGN) for module in model.modules()):
+        return None
+    return importlib.import_module("thunder_moe.integrations.transformers")
+
+
+def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None) -> Iterator[tuple[nn.Module, str]]:
     """(module, name) of all blocks to convert, and of the linears outside of them."""
     covered: set[nn.Module] = set()
+    blocks = set(foreign.expert_blocks(model).values()) if foreign is not None else set()
     for name, module in model.named_modules():
-        if module in covered or not isinstance(module, GroupedSwiGLU | GroupedLinear):
+        if module in covered or not (isinstance(module, GroupedSwiGLU | GroupedLinear) or module in blocks):
             continue
         if filter is None or filter(module, name):
             covered.update(module.modules())
             yield module, name
 
 
-def _check_choice(model: nn.Module, chosen: dict[nn.Module, str]) -> None:
+def _check_choice(model: nn.Module, chosen: dict[nn.Module, str], foreign: ModuleType | None) -> None:
     if not chosen:
+        experts = "experts of transformers" if foreign is not None else "GroupedLinear or GroupedSwiGLU"
+        unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
+        others = f"; it has {', '.join(unknown)}" if unknown else ""
         raise ValueError(
-            f"model: found no GroupedLinear or GroupedSwiGLU to quantise in {type(model).__name__}"
-            " (none there, quantised already, or all declined by the filter)"
+            f"model: found no {experts} to quantise in {type(model).__name__}"
+            f" (none there, quantised already, or all declined by the filter{others})"
         )
     _refuse_root(model, chosen)
-    weights = {linear.weight: name for module, name in chosen.items() for linear in _linears(module)}
-    covered = {linear for module in chosen for linear in _linears(module)}
+    names: dict[nn.Parameter, str] = {}
+    for module, name in chosen.items():
+        for parameter, weight in _weights(module, foreign):
+            names[parameter] = name
+            if weight.is_meta:
+                raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantise")
+            if weight.shape[-1] % BLOCK_SIZE:
+                k = weight.shape[-1]
+                raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
+            if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
+                raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
+    covered = {inner for module in chosen for inner in module.modules()}
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear) and module not in covered and module.weight in weights:
-            raise ValueError(f"filter: took {weights[module.weight]!r} but not {name!r}, which is tied to its weight")
-    for weight, name in weights.items():
-        if weight.shape[-1] % BLOCK_SIZE:
-            raise ValueError(f"model: {name!r} has in_features {weight.shape[-1]}, wanted a multiple of {BLOCK_SIZE}")
-        if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
-            raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
+        for parameter in () if module in covered else module.parameters(recurse=False):
+            if parameter in names:
+                raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
+        if foreign is not None:
+            for child in module.children():
+                if child in chosen and not isinstance(child, GroupedSwiGLU | GroupedLinear):
+                    foreign.check_place(module, child)
 
 
-def _refuse_root(model: nn.Module, modules: dict[nn.Module, str] | list[nn.Module]) -> None:
+def _refuse_root(model: nn.Module, modules: dict[nn.Module, str]) -> None:
     if model in modules:
         raise ValueError(
             f"model: got a bare {type(model).__name__}, which cannot be replaced in place: pass a module that holds it"
@@ -175,20 +221,46 @@ def _linears(module: nn.Module) -> list[GroupedLinear]:
     return [child for child in module.modules() if isinstance(child, GroupedLinear)]
 
 
-def _swap(model: nn.Module, modules: list[nn.Module], replace: Callable[[nn.Module], nn.Module], label: str) -> None:
+def _weights(module: nn.Module, foreign: ModuleType | None) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters to quantise, each with its view as (E, N, K)."""
+    if isinstance(module, GroupedSwiGLU | GroupedLinear):
+        return [(linear.weight, linear.weight) for linear in _linears(module)]
+    assert foreign is not None
+    return foreign.expert_weights(module)
+
+
+def _swap(
+    model: nn.Module,
+    chosen: dict[nn.Module, str],
+    replace: Callable[[Any], nn.Module],
+    label: str,
+    foreign: ModuleType | None,
+) -> None:
     """Puts `replace(module)` wherever the module hangs, dropping the old one at once; a bar on big models."""
+    put = foreign.put_experts if foreign is not None else setattr
     places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent.named_children():
             places[child].append((parent, name))
-    weights = sum(module.out_features * module.in_features * module.num_experts for module in modules
-                  for module in module.modules() if isinstance(module, GroupedLinear | NVFP4GroupedLinear))  # fmt: skip
+    weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
+    modules = [*chosen.items()]
+    chosen.clear()
     modules.reverse()
     bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
     with bar:
         while modules:
-            module = modules.pop()
+            module, where = modules.pop()
+            before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
             new = replace(module)
             for parent, name in places.pop(module):
-                setattr(parent, name, new)
+                put(parent, name, new)
+            after = sum(tensor.nbytes for tensor in _tensors(new))
+            sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
+            detail = f"({new.extra_repr()})" if new.extra_repr() else ""
+            _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, type(new).__name__, detail, sizes)
+            del module, new
             bar.update()
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

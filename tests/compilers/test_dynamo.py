@@ -167,10 +167,10 @@ def test_kernels_read_the_cached_weights_in_place(moe, x, monkeypatch):
     for name in ("grouped_mm", "grouped_swiglu"):
         original = getattr(kernels, name)
 
-        def spy(rows, weight, offsets, original=original):
+        def spy(rows, weight, *rest, original=original):
             assert weight.qdata.is_contiguous()
             seen.add(weight.qdata.data_ptr())
-            return original(rows, weight, offsets)
+            return original(rows, weight, *rest)
 
         monkeypatch.setattr(kernels, name, spy)
     function = compiled(moe.requires_grad_(False), "inductor")

@@ -3,12 +3,14 @@ Called by torch.compile through the entry point `torch_dynamo_backends`; calls f
 compiler, inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 
 graph of dynamo -> find grouped GEMMs -> replace a frozen weight by three inputs (its packed form), its GEMM by the
-operator, gate + up + SwiGLU by the fused one -> inner compiler. At each call the packed weights come from the cache, so
-one graph serves all layers that share it, changed and replaced weights are seen, and addresses stay (CUDA graphs).
+operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones -> inner compiler. At each
+call the packed weights come from the cache, so one graph serves all layers that share it, changed and replaced weights
+are seen, and addresses stay (CUDA graphs).
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.eligibility import Decision, describe
+from thunder_moe.compilers.fx_dense_experts import Routing, find_dense_experts
 from thunder_moe.compilers.fx_sites import (
     Site,
     SwiGLU,
@@ -29,7 +32,7 @@ from thunder_moe.compilers.fx_sites import (
 )
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
-from thunder_moe.ops import grouped_swiglu, trainable_grouped_mm  # noqa: F401  (registers the operators)
+from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 
 __all__ = ["thunder_moe_backend"]
 
@@ -37,7 +40,8 @@ _OPS = torch.ops.thunder_moe
 _PARTS = ("fp4_weight", "scale", "global_scale")
 _GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
 _GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
-_QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu"}
+_COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
+_QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu", _COMBINE: "nvfp4"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,25 +136,42 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
         describe(site.gemm, site.reason, requires_grad=_requires_grad(site, tensors), fused=id(site) in fused)
         for site in sites
     ]
+    dense = find_dense_experts(graph, tensors, grad_enabled=torch.is_grad_enabled())
+    decisions += [
+        describe(
+            site.gemm, block.reason, requires_grad=_requires_grad(site, tensors), fused=site is not block.sites[-1]
+        )
+        for block in dense
+        for site in block.sites
+    ]
     record(owner, decisions + _quantized_before(graph), traced_frame(graph))
     for site in sites:
         if site.reason is not None and _trains(site):
             _replace(graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
     packs: dict[tuple, _Pack] = {}
     packed: dict[tuple, list[fx.Node]] = {}
-    calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
-    for call in calls:
+
+    def packed_inputs(call: Site | SwiGLU) -> list[fx.Node]:
         pack = _pack(call, tensors, placeholders)
         key = (pack.names, pack.transposed, pack.interleaved, *map(id, pack.weights))
         if key not in packs:
             packs[key] = pack
             packed[key] = _add_inputs(graph, f"nvfp4_{len(packs)}", pack(example_inputs))
+        return packed[key]
+
+    calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
+    for call in calls:
+        weight = packed_inputs(call)
         if isinstance(call, Site):
             rows, _, offsets = call.operands
-            _replace(graph, call.node, _GROUPED_MM, (rows, *packed[key], offsets))
+            _replace(graph, call.node, _GROUPED_MM, (rows, *weight, offsets))
         else:
             rows, _, offsets = call.sites[0].operands
-            _replace(graph, call.product, _GROUPED_SWIGLU, (rows, *packed[key], offsets))
+            _replace(graph, call.product, _GROUPED_SWIGLU, (rows, *weight, offsets))
+    for block in dense:
+        if block.routing is not None:
+            gate_up, down = map(packed_inputs, block.sites)
+            _route(graph, block.routing, block.sites[0].gemm.experts, gate_up, down)
     packed_away = {weight for pack in packs.values() for weight in pack.weights if isinstance(weight, int)}
     dropped = {position for position in packed_away if not placeholders[position].users}
     for position in dropped:
@@ -266,6 +287,18 @@ def _replace(graph: fx.Graph, old: fx.Node, operator: Any, arguments: tuple) -> 
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     _erase(graph, old)
+
+
+def _route(graph: fx.Graph, routing: Routing, num_experts: int, gate_up: list[fx.Node], down: list[fx.Node]) -> None:
+    """Puts routing, gather and the two fused operators in the place of batched GEMMs over all experts."""
+    tokens, indices, scale = routing.operands
+    with graph.inserting_before(routing.rows):
+        for node in routing.scores:
+            scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)
+        route = graph.call_function(_OPS.moe_route.default, (indices, num_experts))
+        row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
+        rows = graph.call_function(_GROUPED_SWIGLU, (tokens, *gate_up, offsets, row_slot, scale))
+    _replace(graph, routing.total, _COMBINE, (rows, *down, offsets, slot_row))
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

@@ -21,16 +21,33 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
 
-__all__ = ["Site", "SwiGLU", "find_sites", "find_swiglu", "positional_grouped_mm", "quantized_gemm", "traced_frame"]
+__all__ = [
+    "MUL",
+    "SILU",
+    "TRANSPOSE",
+    "Site",
+    "SwiGLU",
+    "calls",
+    "find_sites",
+    "find_swiglu",
+    "is_mutated",
+    "only_user",
+    "part_of",
+    "positional_grouped_mm",
+    "quantized_gemm",
+    "site_of",
+    "traced_frame",
+    "value_of",
+]
 
 aten = torch.ops.aten
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
-_TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
+TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
 _PERMUTE = {torch.permute, aten.permute.default, "permute"}
 _MT = {aten.mT, aten.mT.default}  # what Tensor.mT is traced to from torch 2.14 on
-_SILU = {F.silu, aten.silu.default}
-_MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
+SILU = {F.silu, aten.silu.default}
+MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
 _CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
 _SPLIT = {torch.split, aten.split.Tensor, "split"}
 _IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
@@ -88,27 +105,41 @@ def find_sites(graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_en
             continue
         arguments = _arguments(node)
         rows, mat_b, offsets = arguments.get("mat_a"), arguments.get("mat_b"), arguments.get("offs")
-        a, b = _value(rows), _value(mat_b)
+        a, b = value_of(rows), value_of(mat_b)
         if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
             continue
-        source, transposed = _weight_behind(mat_b)
-        real = tensors.get(source) if source is not None else None
-        weight = source if _is_static(source, real) and not _is_mutated(source) else None
-        experts, k, n = b.shape
-        gemm = GroupedGemm(
-            weight=None if weight is None else _qualified_name(weight),
-            experts=int(experts),
-            out_features=int(n),
-            in_features=int(k),
-            rows=a.shape[0] if isinstance(a.shape[0], int) else None,
-            weight_dtype=b.dtype,
-            activation_dtype=a.dtype,
-            needs_grad=real is not None and real.requires_grad and grad_enabled,
-            out_dtype=arguments.get("out_dtype"),
-            where=_user_line(node),
-        )
-        sites.append(Site(node, gemm, weight, transposed, decline_reason(gemm)))
+        sites.append(site_of(node, mat_b, a, a.shape[0], tensors, grad_enabled, arguments.get("out_dtype")))
     return sites
+
+
+def site_of(
+    node: fx.Node,
+    mat_b: Any,
+    activation: torch.Tensor,
+    rows: Any,
+    tensors: dict[fx.Node, torch.Tensor],
+    grad_enabled: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Site:
+    """The site of a GEMM with the weight mat_b (E, K, N), and the decision on it."""
+    b = value_of(mat_b)
+    source, transposed = weight_behind(mat_b)
+    real = tensors.get(source) if source is not None else None
+    weight = source if is_static(source, real) and not is_mutated(source) else None
+    experts, k, n = b.shape
+    gemm = GroupedGemm(
+        weight=None if weight is None else qualified_name(weight),
+        experts=int(experts),
+        out_features=int(n),
+        in_features=int(k),
+        rows=rows if isinstance(rows, int) else None,
+        weight_dtype=b.dtype,
+        activation_dtype=activation.dtype,
+        needs_grad=real is not None and real.requires_grad and grad_enabled,
+        out_dtype=out_dtype,
+        where=user_line(node),
+    )
+    return Site(node, gemm, weight, transposed, decline_reason(gemm))
 
 
 def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
@@ -116,15 +147,15 @@ def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
     by_node = {site.node: site for site in sites}
     found = []
     for product in graph.nodes:
-        if not _calls(product, _MUL) or len(product.args) != 2:
+        if not calls(product, MUL) or len(product.args) != 2:
             continue
         for silu, up in (product.args, product.args[::-1]):
-            if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and _calls(silu, _SILU)):
+            if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and calls(silu, SILU)):
                 continue
-            if not silu.args or silu.kwargs.get("inplace") or any(silu.args[1:]) or not _only_user(silu, product):
+            if not silu.args or silu.kwargs.get("inplace") or any(silu.args[1:]) or not only_user(silu, product):
                 continue
             gate: Any = silu.args[0]
-            if not _only_user(gate, silu) or not _only_user(up, product):
+            if not only_user(gate, silu) or not only_user(up, product):
                 continue
             block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
             if block is not None:
@@ -135,12 +166,12 @@ def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
 
 def quantized_gemm(node: Any) -> GroupedGemm:
     """Names and sizes of a call of one of the package's NVFP4 operators."""
-    rows, fp4_weight = (_value(argument) for argument in node.args[:2])
+    rows, fp4_weight = (value_of(argument) for argument in node.args[:2])
     experts, half, n = fp4_weight.shape
-    source, _ = _weight_behind(node.args[1])
-    name = _qualified_name(source) if source is not None else None
+    source, _ = weight_behind(node.args[1])
+    name = qualified_name(source) if source is not None else None
     sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
-    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=_user_line(node))
+    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node))
 
 
 def positional_grouped_mm(gm: fx.GraphModule) -> None:
@@ -171,7 +202,7 @@ def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product
 
 def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLU | None:
     """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
-    (first, gate_part), (second, up_part) = _part_of(gate), _part_of(up)
+    (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
     site = by_node.get(first) if first is not None and first is second else None
     if site is None or (gate_part, up_part) not in (("low", "high"), ("even", "odd")):
         return None
@@ -181,18 +212,18 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
     return SwiGLU((site,), product, interleaved=gate_part == "even")
 
 
-def _part_of(node: Any) -> tuple[fx.Node | None, str]:
+def part_of(node: Any) -> tuple[fx.Node | None, str]:
     """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
-    if not _calls(node, {operator.getitem}):
+    if not calls(node, {operator.getitem}):
         return None, ""
     whole, index = node.args
-    size = _value(whole)
-    if isinstance(index, int) and _calls(whole, _CHUNK | _SPLIT):
+    size = value_of(whole)
+    if isinstance(index, int) and calls(whole, _CHUNK | _SPLIT):
         source, parts, dim = (*whole.args, *whole.kwargs.values(), 0)[:3]
-        value = _value(source)
+        value = value_of(source)
         if value is None or dim not in (-1, value.ndim - 1) or not isinstance(parts, int) or value.shape[-1] % 2:
             return None, ""
-        if parts != (2 if _calls(whole, _CHUNK) else value.shape[-1] // 2):
+        if parts != (2 if calls(whole, _CHUNK) else value.shape[-1] // 2):
             return None, ""
         return source, ("low", "high")[index]
     if not isinstance(index, tuple) or size is None or not isinstance(index[-1], slice):
@@ -215,7 +246,7 @@ def _part_of(node: Any) -> tuple[fx.Node | None, str]:
     return (whole, part) if part else (None, "")
 
 
-def _weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
+def weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
     """(source, transposed): the placeholder or attribute behind swaps of the last two dims of mat_b (E, K, N), and
     whether it lies as mat_b does."""
     transposed = True
@@ -231,7 +262,7 @@ def _weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
 
 def _swapped(node: Any) -> Any:
     """What a node swaps the last two of three dims of, None when it does something else."""
-    if _calls(node, _MT) or (_calls(node, {getattr}) and node.args[1] == "mT"):
+    if calls(node, _MT) or (calls(node, {getattr}) and node.args[1] == "mT"):
         return node.args[0]
     source, *dims = (*node.args, *node.kwargs.values()) or (None,)
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
@@ -239,25 +270,25 @@ def _swapped(node: Any) -> Any:
     if not all(isinstance(dim, int) for dim in dims):
         return None
     dims = [dim % 3 for dim in dims]
-    if (_calls(node, _TRANSPOSE) and set(dims) == {1, 2}) or (_calls(node, _PERMUTE) and dims == [0, 2, 1]):
+    if (calls(node, TRANSPOSE) and set(dims) == {1, 2}) or (calls(node, _PERMUTE) and dims == [0, 2, 1]):
         return source
     return None
 
 
-def _calls(node: Any, targets: set) -> bool:
+def calls(node: Any, targets: set) -> bool:
     """Whether a node calls one of some functions, or a method of one of some names."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 
 
-def _only_user(node: fx.Node, user: fx.Node) -> bool:
+def only_user(node: fx.Node, user: fx.Node) -> bool:
     return set(node.users) == {user}
 
 
-def _value(node: Any) -> Any:
+def value_of(node: Any) -> Any:
     return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
 
 
-def _is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
+def is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
     """Whether a node is a parameter or buffer with data that can be quantised ahead of the call."""
     if node is None or real is None or isinstance(real, FakeTensor):
         return False
@@ -265,7 +296,7 @@ def _is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
     return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
 
 
-def _is_mutated(node: Any) -> bool:
+def is_mutated(node: Any) -> bool:
     """Whether the graph itself changes a tensor in place: what was packed before the call would be out of date."""
     users = list(node.users)
     for user in users:
@@ -274,12 +305,12 @@ def _is_mutated(node: Any) -> bool:
         in_place = name.endswith("_") and not name.endswith("__")
         if user.args and user.args[0] is node and (in_place or user.target in _IN_PLACE_OPERATORS):
             return True
-        if _swapped(user) is node and _is_mutated(user):
+        if _swapped(user) is node and is_mutated(user):
             return True
     return False
 
 
-def _qualified_name(node: fx.Node) -> str:
+def qualified_name(node: fx.Node) -> str:
     """``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", None)
@@ -294,7 +325,7 @@ def traced_frame(graph: fx.Graph) -> tuple[str, int] | None:
     return next((frames[0] for frames in traces if frames), None)
 
 
-def _user_line(node: fx.Node) -> str | None:
+def user_line(node: fx.Node) -> str | None:
     """file:line of the innermost frame outside of torch and of this package."""
     for path, line in reversed(_frames(node)):
         if not path.startswith((torch.__path__[0], _PACKAGE)):
