@@ -242,3 +242,76 @@ def test_weight_refuses():
         good.to_layout("row")
     with pytest.raises(ValueError, match=r"dtype: got torch.int8"):
         dequantize(good, torch.int8)
+
+
+def nearest_values(x, scale):
+    """Each x over the scale, rounded to the nearest E2M1 value (any of two at a tie), times the scale; fp64."""
+    values = torch.tensor([decode_e2m1(code) for code in range(16)], dtype=torch.float64) * scale[..., None, None]
+    return values.expand(*x.shape, 16).gather(-1, (values - x[..., None]).abs().argmin(-1, keepdim=True))[..., 0]
+
+
+def squared_errors(packed, weight):
+    """fp64 (E, N, K // 16): of each block."""
+    error = oracle_dequantize(*packed.tensors()).double() - weight.double()
+    return error.square().unflatten(-1, (-1, 16)).sum(-1)
+
+
+DISTRIBUTIONS = {
+    "normal": lambda *shape: torch.randn(shape),
+    "Laplace": lambda *shape: torch.distributions.Laplace(0.0, 1.0).sample(shape),
+    "outliers": lambda *shape: torch.randn(shape) * torch.where(torch.rand(shape) < 0.01, 10.0, 1.0),
+    "uniform": lambda *shape: torch.rand(shape) * 2 - 1,
+}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_mse_finds_the_best_of_the_scales_it_tries(distribution):
+    weight = distribution(2, 24, 64) * 0.02
+    usual, searched = quantize(weight), quantize(weight, scale_search="mse")
+    assert torch.equal(usual.global_scale, searched.global_scale)
+    blocks = weight.double().unflatten(-1, (-1, 16))
+    errors = []
+    for step in (0, *nvfp4._SCALE_STEPS):
+        scale = (bits(usual.scale).int() + step).clamp(0, 126).to(BITS).view(torch.float8_e4m3fn).double()
+        errors.append(
+            (nearest_values(blocks, scale * usual.global_scale[:, None, None].double()) - blocks).square().sum(-1)
+        )
+    torch.testing.assert_close(squared_errors(searched, weight), torch.stack(errors).amin(0), rtol=1e-5, atol=0)
+
+
+def test_mse_has_less_error():
+    for name, least in {"normal": 1.2, "Laplace": 0.9, "outliers": 0.5, "uniform": 0.9}.items():
+        weight = DISTRIBUTIONS[name](2, 128, 256) * 0.02
+        noise = [squared_errors(quantize(weight, scale_search=search), weight).sum() for search in (None, "mse")]
+        assert 10 * torch.log10(noise[0] / noise[1]) > least
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
+def test_mse_does_not_depend_on_the_size(size):
+    weight = torch.randn(1, 8, 64)
+    small, usual = quantize(weight * size, scale_search="mse"), quantize(weight, scale_search="mse")
+    same = (bits(small.scale) == bits(usual.scale)).float().mean()
+    assert same > 0.95  # global scales differ by a rounding
+
+
+def test_mse_edges():
+    weight = torch.zeros(2, 3, 32)
+    packed = quantize(weight, scale_search="mse")
+    assert not packed.qdata.any()
+    assert torch.equal(oracle_dequantize(*packed.tensors()), weight)
+    # A block far below the largest weight, whose usual scale is 0, gets one that holds it.
+    weight[0, 0, 0], weight[0, 1, :16] = 1.0, 1e-7
+    assert bits(quantize(weight).scale)[0, 1, 0] == 0
+    assert (
+        squared_errors(quantize(weight, scale_search="mse"), weight)[0, 1, 0]
+        <= squared_errors(quantize(weight), weight)[0, 1, 0]
+    )
+    strided = torch.randn(2, 64, 16).mT
+    one, other = quantize(strided, scale_search="mse"), quantize(strided.contiguous(), scale_search="mse")
+    assert torch.equal(one.qdata, other.qdata)
+    assert torch.equal(bits(one.scale), bits(other.scale))
+
+
+def test_unknown_scale_search():
+    with pytest.raises(ValueError, match=r"scale_search: got 'best', wanted None or one of \('mse',\)"):
+        quantize(torch.zeros(1, 1, 16), scale_search="best")

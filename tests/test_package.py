@@ -41,7 +41,12 @@ sys.modules.update(dict.fromkeys(["thunder", "transformers", "triton", "matplotl
 import torch, thunder_moe
 model = torch.nn.Sequential(thunder_moe.Llama4MoE(thunder_moe.Llama4MoEConfig(32, 32, 2)))
 print(thunder_moe.quantize_(model)(torch.randn(1, 2, 32)).shape)
-for call in (lambda: thunder_moe.moe_executor, lambda: thunder_moe.Llama4MoE.from_transformers(model)):
+calls = (
+    lambda: thunder_moe.moe_executor,
+    lambda: thunder_moe.Llama4MoE.from_transformers(model),
+    lambda: thunder_moe.load_checkpoint("path"),
+)
+for call in calls:
     try:
         call()
     except ImportError as error:
@@ -51,6 +56,7 @@ for call in (lambda: thunder_moe.moe_executor, lambda: thunder_moe.Llama4MoE.fro
         "torch.Size([1, 2, 32])",
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
         "from_transformers needs transformers: pip install 'thunder_moe[transformers]'",
+        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
     ]
 
 

@@ -5,9 +5,12 @@ What users import; each name loads its module on first use, so that `import thun
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from thunder_moe.integrations import hf_plugin
+
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder_executor import moe_executor
+    from thunder_moe.integrations.hf_checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -31,6 +34,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
     "compilers.thunder_executor": ("moe_executor",),
+    "integrations.hf_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "nn": (
         "GroupedLinear",
@@ -66,11 +70,13 @@ __all__ = [
     "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
     "f16a_nvfp4weight_scaled_grouped_mm",
+    "load_checkpoint",
     "moe_executor",
     "moe_experts",
     "moe_route",
     "quantize_",
     "rewrite_report",
+    "save_checkpoint",
     "simulate_w4a4",
     "use_backend",
 ]
@@ -84,3 +90,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+hf_plugin.install()

@@ -19,10 +19,15 @@ BLOCK_SIZE = 16
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 LAYOUTS = ("linear", "swizzled_128x4")
+SCALE_SEARCHES = ("mse",)
 
 # Weights handled at a time: what fits a CPU's L2 cache; on a GPU, temporaries of at most 0.5 GB.
 _CHUNK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Block scales that "mse" tries, in steps of E4M3 from the usual one: its neighbours, and 3/2 of it, which brings the
+# largest weight of the block from 6 to 4, where codes lie closer. On normal weights 20.4 dB become 21.7; all of -8 to
+# 11 give 21.8.
+_SCALE_STEPS = (-1, 1, 4, 5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +140,7 @@ class NVFP4Weight:
         return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
 
 
-def quantize(weight: torch.Tensor) -> NVFP4Weight:
+def quantize(weight: torch.Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     """Quantises expert weights to NVFP4, a chunk at a time (little memory beyond the result).
 
     Per expert ``global = amax / 2688`` (1 if amax is 0); per block of 16 along K
@@ -145,14 +150,18 @@ def quantize(weight: torch.Tensor) -> NVFP4Weight:
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
+        scale_search: None, or "mse": tries a few scales for each block and keeps the one of least squared error. Four
+            times slower.
 
     Returns:
         NVFP4Weight in layout "linear", global_scale (E,). The relative Frobenius error on normally distributed
-        weights is about 9.5%.
+        weights is about 9.5%, with "mse" 8.2%.
 
     Raises:
-        ValueError: wrong rank, dtype or K, or NaN or Inf in the weight.
+        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or an unknown scale_search.
     """
+    if scale_search is not None and scale_search not in SCALE_SEARCHES:
+        raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
     require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
     require(weight.dtype in _WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
     experts, n, k = weight.shape
@@ -172,7 +181,8 @@ def quantize(weight: torch.Tensor) -> NVFP4Weight:
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     for expert in range(experts):
         for rows in _row_chunks(weight):
-            qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows], global_scale[expert])
+            packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
+            qdata[expert, rows], scale[expert, rows] = packed
     return NVFP4Weight(qdata, scale, global_scale)
 
 
@@ -249,21 +259,50 @@ def scale_shape(experts: int, n: int, k: int, layout: str) -> tuple[int, int, in
     return experts, -(-n // 128) * 128, -(-(k // BLOCK_SIZE) // 4) * 4
 
 
-def _quantize_rows(rows: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_rows(
+    rows: torch.Tensor, global_scale: torch.Tensor, search: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(R, K) and a 0-d global scale -> uint8 (R, K // 2), float8_e4m3fn (R, K // 16)."""
     blocks = rows.float().unflatten(-1, (-1, BLOCK_SIZE))  # [R, K // 16, 16]
     magnitudes = blocks.abs()
     scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    if search:
+        scale = _least_error_scale(magnitudes, scale, global_scale)
+    codes, live = _round_magnitudes(magnitudes, scale, global_scale)
+    codes = codes.to(torch.uint8)
+    codes |= (torch.signbit(blocks) & live[..., None]).to(torch.uint8) << 3
+    codes = codes.flatten(-2)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, scale
+
+
+def _round_magnitudes(
+    magnitudes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(R, K // 16, 16) and the scales of its blocks -> codes 0 to 7 as floats, and which blocks are not all zeros."""
     divisor = scale.float() * global_scale
     live = divisor > 0  # a block whose scale is 0 is all zeros, without signs
     scaled = (magnitudes / torch.where(live, divisor, torch.inf)[..., None]).clamp_max_(E2M1_MAX)
     # Codes against magnitudes are the lower envelope of 2 x, x + 2 and x / 2 + 4, each rounded to nearest even.
     # 1.2 ms for 2**18 weights on one Zen 5 core, 5.1 ms with torch.bucketize.
     codes = torch.minimum((scaled * 2).round_(), scaled.round().add_(2))
-    codes = torch.minimum(codes, scaled.mul_(0.5).round_().add_(4)).to(torch.uint8)
-    codes |= (torch.signbit(blocks) & live[..., None]).to(torch.uint8) << 3
-    codes = codes.flatten(-2)
-    return codes[:, 0::2] | codes[:, 1::2] << 4, scale
+    return torch.minimum(codes, scaled.mul_(0.5).round_().add_(4)), live
+
+
+def _least_error_scale(magnitudes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Of each block's scale and those `_SCALE_STEPS` away, the one of least squared error; ties keep the first."""
+    usual = scale.view(torch.uint8).int()
+    relative = magnitudes / global_scale  # at most 2688, so that no square leaves the floats
+    best, least = scale.view(torch.uint8), torch.full(scale.shape, torch.inf, device=scale.device)
+    for step in (0, *_SCALE_STEPS):
+        bits = (usual + step).clamp_(0, 126).to(torch.uint8)  # 126 is 448, 127 is NaN
+        tried = bits.view(torch.float8_e4m3fn)
+        codes, _ = _round_magnitudes(magnitudes, tried, global_scale)
+        # Values against codes are the upper envelope of c / 2, c - 2 and 2 c - 8.
+        values = torch.maximum(torch.maximum(codes * 0.5, codes - 2), codes.mul_(2).sub_(8))
+        error = values.mul_(tried.float()[..., None]).sub_(relative).square_().sum(-1)
+        better = error < least
+        best, least = torch.where(better, bits, best), torch.where(better, error, least)
+    return best.view(torch.float8_e4m3fn)
 
 
 _PAIR_TABLES: dict[torch.device, torch.Tensor] = {}

@@ -1,0 +1,85 @@
+"""The committed exports of tests/data/checkpoints, what their own libraries decode, and ways to break a copy of them.
+Called by the tests of checkpoints; calls safetensors.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from oracle import dequantize as oracle_dequantize
+from safetensors.torch import load_file, save_file
+
+DATA = Path(__file__).parent / "data" / "checkpoints"
+EXPORTS = sorted(path.name for path in DATA.iterdir())
+EXPERTS = {
+    "modelopt_mixtral": "model.layers.0.block_sparse_moe.experts",
+    "modelopt_llama4": "model.layers.0.feed_forward.experts",
+}
+PROJECTIONS = {"modelopt_mixtral": ("w1", "w3", "w2")}
+ATTENTION = {f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"}
+
+
+def experts_path(export):
+    return EXPERTS.get(export, "model.layers.0.mlp.experts")
+
+
+def load_tensors(directory):
+    tensors = {}
+    for file in directory.glob("model*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8) if tensor.ndim else tensor
+
+
+def assert_same_bits(actual, expected):
+    for one, other in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(bits(one), bits(other))
+
+
+def decoded(weight):
+    return oracle_dequantize(*weight.tensors())
+
+
+def load_expected(export):
+    """fp32 weights by name, as the exporting library decodes them."""
+    with np.load(DATA / export / "expected.npz") as arrays:
+        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+
+def expected_experts(export):
+    """fp32 (E, 2I, H) and (E, H, I), as the exporting library decodes its own tensors."""
+    expected, path = load_expected(export), experts_path(export)
+    if f"{path}.down_proj" in expected:
+        gate_up, down = expected[f"{path}.gate_up_proj"], expected[f"{path}.down_proj"]
+        if export.startswith("mxfp4"):  # as the model holds it, (E, K, N)
+            gate_up, down = gate_up.mT, down.mT
+        if "gpt_oss" in export:
+            gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1)
+        return gate_up, down
+    gate, up, down = PROJECTIONS.get(export, ("gate_proj", "up_proj", "down_proj"))
+    parts = {name: [expected[f"{path}.{expert}.{name}.weight"] for expert in range(3)] for name in (gate, up, down)}
+    return torch.cat([torch.stack(parts[gate]), torch.stack(parts[up])], 1), torch.stack(parts[down])
+
+
+def copy_export(tmp_path, export):
+    return Path(shutil.copytree(DATA / export, tmp_path / export))
+
+
+def edit_json(path, edit):
+    value = json.loads(path.read_text())
+    edit(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(directory, edit, file="model.safetensors"):
+    # Bytes, because a mapped file must not be written over.
+    tensors = {name: tensor.clone() for name, tensor in load_file(directory / file).items()}
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)

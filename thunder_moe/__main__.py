@@ -1,0 +1,75 @@
+"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 experts.
+Called by the shell; calls checkpoint.convert.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from math import isinf
+
+from thunder_moe.checkpoint import LayerError, convert
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 0, 1 after an error, 130 after an interruption."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
+    try:
+        errors = convert(
+            options.source,
+            options.destination,
+            scale_search=options.scale_search,
+            device=options.device,
+            max_shard_size=options.max_shard_size,
+            progress=not options.quiet,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    if not options.quiet:
+        print(summary(errors))
+        print(f"wrote {options.destination}")
+    return 0
+
+
+def summary(errors: Sequence[LayerError]) -> str:
+    """A table of the layers: signal to quantisation noise of both projections, bytes."""
+    width = max(len("experts"), *(len(error.name) for error in errors))
+    lines = [f"{'experts':{width}}  {'gate, up':>9}  {'down':>9}  {'MB':>9}"]
+    for error in errors:
+        cells = ["exact" if isinf(value) else f"{value:.2f} dB" for value in (error.gate_up, error.down)]
+        lines.append(f"{error.name:{width}}  {cells[0]:>9}  {cells[1]:>9}  {error.nbytes / 1e6:9.1f}")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m thunder_moe", description="NVFP4 weights for MoE models.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser(
+        "convert",
+        help="write a checkpoint with NVFP4 experts",
+        description=(
+            "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit Hugging Face"
+            " checkpoint, or exactly from MXFP4 (GPT-OSS) or compressed-tensors. Goes layer by layer, never holds the"
+            " whole model, and when interrupted goes on with the next call. Nothing is overwritten."
+        ),
+    )
+    command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
+    command.add_argument("destination", help="directory to make; until it is whole, work lies in DESTINATION.partial")
+    command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
+    command.add_argument("--device", default="cpu", help="where to quantise (default: %(default)s)")
+    command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
+    command.add_argument("--quiet", action="store_true", help="no progress and no table")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

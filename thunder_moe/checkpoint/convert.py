@@ -1,0 +1,223 @@
+"""Converts a checkpoint to NVFP4 experts layer by layer, resumably, and measures the error of each layer.
+Called by the command line and users; calls reader, writer and nvfp4.
+
+Pipeline: headers checked -> per layer: 16-bit experts -> quantize -> ModelOpt tensors -> shard -> configs -> rename.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from thunder_moe.checkpoint.decode import ExpertWeights
+from thunder_moe.checkpoint.files import read_json
+from thunder_moe.checkpoint.plain import quantize_experts
+from thunder_moe.checkpoint.reader import Checkpoint
+from thunder_moe.checkpoint.writer import (
+    MAX_SHARD_SIZE,
+    ShardWriter,
+    encode_experts,
+    ignored_module,
+    parse_size,
+    require_absent,
+    write_configs,
+    write_json,
+)
+from thunder_moe.nvfp4 import quantize
+
+__all__ = ["LayerError", "convert"]
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_NAME = "progress.json"
+# What goes along beside weights and configs: tokeniser, templates, code, licence.
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".vocab", ".spm")
+_NOT_COMPANIONS = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", PROGRESS_NAME)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What quantising the experts of a layer cost.
+
+    Attributes:
+        name: path of the experts.
+        gate_up: signal to quantisation noise of gate and up in decibels; infinite where the source was 4-bit already.
+        down: the same of the down projection.
+        nbytes: of the result.
+    """
+
+    name: str
+    gate_up: float
+    down: float
+    nbytes: int
+
+
+@torch.no_grad()
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    scale_search: str | None = None,
+    device: torch.device | str = "cpu",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    progress: bool = False,
+) -> list[LayerError]:
+    """Writes a checkpoint whose experts are NVFP4 in ModelOpt's form; everything else stays as it is.
+
+    16-bit experts are quantised; experts that are NVFP4 or MXFP4 already are taken over exactly. Dense modules that are
+    4-bit become 16-bit. In memory are one layer, and one shard twice.
+
+    What is done lies in ``<destination>.partial`` until all is; the destination appears whole. After an interruption
+    (a signal, a full disk) the same call goes on from the last whole shard. When the source is at fault nothing is
+    left.
+
+    Args:
+        source: directory, or the name of a hub model in the local cache.
+        destination: a directory that does not exist yet.
+        scale_search: as in `nvfp4.quantize`.
+        device: where to quantise.
+        max_shard_size: of a file, in bytes or as "5GB".
+        progress: show a bar.
+
+    Returns:
+        The errors, layer by layer.
+
+    Raises:
+        FileNotFoundError: no checkpoint at the source.
+        FileExistsError: the destination exists, or the partial one is of another source or other options.
+        ValueError: a file of the source is truncated or inconsistent (names file and tensor), or has no experts.
+    """
+    destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
+    require_absent(destination)
+    quantize(torch.zeros(1, 1, 16), scale_search=scale_search)  # a wrong name is an error before any work
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, wanted one of torch's, such as 'cpu' or 'cuda'") from error
+    checkpoint = Checkpoint(source)
+    if not checkpoint.blocks and not checkpoint.plain_blocks:
+        raise ValueError(f"source: {checkpoint.path} has no experts (tensors named '...experts...') to convert")
+    partial = destination.with_name(f"{destination.name}.partial")
+    job = _job(checkpoint, scale_search, max_bytes)
+    state = _open_partial(partial, job)
+    try:
+        errors = _convert_all(checkpoint, partial, state, job, device, progress)
+    except ValueError:
+        shutil.rmtree(partial)
+        raise
+    for file in sorted(checkpoint.path.iterdir()):
+        if file.is_file() and file.suffix in _COMPANIONS and file.name not in _NOT_COMPANIONS:
+            shutil.copyfile(file, partial / file.name)
+    require_absent(destination)
+    os.rename(partial, destination)
+    (destination / PROGRESS_NAME).unlink()
+    return errors
+
+
+def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int) -> dict[str, Any]:
+    """What must be the same for a conversion to go on where an earlier one stopped."""
+    files = sorted({info.file for info in checkpoint.files.infos.values()})
+    stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    source = str(checkpoint.path.resolve())
+    return {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
+
+
+def _open_partial(partial: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Makes the directory, or takes over what an earlier run of the same job left; returns its state."""
+    partial.mkdir(parents=True, exist_ok=True)
+    for file in partial.glob("*.unfinished"):
+        file.unlink()
+    if not any(partial.iterdir()):
+        fresh = {"job": job, "done": [], "shards": [], "errors": []}
+        write_json(partial / PROGRESS_NAME, fresh)
+        return fresh
+    state = read_json(partial / PROGRESS_NAME) if (partial / PROGRESS_NAME).is_file() else {}
+    if state.get("job") != job:
+        raise FileExistsError(f"path: {partial} is of another source or other options; remove it to start anew")
+    logger.info("%s: going on after %d modules", partial, len(state["done"]))
+    return state
+
+
+def _convert_all(
+    checkpoint: Checkpoint,
+    partial: Path,
+    state: dict[str, Any],
+    job: dict[str, Any],
+    device: torch.device,
+    progress: bool,
+) -> list[LayerError]:
+    done: list[str] = state["done"]
+    errors = [LayerError(**error) for error in state["errors"]]
+    writer = ShardWriter(partial, job["max_shard_bytes"], state["shards"])
+
+    def save_progress() -> None:
+        # A layer counts as done when the next one begins; one that two shards share is computed again.
+        state = {"job": job, "done": done, "shards": writer.shards, "errors": [asdict(error) for error in errors]}
+        write_json(partial / PROGRESS_NAME, state)
+
+    writer.on_shard = save_progress
+    units, ignore = _units(checkpoint)
+    already = set(done)
+    for name in tqdm(units, desc="converting", unit="module", disable=not progress):
+        if name in already:
+            continue
+        error: LayerError | None = None
+        tensors: Iterator[tuple[str, torch.Tensor]]
+        if name in checkpoint.blocks or name in checkpoint.plain_blocks:
+            weights, error = _layer(checkpoint, name, device, job["scale_search"])
+            tensors = encode_experts(name, weights, checkpoint.layout(name))
+        elif name in checkpoint.files:
+            tensors = iter([(name, checkpoint.read(name))])
+        else:
+            tensors = iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))])
+        for key, tensor in tensors:
+            if key not in writer:
+                writer.add(key, tensor)
+        done.append(name)
+        if error is not None:
+            errors.append(error)
+    writer.finish()
+    save_progress()
+    write_configs(partial, checkpoint.config, ignore)
+    return errors
+
+
+def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """What is converted one after the other, in the order of the files, and the modules that are 16-bit in the end."""
+    first = {name: block.any() for name, block in checkpoint.blocks.items()}
+    others = set(checkpoint.others)
+    if checkpoint.method is None:  # in a quantised checkpoint, layers were left 16-bit on purpose
+        first |= {name: block.any() for name, block in checkpoint.plain_blocks.items()}
+        others -= {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
+    ignore = [*checkpoint.dense]
+    for name in others:
+        first[name] = checkpoint.files[name]
+        ignore += ignored_module(name, first[name].shape)
+    for name, info in checkpoint.dense_infos().items():
+        first[name] = info
+    dense = checkpoint.dense
+    if dense:
+        logger.warning("%d quantised modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
+    order = {name: number for number, name in enumerate(checkpoint.files.infos)}
+    return sorted(first, key=lambda name: order[first[name].name]), ignore
+
+
+def _layer(
+    checkpoint: Checkpoint, name: str, device: torch.device, scale_search: str | None
+) -> tuple[ExpertWeights, LayerError]:
+    """The experts of a layer: taken over when they are 4-bit, quantised when not."""
+    if name in checkpoint.blocks:
+        weights = checkpoint.read_experts(name)
+        return weights, LayerError(name, inf, inf, weights.nbytes)
+    block = checkpoint.plain_blocks[name]
+    result = quantize_experts(checkpoint.files, block, checkpoint.interleaved, device, scale_search)
+    return result.weights, LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)

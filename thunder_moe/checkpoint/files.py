@@ -1,0 +1,199 @@
+"""The safetensors files of a checkpoint: headers, checked against the files before anything is read, then one tensor at
+a time. Called by formats, decode, reader and convert; calls safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_json"]
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Bits of each dtype of the format, to check the sizes that a header states.
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
+}  # fmt: skip
+# Files kept open: the tensors of one layer lie in two or three shards, and what is closed leaves memory.
+_OPEN_FILES = 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of a tensor.
+
+    Attributes:
+        name: of the tensor.
+        file: that holds it.
+        dtype: safetensors' word, such as "BF16", "U8", "F8_E4M3".
+        shape: of the tensor.
+        nbytes: of its data.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    def error(self, message: str) -> ValueError:
+        """The ValueError about this tensor: names the file and the tensor."""
+        return ValueError(f"{self.file}: tensor {self.name!r} {message}")
+
+    def require(self, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, why: str = "") -> None:
+        """Raises unless the tensor has one of these dtypes and (when given) this shape."""
+        if self.dtype not in dtypes or (shape is not None and self.shape != shape):
+            wanted = f"{' or '.join(dtypes)}" + (f" of shape {shape}" if shape is not None else "")
+            raise self.error(f"has dtype {self.dtype} and shape {self.shape}, wanted {wanted}{why}")
+
+
+class TensorFiles:
+    """All tensors of a checkpoint directory by name.
+
+    Reads every header and checks it against its file's size, and the index against the headers; a broken checkpoint
+    raises here, before any tensor is read.
+
+    Args:
+        path: a directory with model.safetensors.index.json or model.safetensors.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        ValueError: a file is truncated or no safetensors file, a header or the index is inconsistent; the message names
+            the file and the tensor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.infos: dict[str, TensorInfo] = {}
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+        index = path / INDEX_NAME
+        if index.is_file():
+            self._read_index(index)
+        elif (path / SINGLE_NAME).is_file():
+            self.infos = _read_header(path / SINGLE_NAME)
+        else:
+            raise FileNotFoundError(f"path: {path} has neither {INDEX_NAME} nor {SINGLE_NAME}")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.infos
+
+    def __getitem__(self, name: str) -> TensorInfo:
+        return self.infos[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed."""
+        return self._file(self.infos[name].file).get_tensor(name)
+
+    def close(self) -> None:
+        """Closes all files; views of them stay valid until they are dropped."""
+        self._open.clear()
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = import_safetensors().safe_open(str(path), framework="pt")
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def _read_index(self, index: Path) -> None:
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index}: got no 'weight_map', wanted a mapping of tensor names to files")
+        first: dict[str, str] = {}
+        for name, file in weight_map.items():
+            first.setdefault(file, name)
+        for file, name in first.items():
+            if not (self.path / file).is_file():
+                raise FileNotFoundError(f"{index}: names {file} for tensor {name!r}, which is not there")
+            for info in _read_header(self.path / file).values():
+                if info.name in self.infos:
+                    raise info.error(f"lies in {self.infos[info.name].file} as well, wanted it once")
+                self.infos[info.name] = info
+        for name, file in weight_map.items():
+            if name not in self.infos or self.infos[name].file.name != Path(file).name:
+                raise ValueError(f"{self.path / file}: has no tensor {name!r}, which {INDEX_NAME} places there")
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The directory of a checkpoint: a path, or the name of a hub model that the local cache holds (no network).
+
+    Raises:
+        FileNotFoundError: there is neither.
+    """
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise FileNotFoundError(f"path: {directory} is a file, wanted the directory of a checkpoint")
+    why = "huggingface_hub, which would look in the local cache, is not installed"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        pass
+    else:
+        try:
+            return Path(snapshot_download(str(path), local_files_only=True))
+        except (ValueError, OSError) as error:  # not a model's name, or not in the cache
+            why = f"the local Hugging Face cache has no model of that name ({type(error).__name__})"
+    raise FileNotFoundError(f"path: {path} is no directory, and {why}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ValueError: the file holds something else; the message names it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, wanted a JSON object")
+    return value
+
+
+def import_safetensors() -> Any:
+    """The package, or an ImportError that says what to install."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install 'thunder_moe[transformers]'") from error
+    return safetensors
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file: 8 bytes of length, a JSON header, then the data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise ValueError(f"{path}: has {size} bytes, too few for its header: truncated, or no safetensors file")
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise ValueError(f"{path}: has no JSON header: no safetensors file") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: has no JSON header: no safetensors file")
+    header.pop("__metadata__", None)
+    infos: dict[str, TensorInfo] = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}") from error
+        info = infos[name] = TensorInfo(name, path, dtype, shape, end - start)
+        if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - start):
+            raise info.error(f"has {end - start} bytes, wanted those of dtype {dtype} and shape {shape}")
+        if 8 + length + end > size:
+            raise info.error(f"ends at byte {8 + length + end}, the file at {size}: truncated")
+    return infos

@@ -1,0 +1,170 @@
+"""The 16-bit experts of a checkpoint quantised, one expert at a time, with the error that this makes.
+Called by convert; calls files to read, nvfp4 to quantise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, log10
+
+import torch
+
+from thunder_moe.checkpoint.decode import ExpertWeights, gates_first
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats import ExpertBlock
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
+
+__all__ = ["QuantizedExperts", "quantize_experts"]
+
+_FLOATS = ("BF16", "F16", "F32")
+
+
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """The result for one layer.
+
+    Attributes:
+        weights: on the CPU.
+        gate_up_error: signal to quantisation noise in decibels, of gate and up.
+        down_error: the same of the down projection.
+    """
+
+    weights: ExpertWeights
+    gate_up_error: float
+    down_error: float
+
+
+@dataclass
+class _Noise:
+    """Sums of squares of weights and of their errors."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def add(self, weight: torch.Tensor, packed: NVFP4Weight) -> None:
+        for expert in range(weight.shape[0]):
+            one = NVFP4Weight(packed.qdata[expert, None], packed.scale[expert, None], packed.global_scale[expert, None])
+            exact = weight[expert].float()
+            self.signal += exact.double().square().sum().item()
+            self.noise += (dequantize(one, torch.float32)[0] - exact).double().square().sum().item()
+
+    def decibels(self) -> float:
+        return 10 * log10(self.signal / self.noise) if self.signal and self.noise else inf
+
+
+def quantize_experts(
+    files: TensorFiles, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
+) -> QuantizedExperts:
+    """Quantises the experts of a layer as the format of their checkpoint wants it.
+
+    Gate and up of an expert share a global scale, which other readers assume; fused projections have one for all
+    experts where ModelOpt's fused form is going to hold them.
+
+    Args:
+        files: where the tensors are.
+        block: their names.
+        interleaved: the rows of a fused gate_up projection alternate.
+        device: where to quantise.
+        scale_search: as in `nvfp4.quantize`.
+
+    Raises:
+        ValueError: a tensor is missing, has the wrong dtype or shape, or cannot be quantised; names file and tensor.
+    """
+    experts = block.experts()
+    first = ("gate_up",) if ("gate_up", None) in block.modules else ("gate", "up") if block.gated else ("up",)
+    results = []
+    for parts in (first, ("down",)):
+        noise = _Noise()
+        if block.is_fused:
+            one_scale = block.layout(interleaved).fused
+            packed = [_fused(files, block, part, one_scale, device, scale_search, noise) for part in parts]
+            weight = NVFP4Weight.concatenate(*packed)
+        else:
+            weight = _per_expert(files, block, parts, experts, device, scale_search, noise)
+        bias = _bias(files, block, parts, weight, experts)
+        if interleaved and parts == ("gate_up",):
+            scale = gates_first(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+            weight = NVFP4Weight(gates_first(weight.qdata), scale, weight.global_scale)
+            bias = bias if bias is None else gates_first(bias)
+        results.append((weight, bias, noise.decibels()))
+    (gate_up, gate_up_bias, gate_up_error), (down, down_bias, down_error) = results
+    wanted = (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // (2 if block.gated else 1))
+    if down.shape != wanted:
+        (info, *_) = (module.any() for (part, _), module in block.modules.items() if part == "down")
+        raise info.error(f"belongs to down projections of shape {down.shape}, gate and up want {wanted}")
+    return QuantizedExperts(ExpertWeights(gate_up, down, gate_up_bias, down_bias), gate_up_error, down_error)
+
+
+def _per_expert(
+    files: TensorFiles,
+    block: ExpertBlock,
+    parts: tuple[str, ...],
+    experts: range,
+    device: torch.device | str,
+    scale_search: str | None,
+    noise: _Noise,
+) -> NVFP4Weight:
+    """(E, len(parts) * N, K): these projections one below the other, with one global scale per expert."""
+    (first,) = block.modules[parts[0], 0].require("weight")
+    packed = []
+    for expert in experts:
+        infos = [block.modules[part, expert].require("weight")[0] for part in parts]
+        for info in infos:
+            info.require(_FLOATS, first.shape if len(first.shape) == 2 else (0, 0), f", as {first.name!r} has")
+        weight = torch.cat([files.read(info.name).to(device) for info in infos])[None]
+        packed.append(_quantize(weight, infos[0], scale_search))
+        noise.add(weight, packed[-1])
+        packed[-1] = packed[-1].to("cpu")
+    scale = torch.cat([one.scale.view(torch.uint8) for one in packed]).view(torch.float8_e4m3fn)
+    return NVFP4Weight(torch.cat([one.qdata for one in packed]), scale, torch.cat([one.global_scale for one in packed]))
+
+
+def _fused(
+    files: TensorFiles,
+    block: ExpertBlock,
+    part: str,
+    one_scale: bool,
+    device: torch.device | str,
+    scale_search: str | None,
+    noise: _Noise,
+) -> NVFP4Weight:
+    """(E, N, K) of one projection that lies in one tensor."""
+    (info,) = block.modules[part, None].require("weight")
+    info.require(_FLOATS, None)
+    weight = files.read(info.name)
+    weight = (weight.mT if block.k_first() else weight).to(device)
+    if not one_scale:
+        packed = _quantize(weight, info, scale_search)
+    else:
+        experts, n, k = weight.shape
+        weight = weight.contiguous()
+        whole = _quantize(weight.view(1, experts * n, k), info, scale_search)
+        global_scale = whole.global_scale.expand(experts).contiguous()
+        packed = NVFP4Weight(whole.qdata.view(experts, n, -1), whole.scale.view(experts, n, -1), global_scale)
+    noise.add(weight, packed)
+    return packed.to("cpu")
+
+
+def _quantize(weight: torch.Tensor, info: TensorInfo, scale_search: str | None) -> NVFP4Weight:
+    try:
+        return quantize(weight, scale_search=scale_search)
+    except ValueError as error:
+        raise info.error(f"cannot be quantised: {error}") from error
+
+
+def _bias(
+    files: TensorFiles, block: ExpertBlock, parts: tuple[str, ...], weight: NVFP4Weight, experts: range
+) -> torch.Tensor | None:
+    """(E, N) in the order of the weight's rows, or None."""
+    modules = [block.modules[part, expert] for expert in (experts or [None]) for part in parts]
+    infos = [module.fields["bias"] for module in modules if "bias" in module.fields]
+    if not infos:
+        return None
+    if len(infos) != len(modules):
+        raise infos[0].error(f"has a bias in {block.name}, where others have none")
+    for info in infos:
+        info.require(
+            _FLOATS,
+            (weight.shape[0], weight.shape[1] // len(parts)) if block.is_fused else (weight.shape[1] // len(parts),),
+        )
+    return torch.cat([files.read(info.name) for info in infos], -1).view(weight.shape[:2]).clone()

@@ -1,0 +1,150 @@
+"""Reads NVFP4 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as NVFP4Weights, dense modules in 16
+bits, and all other tensors as they are. Called by integrations and convert; calls files, formats and decode.
+
+Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied into one NVFP4Weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from thunder_moe.checkpoint.decode import ExpertWeights, decode_dense, decode_experts
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
+from thunder_moe.checkpoint.formats import (
+    CACHE_FIELDS,
+    ExpertBlock,
+    ExpertsLayout,
+    Module,
+    check_quantization,
+    find_quantization,
+    is_interleaved,
+    sort_modules,
+)
+
+__all__ = ["Checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint:
+    """A checkpoint on disk, opened for reading module by module.
+
+    Reads ModelOpt (per expert or fused; NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these with FP8 dense layers),
+    compressed-tensors (nvfp4-pack-quantized) and GPT-OSS's MXFP4. All headers are checked here; no weight is read yet.
+
+    Args:
+        path: a directory, or the name of a hub model that the local cache holds.
+        interleaved: the rows of fused gate_up projections alternate; None: as the config's model_type has it.
+
+    Attributes:
+        path: the directory.
+        config: config.json.
+        quantization: the quantization_config, or None.
+        method: "modelopt", "compressed-tensors", "mxfp4", or None for a 16-bit checkpoint.
+        experts: paths of the quantised blocks of experts, in the order of the files.
+        dense: paths of the quantised modules that are no experts.
+        others: names of the other tensors, without the scales of a quantised key-value cache.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: a truncated or inconsistent file, or a quantisation that is not read here; names file and tensor.
+    """
+
+    def __init__(self, path: str | Path, *, interleaved: bool | None = None) -> None:
+        self.path = find_checkpoint(path)
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(f"path: {self.path} has no config.json")
+        self.config: dict[str, Any] = read_json(self.path / "config.json")
+        modelopt = self.path / "hf_quant_config.json"
+        self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
+        self.method = None if self.quantization is None else check_quantization(self.quantization)
+        self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
+        self.files = TensorFiles(self.path)
+        modules = sort_modules(self.files)
+        self.blocks = {path: block for path, block in modules.experts.items() if block.is_quantized}
+        self._dense = modules.dense
+        if self.method is None and (self.blocks or self._dense):
+            quantized: list[ExpertBlock | Module] = [*self.blocks.values(), *self._dense.values()]
+            raise quantized[0].any().error("is quantised, but neither config.json nor hf_quant_config.json says how")
+        # Blocks of 16-bit experts, which a caller may want to quantise; their tensors are among the others as well.
+        self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
+        plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
+        self.others = modules.others + plain
+        if self.method is not None:
+            self.others = [name for name in self.others if name.rpartition(".")[2] not in CACHE_FIELDS]
+
+    @property
+    def experts(self) -> list[str]:
+        return list(self.blocks)
+
+    @property
+    def dense(self) -> list[str]:
+        return list(self._dense)
+
+    def layout(self, name: str) -> ExpertsLayout:
+        """How the experts of a layer, quantised or not, are laid out here."""
+        return (self.blocks.get(name) or self.plain_blocks[name]).layout(self.interleaved)
+
+    def dense_infos(self) -> dict[str, TensorInfo]:
+        """For each of `dense`, one of its tensors."""
+        return {name: module.any() for name, module in self._dense.items()}
+
+    def read_experts(self, name: str, device: torch.device | str = "cpu") -> ExpertWeights:
+        """The experts of one layer, by their path.
+
+        Raises:
+            ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor.
+        """
+        return decode_experts(self.files, self.blocks[name], self.interleaved).to(device)
+
+    def read_dense(
+        self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """The dequantised weight (N, K) of a quantised module that is no expert, by its path."""
+        return decode_dense(self.files, self._dense[name], dtype, device)
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """One of `others`, as it is."""
+        return self.files.read(name).to(device, copy=True)
+
+    def stream(
+        self,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | Callable[[str], torch.device | str] = "cpu",
+        progress: bool = False,
+    ) -> Iterator[tuple[str, ExpertWeights | torch.Tensor]]:
+        """Everything, file after file: at any time one layer is held beside what the caller keeps.
+
+        Args:
+            dtype: of dense modules that are dequantised.
+            device: of all, or a function of the name.
+            progress: show a bar.
+
+        Yields:
+            (path, ExpertWeights) of each quantised block; (name of the weight, tensor) of each dequantised module and
+            of each other tensor.
+        """
+        place = device if callable(device) else lambda _: device
+        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | torch.Tensor]]] = []
+        for path, block in self.blocks.items():
+            reads.append((block.any(), path, partial(self.read_experts, path, place(path))))
+        for path, module in self._dense.items():
+            name = f"{path}.weight"
+            reads.append((module.any(), name, partial(self.read_dense, path, dtype, place(name))))
+        for name in self.others:
+            reads.append((self.files[name], name, partial(self.read, name, place(name))))
+        if self._dense:
+            logger.info("%s: %d quantised dense modules are dequantised to %s", self.path, len(self._dense), dtype)
+        order = {name: number for number, name in enumerate(self.files.infos)}
+        reads.sort(key=lambda read: order[read[0].name])
+        for _, name, read in tqdm(reads, desc="reading checkpoint", unit="module", disable=not progress):
+            yield name, read()
+        self.files.close()

@@ -1,0 +1,326 @@
+"""Writes checkpoints in ModelOpt's form, which vLLM, SGLang and TensorRT-LLM read: shards, index, configs.
+Called by integrations and convert; calls safetensors and nvfp4.
+
+A checkpoint is written beside its place and moved there when whole, so that a path never holds half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.decode import ExpertWeights
+from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
+from thunder_moe.checkpoint.formats import ExpertsLayout
+from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight
+
+__all__ = ["ShardWriter", "encode_experts", "parse_size", "write_checkpoint", "write_configs"]
+
+logger = logging.getLogger(__name__)
+
+# Weights alone are 4-bit: nothing here calibrates the scales that 4-bit activations ("NVFP4") need.
+QUANT_ALGO = "W4A16_NVFP4"
+# A shard is held twice while it is written, beside one layer.
+MAX_SHARD_SIZE = "2GB"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def encode_experts(path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
+
+    The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert, which
+    vLLM reads of Llama 4 as well; with biases or alternating rows, where nobody reads that, fused with all their
+    global scales, which only this package reads (and a warning says so).
+
+    Args:
+        path: of the block, "model.layers.0.mlp.experts".
+        weights: what to write.
+        layout: the architecture's.
+
+    Raises:
+        ValueError: the rows of one projection of one expert have several global scales.
+    """
+    if not layout.fused:
+        yield from _encode_per_expert(path, weights, layout.projections)
+        return
+    scales = {name: _shared_scale(weight) for name, weight in (("gate_up", weights.gate_up), ("down", weights.down))}
+    plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
+    if plain and any(scale.ndim for scale in scales.values()):
+        yield from _encode_per_expert(path, weights, layout.projections)
+        return
+    yield from _encode_fused(path, weights, layout, scales)
+
+
+def _encode_per_expert(
+    path: str, weights: ExpertWeights, projections: tuple[str, str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    experts, n, _ = weights.gate_up.shape
+    gate, up, down = projections
+    first, whole = (weights.gate_up, weights.gate_up_bias), slice(None)
+    parts = (
+        [(gate, slice(0, n // 2), *first), (up, slice(n // 2, n), *first)] if weights.gated else [(up, whole, *first)]
+    )
+    parts.append((down, whole, weights.down, weights.down_bias))
+    for expert in range(experts):
+        for projection, rows, weight, bias in parts:
+            name = f"{path}.{expert}.{projection}"
+            global_scale = weight.row_global_scale()[expert, rows]
+            if not bool((global_scale == global_scale[0]).all()):
+                raise ValueError(f"weights: {name} has a global scale per row, which a ModelOpt checkpoint cannot hold")
+            yield f"{name}.weight", weight.qdata[expert, rows]
+            yield f"{name}.weight_scale", weight.scale.view(torch.uint8)[expert, rows].view(torch.float8_e4m3fn)
+            yield f"{name}.weight_scale_2", global_scale[0]
+            if bias is not None:
+                yield f"{name}.bias", bias[expert, rows]
+
+
+def _encode_fused(
+    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not weights.gated:
+        raise ValueError(f"weights: {path} has no gate, which the fused layout has beside the up projection")
+    parts = (("gate_up", weights.gate_up, weights.gate_up_bias), ("down", weights.down, weights.down_bias))
+    for part, weight, bias in parts:
+        name, global_scale = f"{path}.{part}_proj", scales[part]
+        qdata, scale = weight.qdata, weight.scale.view(torch.uint8)
+        if global_scale.ndim:
+            logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
+        if part == "gate_up" and layout.interleaved:
+            qdata, scale, bias = _alternate(qdata), _alternate(scale), bias if bias is None else _alternate(bias)
+            global_scale = _alternate(global_scale) if global_scale.ndim == 2 else global_scale
+        yield name, qdata.mT
+        yield f"{name}_weight_scale", scale.mT.contiguous().view(torch.float8_e4m3fn)
+        yield f"{name}_weight_scale_2", global_scale
+        if bias is not None:
+            yield f"{name}_bias", bias
+
+
+def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
+    """The global scale in as few numbers as hold it: (), or as the weight has it."""
+    scale = weight.global_scale
+    return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
+
+
+def _alternate(tensor: torch.Tensor) -> torch.Tensor:
+    """(E, 2I, ...) with the gate's rows first -> the rows alternate, gate and up."""
+    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+@dataclass
+class ShardWriter:
+    """Collects tensors and writes them as shards of a directory.
+
+    Attributes:
+        directory: an existing one.
+        max_bytes: a shard is written before it would exceed this; a larger tensor has one of its own.
+        shards: what was written: for each shard the names of its tensors and their bytes.
+        on_shard: called after each shard.
+    """
+
+    directory: Path
+    max_bytes: int
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    on_shard: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._names = {name for shard in self.shards for name in shard["names"]}
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Takes a copy of a tensor to write; writes the shard that is full.
+
+        Raises:
+            ValueError: the name was there already.
+        """
+        if name in self._names:
+            raise ValueError(f"tensors: got {name!r} twice")
+        if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
+            self.flush()
+        tensor = tensor.detach()
+        on_cpu = tensor.device.type == "cpu"
+        copy = tensor.clone(memory_format=torch.contiguous_format) if on_cpu else tensor.cpu().contiguous()
+        self._pending[name] = copy
+        self._pending_bytes += copy.nbytes
+        self._names.add(name)
+
+    def flush(self) -> None:
+        """Writes what was collected as one shard; the file appears whole or not at all."""
+        if not self._pending:
+            return
+        path = self._part(len(self.shards))
+        unfinished = path.with_suffix(".unfinished")
+        import_safetensors().torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
+        unfinished.chmod(0o666 & ~_umask())  # safetensors makes files for their owner alone
+        os.replace(unfinished, path)
+        self.shards.append({"names": list(self._pending), "nbytes": self._pending_bytes})
+        self._pending, self._pending_bytes = {}, 0
+        if self.on_shard is not None:
+            self.on_shard()
+
+    def finish(self) -> None:
+        """Writes the rest, gives the shards their final names, and writes the index."""
+        self.flush()
+        count = len(self.shards)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        if count == 1:
+            names = [SINGLE_NAME]
+        for number, name in enumerate(names):
+            if self._part(number).exists():  # not when an earlier run got so far
+                os.replace(self._part(number), self.directory / name)
+        if count > 1:
+            weight_map = {t: name for name, shard in zip(names, self.shards, strict=True) for t in shard["names"]}
+            total = sum(shard["nbytes"] for shard in self.shards)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            write_json(self.directory / INDEX_NAME, index)
+
+    def _part(self, number: int) -> Path:
+        return self.directory / f"part-{number:05}.safetensors"
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: dict[str, Any],
+    tensors: Iterable[tuple[str, torch.Tensor | ExpertWeights]],
+    *,
+    layout: ExpertsLayout | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    extra: dict[str, str] | None = None,
+) -> Path:
+    """Writes a checkpoint in ModelOpt's layout.
+
+    Args:
+        path: a directory that does not exist yet.
+        config: for config.json; what it says of a quantisation is replaced.
+        tensors: (name, tensor) as they are, and (path, ExpertWeights) of blocks of experts; taken one by one.
+        layout: how the architecture lays out experts; per expert when None.
+        max_shard_size: of a file, in bytes or as "5GB".
+        extra: text of further files by name.
+
+    Returns:
+        The directory.
+
+    Raises:
+        FileExistsError: the path exists.
+        ValueError: a size that is none, or weights that the layout cannot hold. Nothing is left behind then.
+    """
+    path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
+    require_absent(path)
+    with _new_directory(path) as directory:
+        writer = ShardWriter(directory, max_bytes)
+        ignore: list[str] = []
+        for name, value in tensors:
+            if isinstance(value, ExpertWeights):
+                for key, tensor in encode_experts(name, value, layout):
+                    writer.add(key, tensor)
+            else:
+                ignore += ignored_module(name, value.shape)
+                writer.add(name, value)
+        writer.finish()
+        write_configs(directory, config, ignore)
+        for name, text in (extra or {}).items():
+            (directory / name).write_text(text, encoding="utf-8")
+    return path
+
+
+def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
+    """config.json and hf_quant_config.json.
+
+    Args:
+        directory: where to.
+        config: of the model.
+        ignore: modules with a 16-bit weight.
+    """
+    from thunder_moe import __version__
+
+    producer = {"name": "thunder_moe", "version": __version__}
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    quantization_config = {
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": sorted(ignore),
+        "quant_algo": QUANT_ALGO,
+        "group_size": BLOCK_SIZE,
+        "producer": producer,
+        "quant_method": "modelopt",
+    }
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict) and "quantization_config" in text_config:
+        config["text_config"] = {key: value for key, value in text_config.items() if key != "quantization_config"}
+    write_json(directory / "config.json", config | {"quantization_config": quantization_config})
+    quantization = {
+        "quant_algo": QUANT_ALGO,
+        "kv_cache_quant_algo": None,
+        "group_size": BLOCK_SIZE,
+        "exclude_modules": sorted(ignore),
+    }
+    write_json(directory / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
+
+
+def ignored_module(name: str, shape: Sequence[int]) -> list[str]:
+    """[the module] when a tensor is the 16-bit weight of a matrix product or an embedding, which readers must know."""
+    return [name.removesuffix(".weight")] if name.endswith(".weight") and len(shape) >= 2 else []
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """A JSON file that appears whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as 1000, "500MB" or "5GB".
+
+    Raises:
+        ValueError: it is none, or not positive.
+    """
+    text = str(size).strip().upper()
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
+    try:
+        nbytes = int(float(text.removesuffix(unit)) * _UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        nbytes = 0
+    if nbytes <= 0:
+        raise ValueError(f"max_shard_size: got {size!r}, wanted bytes or a size like '5GB'")
+    return nbytes
+
+
+def require_absent(path: Path) -> None:
+    """Raises FileExistsError when a path exists: nothing is overwritten."""
+    if path.exists():
+        raise FileExistsError(f"path: {path} exists already; remove it or choose another")
+
+
+@contextmanager
+def _new_directory(path: Path) -> Iterator[Path]:
+    """A directory beside `path` that becomes it at the end, or goes away when the body raises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    directory = Path(mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield directory
+        directory.chmod(0o777 & ~_umask())
+        require_absent(path)
+        os.rename(directory, path)
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

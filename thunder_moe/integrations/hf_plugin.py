@@ -1,0 +1,103 @@
+"""Tells transformers of this package, whichever of the two is imported first, and imports neither early.
+Called by thunder_moe on import; calls experts_function once transformers has its registry of experts functions, and
+hf_quantizer when transformers meets the first NVFP4 checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["StandIn", "after_import", "install"]
+
+_REGISTRY = "transformers.quantizers.auto"
+_EXPERTS = "transformers.integrations.moe"
+
+
+def install() -> None:
+    """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors, and know
+    ``experts_implementation="thunder_moe"``; once is enough."""
+    after_import(_REGISTRY, _add_stand_ins)
+    after_import(_EXPERTS, _register_experts)
+
+
+def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Runs `action` on a module: now if it is imported, else right after somebody imports it."""
+    if name in sys.modules:
+        action(sys.modules[name])
+    else:
+        finder: Any = _Finder(name, action)  # without importlib.abc, whose import takes longer than this package's
+        sys.meta_path.insert(0, finder)
+
+
+class _Finder:
+    """Finds one module as all others do, to run an action after it; then it is gone."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        finders: list[Any] = sys.meta_path
+        finders.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.action)  # type: ignore[assignment]
+        return spec
+
+
+class _Loader:
+    """A module's own loader, and the action after it."""
+
+    def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
+        self.loader, self.action = loader, action
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.action(module)
+
+
+def _register_experts(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.experts_function")
+
+
+def _add_stand_ins(registry: Any) -> None:
+    """Puts a `StandIn` where hf_quantizer is going to register, unless it has done so."""
+    if "thunder_moe.integrations.hf_quantizer" in sys.modules:
+        return
+    mapping = registry.AUTO_QUANTIZATION_CONFIG_MAPPING
+    for method in ("modelopt", "compressed-tensors"):
+        if not isinstance(mapping.get(method), StandIn):
+            mapping[method] = StandIn(mapping, method, mapping.get(method))
+
+
+class StandIn:
+    """In the place of a quantization config class of transformers: imports hf_quantizer when a checkpoint is met."""
+
+    def __init__(self, mapping: dict[str, Any], method: str, original: Any) -> None:
+        self.mapping, self.method, self.original = mapping, method, original
+
+    def from_dict(self, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        importlib.import_module("thunder_moe.integrations.hf_quantizer")  # registers, and so withdraws this
+        return self.mapping[self.method].from_dict(config_dict, **kwargs)
+
+    def withdraw(self) -> None:
+        """Puts back what was there."""
+        if self.original is None:
+            del self.mapping[self.method]
+        else:
+            self.mapping[self.method] = self.original
