@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from thunder_moe.nvfp4 import NVFP4Weight, require
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
+from thunder_moe.ops.experts import moe_experts
 
 if TYPE_CHECKING:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -163,7 +164,7 @@ class NVFP4GroupedLinear(nn.Module):
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        return NVFP4Weight(self.qdata, self.scale, self.global_scale)
+        return NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, "linear")
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
@@ -311,6 +312,9 @@ class Llama4MoE(nn.Module):
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
         """(T, H) -> (T, H): the routed experts alone, weighted by the router."""
         logits_TA, ids_TA = self.router(x_TH).topk(self.top_k, dim=-1)  # A = top_k
+        if isinstance(self.routed_experts, NVFP4GroupedSwiGLU):
+            weights = self.routed_experts.gate_up_proj.nvfp4_weight, self.routed_experts.down_proj.nvfp4_weight
+            return moe_experts(x_TH, ids_TA, torch.sigmoid(logits_TA.float()), *weights, weight_on_input=True)
         ids_M = ids_TA.reshape(-1)
         order_M = torch.argsort(ids_M, stable=True)
         ones_M = torch.ones_like(ids_M, dtype=torch.int32)

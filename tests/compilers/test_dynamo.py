@@ -141,7 +141,7 @@ def test_layers_compiled_in_place(x):
     expected = decoded(model)(x)
     for layer in model:
         layer.compile(backend="thunder_moe", options={"thunder_moe.inner": "eager"})
-    assert relative_error(model(x), expected) < 0.02
+    assert relative_error(model(x), expected) < 0.04  # both sides round to bf16, three times over
     assert all(decisions(layer) == BOTH for layer in model)
     other = torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
     with pytest.raises(ValueError, match="compiled: not called yet"):

@@ -92,7 +92,8 @@ def test_quantises_once_for_all_calls_and_compilations(moe, x, count):
 def test_two_models_share_a_tied_weight(x, count):
     first, second = (Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False) for _ in range(2))
     second.routed_experts = first.routed_experts
-    assert relative_error(jit(nn.Sequential(first, second))(x), decoded(nn.Sequential(first, second))(x)) < 0.01
+    both = nn.Sequential(first, second)
+    assert relative_error(jit(both)(x), decoded(both)(x)) < 0.015  # both sides round to bf16, twice
     jit(second)(x)
     assert len(count) == 3
 
@@ -206,7 +207,7 @@ def test_frozen_experts_pass_gradients_to_router_and_input(moe, x):
     moe.routed_experts.requires_grad_(False)
     got, compiled = compiled_gradients(moe, x)
     assert symbols(compiled) == [SWIGLU, NVFP4]
-    assert symbols(compiled, thunder.last_backward_traces) == [f"{NVFP4}_dgrad", f"{SWIGLU}_dgrad"]
+    assert symbols(compiled, thunder.last_backward_traces) == [f"{NVFP4}_dgrad", f"{SWIGLU}_backward"]
     expected = gradients(decoded(moe).float(), x.float(), oracle=True)
     assert set(got) == {"x", "router.weight", *(f"shared_expert.{n}_proj.weight" for n in ("gate", "up", "down"))}
     for name, grad in got.items():

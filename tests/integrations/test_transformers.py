@@ -608,6 +608,25 @@ def test_implementation_under_thunder(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_quantised_experts_under_thunder(kind):
+    import thunder
+
+    from thunder_moe import moe_executor
+
+    experts = swapped(make_experts(*KINDS[kind]))[0]
+    function = thunder.jit(experts, executors=[moe_executor])
+    results, (x, ids, weights) = [], routing()
+    for run in (experts, function):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weights)]
+        out = run(leaves[0], ids, leaves[1])
+        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out))
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+    assert [entry.reason for entry in rewrite_report(function)] == ["quantised beforehand"] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_implementation_compiled_with_sentinels(kind):
     experts = make_experts(*KINDS[kind]).to(BF16).requires_grad_(False)
     experts.config._experts_implementation = "thunder_moe"

@@ -19,7 +19,14 @@ from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.extend import register_executor  # noqa: E402
 
 from thunder_moe.compilers import nvfuser  # noqa: E402
-from thunder_moe.compilers.thunder_symbols import EXECUTOR, grouped_mm, nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
+from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
+    EXECUTOR,
+    grouped_mm,
+    moe_route,
+    nvfp4_combine,
+    nvfp4_grouped_mm,
+    nvfp4_grouped_swiglu,
+)
 from thunder_moe.compilers.thunder_transform import NVFP4Rewrite  # noqa: E402
 
 __all__ = ["moe_executor"]
@@ -46,21 +53,21 @@ def _grouped_mm_lookaside(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
     return grouped_mm(mat_a, mat_b, offs, out_dtype)
 
 
-def _nvfp4_grouped_mm_lookaside(*args, **kwargs):
-    _join_compilation()
-    return nvfp4_grouped_mm(*args, **kwargs)
+def _lookaside(symbol):
+    def call(*args, **kwargs):
+        _join_compilation()
+        return symbol(*args, **kwargs)
 
-
-def _nvfp4_grouped_swiglu_lookaside(*args, **kwargs):
-    _join_compilation()
-    return nvfp4_grouped_swiglu(*args, **kwargs)
+    return call
 
 
 moe_executor._lookasides.update(
     {
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
-        torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm: _nvfp4_grouped_mm_lookaside,
-        torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu: _nvfp4_grouped_swiglu_lookaside,
+        **{
+            getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
+            for symbol in (moe_route, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine)
+        },
     }
 )

@@ -2,7 +2,8 @@
 Called by thunder_transform and thunder_executor; calls the operators and the weight cache.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
-NVFP4:   f16a_nvfp4weight_scaled_grouped_mm and f16a_nvfp4weight_grouped_swiglu, arguments as the operators'.
+NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine and
+moe_route, arguments as the operators'.
 Prologue: nvfp4_pack, which quantises a weight once and hands out the cached result, and nvfp4_swizzle, which lays a
 quantised one out as nvFuser takes it, once.
 
@@ -32,10 +33,21 @@ from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 from thunder_moe.nvfp4 import BLOCK_SIZE, scale_shape  # noqa: E402
-from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402  (registers both operators)
+from thunder_moe.ops import grouped_mm_combine as _grouped_mm_combine  # noqa: E402
+from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402
+from thunder_moe.ops import route as _route  # noqa: E402, F401  (registers the operator)
 from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
 
-__all__ = ["EXECUTOR", "grouped_mm", "nvfp4_grouped_mm", "nvfp4_grouped_swiglu", "nvfp4_pack", "nvfp4_swizzle"]
+__all__ = [
+    "EXECUTOR",
+    "grouped_mm",
+    "moe_route",
+    "nvfp4_combine",
+    "nvfp4_grouped_mm",
+    "nvfp4_grouped_swiglu",
+    "nvfp4_pack",
+    "nvfp4_swizzle",
+]
 
 
 class MoEExecutor(OperatorExecutor):
@@ -108,12 +120,38 @@ def _nvfp4_dgrad_meta(grad, fp4_weight, scale, global_scale, offsets, *, layout=
     return TensorProxy(like=grad, shape=(grad.shape[0], 2 * fp4_weight.shape[1]))
 
 
-def _swiglu_meta(a, fp4_weight, scale, global_scale, offsets, *, layout="linear", activation_amax=None):
-    return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2] // 2))
+def _swiglu_meta(
+    a, fp4_weight, scale, global_scale, offsets, row_slot=None, slot_scale=None, bias=None, *, layout="linear",
+    alpha=1.0, limit=None, up_shift=0.0, activation_amax=None,
+):  # fmt: skip
+    rows = (a if row_slot is None else row_slot).shape[0]
+    return TensorProxy(like=a, shape=(rows, fp4_weight.shape[2] // 2))
 
 
-def _swiglu_dgrad_meta(grad, a, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
-    return TensorProxy(like=a)
+def _combine_meta(
+    a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight=None, bias=None, *, layout="linear"
+):
+    return TensorProxy(like=a, shape=(slot_row.shape[0], fp4_weight.shape[2]))
+
+
+def _backward_meta(grad, a, fp4_weight, scale, global_scale, offsets, slots=None, weight=None, bias=None, **options):
+    return tuple(TensorProxy(like=tensor) for tensor in (a, weight, bias) if tensor is not None)
+
+
+def _backward_impl(function: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """All gradients that there are, without the places of arguments that are None."""
+
+    def run(*args, **options) -> tuple[Tensor, ...]:
+        grads = function(*args, **options, needs=(True, True, True))
+        return tuple(grad for grad in grads if grad is not None)
+
+    return run
+
+
+def _route_meta(expert_ids, num_experts):
+    slots = expert_ids.shape[0] * expert_ids.shape[1]
+    shapes = ((slots,), (num_experts,), tuple(expert_ids.shape))
+    return tuple(TensorProxy(like=expert_ids, shape=shape, dtype=dtypes.int32, requires_grad=False) for shape in shapes)
 
 
 def _without_amax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -125,14 +163,20 @@ def _without_amax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 _OPS = torch.ops.thunder_moe
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
+_COMBINE_NAME = "f16a_nvfp4weight_grouped_mm_combine"
 nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=_without_amax(getattr(_OPS, _NAME)))
 _nvfp4_dgrad = EXECUTOR.register_operator(f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad"))
 nvfp4_grouped_swiglu = EXECUTOR.register_operator(
     _SWIGLU_NAME, meta=_swiglu_meta, fn=_without_amax(getattr(_OPS, _SWIGLU_NAME))
 )
-_swiglu_dgrad = EXECUTOR.register_operator(
-    f"{_SWIGLU_NAME}_dgrad", meta=_swiglu_dgrad_meta, fn=_grouped_swiglu.swiglu_dgrad
+_swiglu_backward = EXECUTOR.register_operator(
+    f"{_SWIGLU_NAME}_backward", meta=_backward_meta, fn=_backward_impl(_grouped_swiglu.swiglu_backward)
 )
+nvfp4_combine = EXECUTOR.register_operator(_COMBINE_NAME, meta=_combine_meta, fn=getattr(_OPS, _COMBINE_NAME))
+_combine_backward = EXECUTOR.register_operator(
+    f"{_COMBINE_NAME}_backward", meta=_backward_meta, fn=_backward_impl(_grouped_mm_combine.combine_backward)
+)
+moe_route = EXECUTOR.register_operator("moe_route", meta=_route_meta, fn=_OPS.moe_route)
 
 
 def _nvfp4_grad(
@@ -146,11 +190,29 @@ def _nvfp4_grad(
     return out
 
 
-def _swiglu_grad(a, fp4_weight, scale, global_scale, offsets, *, layout="linear", activation_amax=None):
-    packed = (fp4_weight, scale, global_scale, offsets)
-    out = nvfp4_grouped_swiglu(a, *packed, layout=layout, activation_amax=activation_amax)
-    put_grad(a, _swiglu_dgrad(get_grad(out), a, *packed, layout=layout))
+def _swiglu_grad(
+    a, fp4_weight, scale, global_scale, offsets, row_slot=None, slot_scale=None, bias=None, *, activation_amax=None,
+    **options,
+):  # fmt: skip
+    args = (a, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias)
+    out = nvfp4_grouped_swiglu(*args, **options, activation_amax=activation_amax)
+    _put_grads(_swiglu_backward(get_grad(out), *args, **options), a, slot_scale, bias)
     return out
+
+
+def _combine_grad(
+    a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight=None, bias=None, *, layout="linear"
+):
+    args = (a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight, bias)
+    out = nvfp4_combine(*args, layout=layout)
+    _put_grads(_combine_backward(get_grad(out), *args, layout=layout), a, slot_weight, bias)
+    return out
+
+
+def _put_grads(grads, *arguments) -> None:
+    given = (argument for argument in arguments if argument is not None)
+    for argument, grad in zip(given, grads, strict=True):
+        put_grad(argument, grad)
 
 
 # ---- the prologue's quantisation
@@ -210,6 +272,9 @@ for _symbol, _gradient in (
     (nvfp4_grouped_mm, _nvfp4_grad),
     (_nvfp4_dgrad, None),
     (nvfp4_grouped_swiglu, _swiglu_grad),
-    (_swiglu_dgrad, None),
+    (_swiglu_backward, None),
+    (nvfp4_combine, _combine_grad),
+    (_combine_backward, None),
+    (moe_route, None),
 ):
     EXECUTOR.register_implementation(_symbol, _symbol, grad_transform=_gradient)

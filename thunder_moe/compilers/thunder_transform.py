@@ -31,6 +31,7 @@ from thunder_moe.compilers.eligibility import Decision, GroupedGemm, decline_rea
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
     grouped_mm,
+    nvfp4_combine,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
     nvfp4_pack,
@@ -268,12 +269,19 @@ class _Quantized:
     tensors: tuple[TensorProxy, ...] | None
 
 
+_NVFP4_DECISIONS = {
+    nvfp4_grouped_mm.id: "nvfp4",
+    nvfp4_grouped_swiglu.id: "nvfp4 + swiglu",
+    nvfp4_combine.id: "nvfp4",
+}
+
+
 def _find_quantized(prologue: TraceCtx, computation: TraceCtx) -> list[_Quantized]:
     names, producers = _qualified_names(prologue), utils.producers(computation)
     static = {arg.name for arg in computation.args if ProxyTag.STATIC_MEMORY_LOCATION in getattr(arg, "tags", ())}
     found = []
     for bsym in computation.bound_symbols:
-        if bsym.sym.id not in (nvfp4_grouped_mm.id, nvfp4_grouped_swiglu.id):
+        if bsym.sym.id not in _NVFP4_DECISIONS:
             continue
         a, fp4_weight, *scales = bsym.args[:4]
         producer = producers.get(fp4_weight, None)
@@ -288,8 +296,7 @@ def _find_quantized(prologue: TraceCtx, computation: TraceCtx) -> list[_Quantize
             and static.issuperset(proxy.name for proxy in (source, *scales))
         )
         tensors = (source, *scales) if plain and buffers else None
-        decision = "nvfp4" if bsym.sym.id == nvfp4_grouped_mm.id else "nvfp4 + swiglu"
-        found.append(_Quantized(bsym, gemm, decision, tensors))
+        found.append(_Quantized(bsym, gemm, _NVFP4_DECISIONS[bsym.sym.id], tensors))
     return found
 
 

@@ -1,6 +1,6 @@
 """The compiled CPU backend: grouped GEMM with NVFP4 weights, fp32/bf16/fp16 activations.
 Called through kernels.select with validated operands; `unavailable_reason()` says why it cannot run, if so.
-Calls cpu_grouped_mm.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
+Calls cpu_*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
 
 Shapes: activation (M, K), rows sorted by expert; weight (E, N, K); offsets int32 (E,), cumulative row ends. On the CPU.
 """
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shlex
@@ -24,15 +25,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_moe.kernels.epilogues import (
     PLAIN_SWIGLU,
     SwiGLU,
-    combine,
     gather_rows,
-    pre_activation,
     route,
     scale_of_rows,
 )
@@ -48,7 +46,8 @@ __all__ = [
     "unavailable_reason",
 ]
 
-_SOURCE = Path(__file__).with_name("cpu_grouped_mm.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_grouped_mm.cpp", "cpu_epilogues.cpp"))
+_HEADER = Path(__file__).with_name("cpu_numbers.h")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STALE_LOCK_S = 600  # torch's builder waits for ever for a lock whose owner was killed; a build takes seconds
 
@@ -117,12 +116,17 @@ def grouped_swiglu(
     form: SwiGLU = PLAIN_SWIGLU,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    offsets = offsets.contiguous()
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
-    if slot_scale is None and bias is None and form == PLAIN_SWIGLU:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
-    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inner)
+    row_scale, (bias, *of_bias) = scale_of_rows(slot_scale, row_slot), _bias(bias, offsets)
+    numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
+    shape = (_DTYPES[gate_up.dtype], rows, inner)
+    _extension().thunder_moe_swiglu(
+        gate_up.data_ptr(), *shape, _pointer(row_scale), _pointer(bias), *of_bias, *numbers, out.data_ptr()
+    )
+    return out
 
 
 def grouped_mm_combine(
@@ -134,7 +138,29 @@ def grouped_mm_combine(
     bias: Tensor | None,
 ) -> Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
-    return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
+    offsets = offsets.contiguous()
+    rows = grouped_mm(activation, weight, offsets)
+    (tokens, top_k), n = slot_row.shape, rows.shape[1]
+    out = rows.new_empty(tokens, n)
+    slot_row, (bias, *of_bias) = slot_row.contiguous(), _bias(bias, offsets)
+    slot_weight = None if slot_weight is None else slot_weight.detach().float().contiguous()
+    slots = (slot_row.data_ptr(), _pointer(slot_weight), tokens, top_k, n)
+    _extension().thunder_moe_combine(
+        rows.data_ptr(), _DTYPES[rows.dtype], *slots, _pointer(bias), *of_bias, out.data_ptr()
+    )
+    return out
+
+
+def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
+    """(bias, its dtype, the pointer of the row ends, experts), as the epilogues take them."""
+    if bias is not None:
+        bias = bias.detach()
+        bias = (bias if bias.dtype in _DTYPES else bias.float()).contiguous()
+    return bias, 0 if bias is None else _DTYPES[bias.dtype], offsets.data_ptr(), offsets.shape[0]
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
@@ -241,7 +267,8 @@ def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
     compiler = os.environ.get("CXX", "c++")
-    parts = [_SOURCE.read_text(), torch.__version__, platform.machine(), compiler, *sorted(_cpu_flags())]
+    texts = [file.read_text() for file in (*_SOURCES, _HEADER)]
+    parts = [*texts, torch.__version__, platform.machine(), compiler, *sorted(_cpu_flags())]
     name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
     built = Path(root) / name / f"{name}.so"
@@ -269,7 +296,7 @@ def _build(name: str, directory: Path, compiler: str) -> None:
         logging.getLogger("thunder_moe").info("compiling the CPU kernel into %s (a few seconds, once)", directory)
         cpp_extension.load(
             name=name,
-            sources=[str(_SOURCE)],
+            sources=[str(source) for source in _SOURCES],
             extra_cflags=["-std=c++17", "-O3", *_native_flag(compiler), *openmp],
             # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds
             extra_ldflags=[] if cpp_extension.check_compiler_is_gcc(compiler) else openmp,
@@ -300,8 +327,12 @@ def _ninja_on_path() -> Iterator[None]:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
     weight: list = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
     library.thunder_moe_grouped_mm.argtypes = [pointer, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
+    bias: list = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
+    library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
+    library.thunder_moe_combine.argtypes = [pointer, i32, pointer, pointer, i64, i64, i64, *bias, pointer]
+    library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None
     return library

@@ -22,6 +22,7 @@ __all__ = [
     "pre_activation",
     "route",
     "scale_of_rows",
+    "swiglu",
     "token_of_slot",
 ]
 
@@ -84,6 +85,22 @@ def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor 
     return flat if row_slot is None else flat[row_slot]
 
 
+def swiglu(
+    gate_up: Tensor, offsets: Tensor, form: SwiGLU, row_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """(M, 2I) -> (M, I) in the same dtype: times row_scale (M,), plus bias (E, 2I), then the activation, in float32."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    experts = expert_of_row(offsets, gate_up.shape[0]) if bias is not None else None
+    for part in _parts(gate_up.shape[0], gate_up.shape[1], gate_up.device):
+        values = gate_up[part].float()
+        if row_scale is not None:
+            values = values * row_scale[part, None]
+        if bias is not None and experts is not None:
+            values = values + bias[experts[part]]
+        out[part] = form(*values.chunk(2, -1))
+    return out
+
+
 def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
     """(M, 2I) -> float32 (M, 2I), times row_scale (M,), plus bias (E, 2I)."""
     gate_up = gate_up.float()
@@ -97,21 +114,34 @@ def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, b
 def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(M, N) -> (T, N) in the rows' dtype: each token's rows, plus bias (E, N), times their weights, summed in fp32.
 
-    The sum runs over a = 0, 1, ... in that order, so it is deterministic. Slots without a row (-1) count nothing.
+    Slots without a row (-1) count nothing, whatever stands in the rows past the last group.
     """
-    total = torch.zeros(slot_row.shape[0], rows.shape[1], device=rows.device)
+    (tokens, top_k), n = slot_row.shape, rows.shape[1]
+    out = rows.new_empty(tokens, n)
     if rows.shape[0] == 0:
-        return total.to(rows.dtype)
+        return out.zero_()
     experts = expert_of_row(offsets, rows.shape[0]) if bias is not None else None
-    for slot in range(slot_row.shape[1]):
-        row = slot_row[:, slot].clamp_min(0)
-        part = rows.index_select(0, row).float()
+    for part in _parts(tokens, top_k * n, rows.device):
+        row = slot_row[part].flatten()
+        at = row.clamp_min(0)
+        values = rows.index_select(0, at).float()  # [T * A, N]
         if bias is not None and experts is not None:
-            part = part + bias[experts[row]]
+            values += bias[experts[at]]
         if slot_weight is not None:
-            part = part * slot_weight[:, slot, None]
-        total = torch.where(slot_row[:, slot, None] >= 0, total + part, total)
-    return total.to(rows.dtype)
+            values *= slot_weight[part].flatten()[:, None]
+        values.masked_fill_((row < 0)[:, None], 0)
+        out[part] = values.view(-1, top_k, n).sum(1)
+    return out
+
+
+# Numbers handled at a time on a CPU: what its L2 cache holds of float32.
+_PART = 2**18
+
+
+def _parts(rows: int, columns: int, device: torch.device) -> list[slice]:
+    """Slices that cover `rows`, small enough for a CPU's cache; one slice on other devices."""
+    step = max(1, _PART // max(columns, 1)) if device.type == "cpu" else max(rows, 1)
+    return [slice(start, start + step) for start in range(0, rows, step)]
 
 
 def expert_of_row(offsets: Tensor, rows: int) -> Tensor:

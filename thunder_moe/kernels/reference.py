@@ -17,9 +17,9 @@ from thunder_moe.kernels.epilogues import (
     SwiGLU,
     combine,
     gather_rows,
-    pre_activation,
     route,
     scale_of_rows,
+    swiglu,
 )
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert
 
@@ -52,8 +52,7 @@ def grouped_swiglu(
 ) -> torch.Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
-    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
-    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
+    return swiglu(gate_up, offsets, form, scale_of_rows(slot_scale, row_slot), bias)
 
 
 def grouped_mm_combine(

@@ -16,9 +16,9 @@ from thunder_moe.kernels.epilogues import (
     combine,
     gather_rows,
     live_rows,
-    pre_activation,
     route,
     scale_of_rows,
+    swiglu,
 )
 from thunder_moe.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, NVFP4Weight
 
@@ -104,8 +104,7 @@ def grouped_swiglu(
 ) -> torch.Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets, amax=amax)
-    gate_up = pre_activation(gate_up, offsets, scale_of_rows(slot_scale, row_slot), bias)
-    return form(*gate_up.chunk(2, -1)).to(activation.dtype)
+    return swiglu(gate_up, offsets, form, scale_of_rows(slot_scale, row_slot), bias)
 
 
 def grouped_mm_combine(

@@ -14,7 +14,7 @@ from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import require
 from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
 
-__all__ = ["f16a_nvfp4weight_grouped_mm_combine"]
+__all__ = ["combine_backward", "f16a_nvfp4weight_grouped_mm_combine"]
 
 
 @torch.library.custom_op("thunder_moe::f16a_nvfp4weight_grouped_mm_combine", mutates_args=())
@@ -51,33 +51,10 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    activation, *packed, offsets, slot_row, slot_weight, bias = ctx.saved_tensors
     # Trailing arguments that were left out have no entry.
-    of_activation, of_weight, of_bias = (any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
-    rows, (tokens, top_k) = activation.shape[0], slot_row.shape
-    row_slot = _row_slot(slot_row, rows)
-    live = live_rows(offsets, rows)
-    grad_row = grad[token_of_slot(row_slot, tokens * top_k, tokens)].float()  # [M, N]
-    weighted = grad_row if slot_weight is None else grad_row * slot_weight.flatten()[row_slot, None]
-    weighted = torch.where(live, weighted, 0)
-    grad_activation = grad_weight = grad_bias = None
-    if of_activation:
-        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
-        grad_activation = torch.where(
-            live, dgrad(weighted.to(grad.dtype), *packed, offsets, layout=ctx.layout), 0
-        )  # fmt: skip
-    if of_weight:
-        forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
-        out = forward(activation, *packed, offsets, layout=ctx.layout).float()
-        if bias is not None:
-            out = out + bias[expert_of_row(offsets, rows)]
-        of_row = torch.where(live, out * grad_row, 0).sum(-1)
-        picked = of_row[slot_row.clamp_min(0)] if rows else torch.zeros_like(slot_row, dtype=torch.float32)
-        grad_weight = torch.where(slot_row >= 0, picked, 0).to(slot_weight.dtype)
-    if of_bias:
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), weighted)
-        grad_bias = grad_bias.to(bias.dtype)
-    return grad_activation, None, None, None, None, None, grad_weight, grad_bias
+    needs = tuple(any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
+    of_activation, of_weight, of_bias = combine_backward(grad, *ctx.saved_tensors, layout=ctx.layout, needs=needs)
+    return of_activation, None, None, None, None, None, of_weight, of_bias
 
 
 _grouped_mm_combine.register_autograd(_backward, setup_context=_setup_context)
@@ -121,6 +98,47 @@ def f16a_nvfp4weight_grouped_mm_combine(
         activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight, bias,
         layout=layout,
     )  # fmt: skip
+
+
+def combine_backward(
+    grad: Tensor,
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    layout: str = "linear",
+    needs: tuple[bool, bool, bool] = (True, False, False),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradient (T, N) of `f16a_nvfp4weight_grouped_mm_combine`'s output -> those of activation, slot_weight and bias
+    that `needs` asks for. Recomputes the GEMM for the gradient of slot_weight."""
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
+    rows, (tokens, top_k) = activation.shape[0], slot_row.shape
+    row_slot = _row_slot(slot_row, rows)
+    live = live_rows(offsets, rows)
+    grad_row = grad[token_of_slot(row_slot, tokens * top_k, tokens)].float()  # [M, N]
+    weighted = grad_row if slot_weight is None else grad_row * slot_weight.flatten()[row_slot, None]
+    weighted = torch.where(live, weighted, 0)
+    grad_activation = grad_weight = grad_bias = None
+    if needs[0]:
+        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+        grad_activation = torch.where(live, dgrad(weighted.to(grad.dtype), *packed, layout=layout), 0)
+    if needs[1] and slot_weight is not None:
+        forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+        out = forward(activation, *packed, layout=layout).float()
+        if bias is not None:
+            out = out + bias[expert_of_row(offsets, rows)]
+        of_row = torch.where(live, out * grad_row, 0).sum(-1)
+        picked = of_row[slot_row.clamp_min(0)] if rows else torch.zeros_like(slot_row, dtype=torch.float32)
+        grad_weight = torch.where(slot_row >= 0, picked, 0).to(slot_weight.dtype)
+    if needs[2] and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), weighted)
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_activation, grad_weight, grad_bias
 
 
 def _row_slot(slot_row: Tensor, rows: int) -> Tensor:

@@ -6,11 +6,12 @@ tokens (T, K) -> gather -> rows (M, K) -> GEMM over [gate; up] (E, 2I, K) -> sil
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from thunder_moe.kernels.epilogues import (
-    PLAIN_SWIGLU,
     SwiGLU,
     expert_of_row,
     gather_rows,
@@ -22,7 +23,7 @@ from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import require
 from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
 
-__all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_dgrad"]
+__all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_backward"]
 
 
 @torch.library.custom_op("thunder_moe::f16a_nvfp4weight_grouped_swiglu", mutates_args=())
@@ -64,34 +65,10 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    """Recomputes gate and up, so that nothing of (M, 2I) is kept for it."""
-    activation, *packed, offsets, row_slot, slot_scale, bias = ctx.saved_tensors
     # Trailing arguments that were left out have no entry.
-    of_activation, of_scale, of_bias = (any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
-    options = dict(ctx.options)
-    layout, form = options.pop("layout"), SwiGLU(**options)
-    rows = grad.shape[0]
-    row_scale = scale_of_rows(slot_scale, row_slot)
-    forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
-    gate_up = forward(gather_rows(activation, row_slot), *packed, offsets, layout=layout)
-    grad_pre = _activation_grad(grad, pre_activation(gate_up, offsets, row_scale, bias), form)  # [M, 2I]
-    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
-    masked = row_slot is not None or slot_scale is not None or bias is not None
-    grad_pre = torch.where(live_rows(offsets, rows), grad_pre, 0) if masked else grad_pre
-    grad_activation = grad_scale = grad_bias = None
-    if of_activation:
-        scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
-        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
-        grad_activation = dgrad(scaled.to(grad.dtype), *packed, offsets, layout=layout)
-        grad_activation = _sum_per_token(grad_activation, offsets, row_slot, activation.shape[0])
-    if of_scale:
-        of_row = torch.where(live_rows(offsets, rows), gate_up.float() * grad_pre, 0).sum(-1)
-        flat = torch.zeros_like(of_row).scatter(0, row_slot.long(), of_row) if row_slot is not None else of_row
-        grad_scale = flat.view(slot_scale.shape).to(slot_scale.dtype)
-    if of_bias:
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
-        grad_bias = grad_bias.to(bias.dtype)
-    return grad_activation, None, None, None, None, None, grad_scale, grad_bias
+    needs = tuple(any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
+    of_activation, of_scale, of_bias = swiglu_backward(grad, *ctx.saved_tensors, **ctx.options, needs=needs)
+    return of_activation, None, None, None, None, None, of_scale, of_bias
 
 
 _grouped_swiglu.register_autograd(_backward, setup_context=_setup_context)
@@ -145,21 +122,46 @@ def f16a_nvfp4weight_grouped_swiglu(
     )  # fmt: skip
 
 
-def swiglu_dgrad(
+def swiglu_backward(
     grad: Tensor,
     activation: Tensor,
     fp4_weight: Tensor,
     weight_scaling_factor: Tensor,
     weight_global_scale: Tensor,
     offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
     *,
     layout: str = "linear",
-) -> Tensor:
-    """Gradient (M, I) of plain `f16a_nvfp4weight_grouped_swiglu`'s output -> gradient (M, K) of its activation."""
+    needs: tuple[bool, bool, bool] = (True, False, False),
+    **form: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradient (M, I) of `f16a_nvfp4weight_grouped_swiglu`'s output -> those of activation, slot_scale and bias that
+    `needs` asks for. Recomputes gate and up, so that nothing of (M, 2I) is kept for it."""
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
-    gate_up = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, layout=layout)
-    grad_gate_up = _activation_grad(grad, gate_up.float(), PLAIN_SWIGLU).to(grad.dtype)
-    return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad_gate_up, *packed, layout=layout)
+    swiglu, rows = SwiGLU(**form), grad.shape[0]
+    row_scale = scale_of_rows(slot_scale, row_slot)
+    forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+    gate_up = forward(gather_rows(activation, row_slot), *packed, layout=layout)
+    grad_pre = _activation_grad(grad, pre_activation(gate_up, offsets, row_scale, bias), swiglu)  # [M, 2I]
+    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
+    masked = row_slot is not None or slot_scale is not None or bias is not None
+    grad_pre = torch.where(live_rows(offsets, rows), grad_pre, 0) if masked else grad_pre
+    grad_activation = grad_scale = grad_bias = None
+    if needs[0]:
+        scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
+        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+        grad_activation = dgrad(scaled.to(grad.dtype), *packed, layout=layout)
+        grad_activation = _sum_per_token(grad_activation, offsets, row_slot, activation.shape[0])
+    if needs[1] and slot_scale is not None:
+        of_row = torch.where(live_rows(offsets, rows), gate_up.float() * grad_pre, 0).sum(-1)
+        flat = torch.zeros_like(of_row).scatter(0, row_slot.long(), of_row) if row_slot is not None else of_row
+        grad_scale = flat.view(slot_scale.shape).to(slot_scale.dtype)
+    if needs[2] and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_activation, grad_scale, grad_bias
 
 
 def _activation_grad(grad: Tensor, gate_up: Tensor, form: SwiGLU) -> Tensor:
