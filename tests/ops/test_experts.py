@@ -177,3 +177,15 @@ def test_use_backend_insists():
         assert select(torch.device("cpu")).__name__.endswith("reference")
     with pytest.raises(ValueError, match="backend: got 'marlin', wanted one of"), use_backend("marlin"):
         pass
+
+
+def test_activation_of_extreme_values():
+    """The CPU's own exponential: large magnitudes of both signs, NaN and infinities come out as torch's."""
+    gate = torch.tensor([-1e30, -200.0, -88.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 88.0, 200.0, 1e30, torch.nan, torch.inf])
+    weight = quantize(torch.eye(16).repeat(1, 2, 1))  # gate and up of row x: x itself
+    exact = dequantize(*weight.tensors())[0, 0, 0]
+    rows = torch.zeros(len(gate), 16)
+    rows[:, 3] = gate
+    out = f16a_nvfp4weight_grouped_swiglu(rows, *operands(weight), torch.tensor([len(gate)], dtype=torch.int32))
+    y = gate * exact
+    assert torch.allclose(out[:, 3], torch.nn.functional.silu(y) * y, rtol=1e-5, atol=1e-30, equal_nan=True)

@@ -297,7 +297,8 @@ def _build(name: str, directory: Path, compiler: str) -> None:
         cpp_extension.load(
             name=name,
             sources=[str(source) for source in _SOURCES],
-            extra_cflags=["-std=c++17", "-O3", *_native_flag(compiler), *openmp],
+            # Without the flag GCC keeps branches in the loops of cpu_epilogues.cpp, in case floats trap.
+            extra_cflags=["-std=c++17", "-O3", "-fno-trapping-math", *_native_flag(compiler), *openmp],
             # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds
             extra_ldflags=[] if cpp_extension.check_compiler_is_gcc(compiler) else openmp,
             build_directory=str(directory),

@@ -7,9 +7,14 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // numbers of a row at a time: a few KiB of fp32 stay in L1
 
-// exp(x), relative error below 3e-7, without a branch, so that compilers vectorise it. x is held to [-87, 88].
+// By value, unlike std::min and std::max, so that compilers vectorise them; a NaN in `a` stays one.
+inline float least(float a, float b) { return b < a ? b : a; }
+inline float most(float a, float b) { return b > a ? b : a; }
+
+// exp(x), relative error below 3e-7, without a branch, so that compilers vectorise it; infinite from 88.4 on, and
+// exp(-87) below -87.
 inline float exp_of(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
+  x = least(most(x, -87.0f), 89.0f);
   const float scaled = x * 1.44269504f;
   const int32_t n = int32_t(scaled + (scaled < 0 ? -0.5f : 0.5f));
   const float r = (x - float(n) * 0.693359375f) + float(n) * 2.12194440e-4f;
@@ -54,9 +59,10 @@ void swiglu(const T* gate_up, int64_t rows, int64_t inner, const float* row_scal
     bias.add(row, inner + column, count, up);
     T* to = out + row * inner + column;
     for (int64_t j = 0; j < count; ++j) {
-      const float g = std::min(gate[j], limit), u = std::min(std::max(up[j], -limit), limit);
-      to[j] = from_float<T>(g / (1 + exp_of(-alpha * g)) * (u + up_shift));
+      const float g = least(gate[j], limit), u = least(most(up[j], -limit), limit);
+      gate[j] = g / (1 + exp_of(-alpha * g)) * (u + up_shift);
     }
+    for (int64_t j = 0; j < count; ++j) to[j] = from_float<T>(gate[j]);
   });
 }
 
