@@ -1,6 +1,6 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
-Called by thunder_moe on import; calls experts_function once transformers has its registry of experts functions, and
-hf_quantizer when transformers meets the first NVFP4 checkpoint.
+Called by thunder_moe on import; calls experts_function once transformers has its registry of experts functions,
+thunder_llama4 with Thunder's executor, and hf_quantizer when transformers meets the first NVFP4 checkpoint.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ __all__ = ["StandIn", "after_import", "install"]
 
 _REGISTRY = "transformers.quantizers.auto"
 _EXPERTS = "transformers.integrations.moe"
+_LLAMA4 = "transformers.models.llama4.modeling_llama4"
+_EXECUTOR = "thunder_moe.compilers.thunder_executor"
 
 
 def install() -> None:
     """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors, and know
-    ``experts_implementation="thunder_moe"``; once is enough."""
+    ``experts_implementation="thunder_moe"``; makes Thunder route Llama 4's layers. Once is enough."""
     after_import(_REGISTRY, _add_stand_ins)
     after_import(_EXPERTS, _register_experts)
+    after_import(_EXECUTOR, lambda _: after_import(_LLAMA4, _register_llama4))
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
@@ -73,6 +76,10 @@ class _Loader:
 
 def _register_experts(_: ModuleType) -> None:
     importlib.import_module("thunder_moe.integrations.experts_function")
+
+
+def _register_llama4(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.thunder_llama4")
 
 
 def _add_stand_ins(registry: Any) -> None:

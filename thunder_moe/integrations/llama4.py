@@ -1,14 +1,15 @@
 """Llama 4's Mixture-of-Experts layer with routing: stock transformers runs all of its experts on all tokens.
-Called by integrations.transformers; imports transformers' modelling file of Llama 4.
+Called by integrations.transformers and integrations.thunder_llama4; imports transformers' modelling file of Llama 4.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer"]
+__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "run_routed"]
 
 
 class RoutedLlama4TextMoe(Llama4TextMoe):
@@ -21,6 +22,33 @@ class RoutedLlama4TextMoe(Llama4TextMoe):
         top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
         routed = self.experts(hidden_states, top_k_index, top_k_weights)
         return self.shared_expert(hidden_states) + routed, router_logits
+
+
+def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """What a stock layer computes, each token by its own experts in 16-bit grouped GEMMs, which compilers rewrite.
+
+    Args:
+        layer: with transformers' own router and experts.
+        hidden_states: (B, S, H) or (T, H).
+
+    Returns:
+        (T, H), and the router's logits (T, E).
+    """
+    tokens = hidden_states.reshape(-1, layer.hidden_dim)
+    logits = F.linear(tokens, layer.router.weight)
+    values, ids = torch.topk(logits, layer.top_k, dim=1)
+    ids = ids.reshape(-1)  # [M]
+    order = torch.argsort(ids, stable=True)
+    counts = torch.zeros(layer.num_experts, dtype=torch.int32, device=tokens.device)
+    counts = counts.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    offsets = torch.cumsum(counts, 0, dtype=torch.int32)
+    weights = torch.sigmoid(values.float()).to(tokens.dtype).reshape(-1)[order]
+    rows = tokens[order // layer.top_k] * weights[:, None]
+    gate, up = F.grouped_mm(rows, layer.experts.gate_up_proj, offs=offsets).chunk(2, dim=-1)
+    rows = F.grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=offsets)
+    inverse = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    routed = rows[inverse].reshape(-1, layer.top_k, layer.hidden_dim).sum(1)
+    return layer.shared_expert(tokens) + routed, logits
 
 
 def check_layer(layer: nn.Module) -> None:
