@@ -73,7 +73,11 @@ class NVFP4Weight:
     ) -> NVFP4Weight:
         """The same without the checks, for a caller that has made them: the operators, at every call."""
         weight = object.__new__(cls)
-        weight.__dict__.update(qdata=qdata, scale=scale, global_scale=global_scale, layout=layout)
+        # One by one: dynamo of torch 2.10 traces no update of __dict__.
+        object.__setattr__(weight, "qdata", qdata)
+        object.__setattr__(weight, "scale", scale)
+        object.__setattr__(weight, "global_scale", global_scale)
+        object.__setattr__(weight, "layout", layout)
         return weight
 
     @property
