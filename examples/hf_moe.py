@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 try:
     import transformers
@@ -209,6 +210,10 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Runs everything; returns what the JSON holds."""
     started = time.perf_counter()
     args = parse(argv)
+    if args.device.type == "cpu" and TorchVersion(torch.__version__) < (2, 11):
+        raise SystemExit(
+            "on a CPU this needs torch 2.11: torch.compile of 2.10 cannot trace transformers' bf16 experts"
+        )
     torch.manual_seed(args.seed)
     model, prompt, tokenizer = load(args)
     blocks = expert_blocks(model)
