@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 from torch.torch_version import TorchVersion
 
 pytest.importorskip("matplotlib", reason="the example needs pip install 'thunder_moe[bench]'")
@@ -205,6 +205,23 @@ def test_hf_moe_compares_four_ways(hf_moe: ModuleType, hf_numbers: dict) -> None
     tokens = hf_numbers["tokens"]
     assert tokens["nvfp4_eager"] == tokens["nvfp4_compiled"]
     assert [len(text) for text in tokens["bf16_eager"]] == [4]
+
+
+def test_hf_moe_runs_a_model_of_a_directory(hf_moe: ModuleType, tmp_path: Path, monkeypatch, capsys) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = tiny_model("qwen3_moe")
+    words = ["<unk>", "the", "experts", "of", "a", "layer"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(hf_moe, "compiler", lambda device: ("aot_eager", dict(backend="aot_eager")))
+    sizes = ["--prompt", "the experts of a layer", "--new-tokens", "3", "--rounds", "1", "--device", "cpu"]
+    numbers = hf_moe.main(["--model", str(tmp_path), *sizes])
+    assert [len(text) for text in numbers["tokens"]["nvfp4_compiled"]] == [3]
+    assert "NVFP4 compiled" in capsys.readouterr().out
 
 
 def test_hf_moe_knows_its_configs(hf_moe: ModuleType) -> None:
