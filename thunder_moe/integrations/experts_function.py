@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
 from thunder_moe.integrations.experts_form import ExpertsForm, apply_gate, halves, require_form, stored_weights
 from thunder_moe.kernels.epilogues import expert_of_row, gather_rows, live_rows
+from thunder_moe.nn import sort_by_expert
 from thunder_moe.nvfp4 import NVFP4Weight
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
@@ -108,14 +109,11 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
     first = module.gate_up_proj if module.has_gate else module.up_proj
     experts, top_k = first.shape[0], ids.shape[1]
     ids = ids.reshape(-1)  # [M]
-    order = torch.argsort(ids, stable=True)
-    ones = torch.ones_like(ids, dtype=torch.int32)
+    order, offsets, inverse = sort_by_expert(ids, experts)
     expert, live = ids[order], None
     if getattr(module, "_is_expert_parallel", False):  # ids of other devices' experts are `experts`
         live = (expert < experts)[:, None]
         expert = expert.clamp(max=experts - 1)
-    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device).scatter_add(0, ids, ones)
-    offsets = torch.cumsum(counts[:experts], 0, dtype=torch.int32)
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(module, name)
@@ -131,7 +129,6 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     rows = rows * slot_weight.reshape(-1)[order][:, None]
-    inverse = torch.zeros_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return rows[inverse].reshape(hidden.shape[0], top_k, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
 

@@ -1,5 +1,5 @@
 """What surrounds the expert GEMMs of a layer, in plain torch: routing, gather of rows, SwiGLU, weighted combine.
-Called by kernels.reference and kernels.cpu around their GEMMs, and by the gradients in ops. Calls torch alone.
+Called by kernels.reference and others around their GEMMs, and by the gradients in ops. Calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
 Nothing here synchronises with the host.
@@ -89,16 +89,7 @@ def swiglu(
     gate_up: Tensor, offsets: Tensor, form: SwiGLU, row_scale: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """(M, 2I) -> (M, I) in the same dtype: times row_scale (M,), plus bias (E, 2I), then the activation, in float32."""
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    experts = expert_of_row(offsets, gate_up.shape[0]) if bias is not None else None
-    for part in _parts(gate_up.shape[0], gate_up.shape[1], gate_up.device):
-        values = gate_up[part].float()
-        if row_scale is not None:
-            values = values * row_scale[part, None]
-        if bias is not None and experts is not None:
-            values = values + bias[experts[part]]
-        out[part] = form(*values.chunk(2, -1))
-    return out
+    return form(*pre_activation(gate_up, offsets, row_scale, bias).chunk(2, -1)).to(gate_up.dtype)
 
 
 def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
