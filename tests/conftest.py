@@ -1,4 +1,4 @@
-"""Shared fixtures: seeds, routings with their edge rows, and operator checks that know float8.
+"""Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantisations.
 Called by pytest; imports moe_executor first, which makes `import thunder` work on torch >= 2.13.
 """
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from thunder_moe import moe_executor  # noqa: F401
+from thunder_moe.compilers import weight_cache
+from thunder_moe.nvfp4 import quantize
 
 # Rows of each of four experts.
 ROUTINGS = {
@@ -42,3 +44,16 @@ def opcheck(monkeypatch):
 
     monkeypatch.setattr(torch, "allclose", allclose_with_float8)
     return torch.library.opcheck
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The shapes of the weights that the cache has quantised."""
+    calls = []
+
+    def spy(weight):
+        calls.append(tuple(weight.shape))
+        return quantize(weight)
+
+    monkeypatch.setattr(weight_cache, "quantize", spy)
+    return calls

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of both compilers share: a layer, its input, and a count of quantisations.
+"""Fixtures that the tests of both compilers share: a layer and its input.
 Called by pytest.
 """
 
@@ -7,21 +7,6 @@ import torch
 from torch import nn
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig
-from thunder_moe.compilers import weight_cache
-from thunder_moe.nvfp4 import quantize
-
-
-@pytest.fixture
-def count(monkeypatch):
-    """The shapes of the weights that the cache has quantised."""
-    calls = []
-
-    def spy(weight):
-        calls.append(tuple(weight.shape))
-        return quantize(weight)
-
-    monkeypatch.setattr(weight_cache, "quantize", spy)
-    return calls
 
 
 @pytest.fixture

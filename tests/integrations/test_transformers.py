@@ -20,7 +20,6 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from thunder_moe import dequantize_, quantize_, rewrite_report  # noqa: E402
-from thunder_moe.compilers import weight_cache  # noqa: E402
 from thunder_moe.integrations.experts_form import form_of  # noqa: E402
 from thunder_moe.integrations.transformers import NVFP4Experts, expert_blocks, put_experts  # noqa: E402
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
@@ -518,18 +517,6 @@ def test_hooks_of_accelerate_survive(name):
 
 
 # The experts implementation "thunder_moe".
-
-
-@pytest.fixture
-def count(monkeypatch):
-    calls = []
-
-    def spy(weight):
-        calls.append(tuple(weight.shape))
-        return quantize(weight)
-
-    monkeypatch.setattr(weight_cache, "quantize", spy)
-    return calls
 
 
 WITH_INTERFACE = [name for name in ALL if name != "llama4"]

@@ -209,12 +209,14 @@ def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     ]
     file.write_text(json.dumps(dict(entries=entries)))
     monkeypatch.setattr(cuda_configs, "MEASURED", file)
-    cuda_configs._measured.cache_clear()
+    for function in (cuda_configs._measured, choose_config):
+        function.cache_clear()
     shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
     assert choose_config(8, 128, **shape) == GemmConfig(*few)
     assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
     assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
-    cuda_configs._measured.cache_clear()
+    for function in (cuda_configs._measured, choose_config):
+        function.cache_clear()
 
 
 @pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -229,9 +231,8 @@ def test_compiles(architecture, tmp_path, monkeypatch):
         assert cubin.startswith(b"\x7fELF")
         assert config.expression(torch.bfloat16, True, 2048).partition("<")[0] in name
         assert nvrtc.compile_cubin(*gemm) == (cubin, name)  # from the cache
-    dequantize = cuda._DEQUANTIZE[0].read_text()
+    dequantize, route = ("".join(file.read_text() for file in files) for files in (cuda._DEQUANTIZE, cuda._ROUTE))
     assert nvrtc.compile_cubin(dequantize, "dequantize<true>", architecture)[0].startswith(b"\x7fELF")
-    route = cuda._ROUTE[0].read_text()
     assert nvrtc.compile_cubin(route, "combine<false>", architecture)[0].startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=f"nothing<1> for {architecture}: .*nothing"):
         nvrtc.compile_cubin(route, "nothing<1>", architecture)

@@ -34,6 +34,7 @@ from thunder_moe.kernels.epilogues import (
     route,
     scale_of_rows,
 )
+from thunder_moe.kernels.native import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
@@ -48,7 +49,6 @@ __all__ = [
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu_grouped_mm.cpp", "cpu_epilogues.cpp"))
 _HEADER = Path(__file__).with_name("cpu_numbers.h")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _STALE_LOCK_S = 600  # torch's builder waits for ever for a lock whose owner was killed; a build takes seconds
 
 # bf16 experts with up to this many rows take the fused dequantise-and-dot kernel, the others the sliced one.
@@ -96,7 +96,7 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     out = activation.new_empty(activation.shape[0], n)
     matrix_unit_rows = _matrix_unit_rows(activation.dtype)
     pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (offsets.data_ptr(), experts, n, k, _DTYPES[activation.dtype])
+    shape = (offsets.data_ptr(), experts, n, k, DTYPE_CODES[activation.dtype])
     limits = (matrix_unit_rows - 1, _FUSED_ROWS)
     _check(_extension().thunder_moe_grouped_mm(activation.data_ptr(), *pointers, *shape, *limits, out.data_ptr()))
     ends = offsets.tolist()
@@ -122,9 +122,9 @@ def grouped_swiglu(
     out = gate_up.new_empty(rows, inner)
     row_scale, (bias, *of_bias) = scale_of_rows(slot_scale, row_slot), _bias(bias, offsets)
     numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
-    shape = (_DTYPES[gate_up.dtype], rows, inner)
+    shape = (DTYPE_CODES[gate_up.dtype], rows, inner)
     _extension().thunder_moe_swiglu(
-        gate_up.data_ptr(), *shape, _pointer(row_scale), _pointer(bias), *of_bias, *numbers, out.data_ptr()
+        gate_up.data_ptr(), *shape, pointer(row_scale), pointer(bias), *of_bias, *numbers, out.data_ptr()
     )
     return out
 
@@ -144,23 +144,17 @@ def grouped_mm_combine(
     out = rows.new_empty(tokens, n)
     slot_row, (bias, *of_bias) = slot_row.contiguous(), _bias(bias, offsets)
     slot_weight = None if slot_weight is None else slot_weight.detach().float().contiguous()
-    slots = (slot_row.data_ptr(), _pointer(slot_weight), tokens, top_k, n)
+    slots = (slot_row.data_ptr(), pointer(slot_weight), tokens, top_k, n)
     _extension().thunder_moe_combine(
-        rows.data_ptr(), _DTYPES[rows.dtype], *slots, _pointer(bias), *of_bias, out.data_ptr()
+        rows.data_ptr(), DTYPE_CODES[rows.dtype], *slots, pointer(bias), *of_bias, out.data_ptr()
     )
     return out
 
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
     """(bias, its dtype, the pointer of the row ends, experts), as the epilogues take them."""
-    if bias is not None:
-        bias = bias.detach()
-        bias = (bias if bias.dtype in _DTYPES else bias.float()).contiguous()
-    return bias, 0 if bias is None else _DTYPES[bias.dtype], offsets.data_ptr(), offsets.shape[0]
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    bias = floats(bias)
+    return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
@@ -210,7 +204,7 @@ def _mm_experts(
 def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
     experts, n, half_k = qdata.shape
     pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (experts * n, n, 2 * half_k, _DTYPES[out.dtype])
+    shape = (experts * n, n, 2 * half_k, DTYPE_CODES[out.dtype])
     _check(_extension().thunder_moe_dequantize(*pointers, *shape, out.data_ptr()))
 
 

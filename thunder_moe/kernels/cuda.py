@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import nvrtc, reference
-from thunder_moe.kernels.cuda_configs import GemmConfig, choose_config
+from thunder_moe.kernels.cuda_configs import COMMON, GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
+from thunder_moe.kernels.native import dtype_code, floats, pointer
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
@@ -28,9 +29,8 @@ __all__ = [
     "unavailable_reason",
 ]
 
-_DEQUANTIZE = (Path(__file__).with_name("cuda_dequantize.cu"),)
-_ROUTE = (Path(__file__).with_name("cuda_route.cu"),)
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_DEQUANTIZE = (COMMON, COMMON.with_name("cuda_dequantize.cu"))
+_ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
@@ -128,9 +128,9 @@ def grouped_mm_combine(
     if out.numel() == 0:
         return out
     slot_row = slot_row.contiguous()
-    slot_weight = _floats(slot_weight)
+    slot_weight = floats(slot_weight)
     argument = _CombineArguments(
-        *map(_pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, _dtype_code(slot_weight)
+        *map(pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, dtype_code(slot_weight)
     )
     blocks = -(-tokens * -(-n // 8) // _ROUTE_THREADS)
     bf16 = str(rows.dtype == torch.bfloat16).lower()
@@ -152,7 +152,7 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     experts, n, k = weight.shape
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    pointers = map(_pointer, (qdata, scale, global_scale, out))
+    pointers = map(pointer, (qdata, scale, global_scale, out))
     argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
     bf16 = str(dtype == torch.bfloat16).lower()
     blocks = min(-(-out.numel() // (16 * 256)), 1 << 20)
@@ -176,7 +176,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     counts = torch.empty(blocks, buckets, dtype=torch.int32, device=expert_ids.device) if blocks > 1 else None
     tensors = (expert_ids, counts, row_slot, offsets, slot_row)
     wide = expert_ids.dtype == torch.int64
-    argument = _RouteArguments(*map(_pointer, tensors), slots, num_experts, wide, per_block)
+    argument = _RouteArguments(*map(pointer, tensors), slots, num_experts, wide, per_block)
     for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
         _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
     return row_slot, offsets, slot_row
@@ -205,14 +205,14 @@ def _gemm(
         return out
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
     activation, offsets = _aligned(activation.detach()), offsets.contiguous()
-    slot_scale, bias = _floats(slot_scale), _floats(bias)
+    slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = 1 if row_slot is None else rows // activation.shape[0]
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out)
     form = form or PLAIN_SWIGLU
     argument = _GemmArguments(
-        *map(_pointer, tensors), rows, experts, n, k, top_k,
-        global_scale.ndim == 2, _dtype_code(slot_scale), _dtype_code(bias),
+        *map(pointer, tensors), rows, experts, n, k, top_k,
+        global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
     multiprocessors, capability = _device_facts(activation.device)
@@ -259,22 +259,6 @@ def _launch(
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     with torch.cuda.device(device):
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _floats(tensor: Tensor | None) -> Tensor | None:
-    """A contiguous tensor of a dtype that the kernels read."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return (tensor if tensor.dtype in _DTYPES else tensor.float()).contiguous()
-
-
-def _dtype_code(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else _DTYPES[tensor.dtype]
 
 
 def _aligned(tensor: Tensor) -> Tensor:

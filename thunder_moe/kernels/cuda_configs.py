@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
+__all__ = ["COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
 
+COMMON = Path(__file__).with_name("cuda_common.cuh")  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("cuda_configs.json")
 _CHUNK = 128  # k of a step of the kernels
 
@@ -44,7 +45,7 @@ class GemmConfig:
     def sources(self) -> tuple[Path, ...]:
         """The files that make up the kernel's source."""
         file = "cuda_grouped_mm_wgmma.cu" if self.kernel == "wgmma" else "cuda_grouped_mm.cu"
-        return tuple(Path(__file__).with_name(name) for name in ("cuda_grouped_mm.cuh", file))
+        return COMMON, COMMON.with_name("cuda_grouped_mm.cuh"), COMMON.with_name(file)
 
     @property
     def threads(self) -> int:
@@ -91,6 +92,7 @@ class Point(NamedTuple):
         return ratios[0] ** 2 + 4 * ratios[1] ** 2 + ratios[2] ** 2 + ratios[3] ** 2
 
 
+@functools.lru_cache(maxsize=4096)  # on the path of every call, and a search over all measured points
 def choose_config(
     rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int, capability: tuple[int, int]
 ) -> GemmConfig:

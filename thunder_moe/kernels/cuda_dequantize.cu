@@ -2,21 +2,6 @@
 // Compiled at run time by kernels/cuda.py; run on a CPU by tests/kernels/cuda_emulator.h.
 // One thread decodes a block of 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as nvfp4.dequantize.
 
-#ifndef CUDA_EMULATOR
-typedef unsigned char uint8_t;
-typedef unsigned short uint16_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-static __device__ __forceinline__ float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
-template <bool BF16>
-static __device__ __forceinline__ uint16_t narrow(float value) {
-  uint16_t out;
-  if constexpr (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  return out;
-}
-#endif
-
 struct DequantizeArguments {
   const uint8_t* qdata;       // (E, N, K / 2)
   const uint8_t* scale;       // (E, N, K / 16)
@@ -27,11 +12,11 @@ struct DequantizeArguments {
 };
 
 // The bits moved under a float's exponent and mantissa, times the power of two that corrects the bias.
-static __device__ __forceinline__ float e2m1(uint32_t code) {
+DEVICE float e2m1(uint32_t code) {
   const float magnitude = bits_to_float((code & 7) << 22) * bits_to_float((126 + 127) << 23);
   return code & 8 ? -magnitude : magnitude;
 }
-static __device__ __forceinline__ float e4m3(uint32_t bits) {
+DEVICE float e4m3(uint32_t bits) {
   return bits_to_float((bits & 0x7F) << 20) * bits_to_float((120 + 127) << 23);
 }
 

@@ -34,23 +34,12 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
     const int row0 = (expert ? args.offsets[expert - 1] : 0) + (tile_m - tile_start[expert]) * kTokens;
     const int n0 = tile_n * kTileRows + warp_n * (SWIGLU ? 16 : 16 * R);
 
-    // Rows and tokens that do not exist are read from the last that does, and not stored.
     Rows rows[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int feature = min(n0 + (SWIGLU ? 0 : 16 * r) + g + 8 * half, features - 1);
-        const int64_t row = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-        rows[r].codes[half] = args.qdata + row * (args.k / 2) + k_first / 2;
-        rows[r].scales[half] = args.scale + row * (args.k / 16) + k_first / 16;
-      }
-    }
+    find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, k_first);
     const uint16_t* token[C];
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      const int row = min(row0 + 8 * c + g, end - 1);
-      const int64_t from = args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
+      const int64_t from = token_of_row(args, row0 + 8 * c + g, end);
       token[c] = args.x + from * args.k + k_first;
     }
 
@@ -136,23 +125,12 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   const int chunks = (args.k + kChunk - 1) / kChunk;
 
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
-  const int tiles_m = tile_start[args.experts];
-  const int64_t tiles = static_cast<int64_t>(tiles_m) * tiles_n;
+  const int64_t tiles = static_cast<int64_t>(tile_start[args.experts]) * tiles_n;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    // Blocks that run together take the row tiles of one expert with the same weights, for the L2 cache.
-    const int first_m = static_cast<int>(tile / tiles_n);
-    const int expert = expert_of_tile(tile_start, args.experts, first_m);
-    const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
-    const int64_t within = tile - static_cast<int64_t>(tile_start[expert]) * tiles_n;
-    const int tile_n = static_cast<int>(within / expert_tiles);
-    const int end = args.offsets[expert];
-    const int row0 = (expert ? args.offsets[expert - 1] : 0) + static_cast<int>(within % expert_tiles) * kTokens;
+    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warp * (SWIGLU ? 16 : 16 * R);
 
-    for (int i = threadIdx.x; i < kTokens; i += kThreads) {
-      const int row = min(row0 + i, end - 1);
-      token_of[i] = args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
-    }
+    for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
     __syncthreads();
     auto fetch = [&](int chunk) {
       if (chunk < chunks) {
@@ -167,16 +145,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
     };
 
     Rows rows[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int feature = min(n0 + (SWIGLU ? 0 : 16 * r) + g + 8 * half, features - 1);
-        const int64_t row = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-        rows[r].codes[half] = args.qdata + row * (args.k / 2) + 16 * t;
-        rows[r].scales[half] = args.scale + row * (args.k / 16) + 2 * t;
-      }
-    }
+    find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, 32 * t);
     Weights ring[kDepth][R];
 #pragma unroll
     for (int d = 0; d < kDepth; ++d)

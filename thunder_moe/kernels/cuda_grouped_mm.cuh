@@ -1,17 +1,9 @@
 // What the grouped GEMM kernels share: operands, decoding of NVFP4 into tensor-core registers, tiles of a routing, epilogue.
-// Put in front of cuda_grouped_mm.cu and cuda_grouped_mm_wgmma.cu by kernels/cuda.py; calls PTX instructions.
+// Put behind cuda_common.cuh and in front of cuda_grouped_mm.cu or cuda_grouped_mm_wgmma.cu by kernels/cuda_configs.py.
 //
 // The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
 // right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,
 // lane = 4 * g + t: a thread holds rows g and g + 8, and of a step's 16 k the pairs 2 t and 2 t + 8.
-
-#ifndef CUDA_EMULATOR
-typedef unsigned char uint8_t;
-typedef unsigned short uint16_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-typedef unsigned long long uint64_t;
-#endif
 
 struct Arguments {
   const uint16_t* x;        // (M, K), or the tokens (T, K) with row_slot
@@ -31,13 +23,6 @@ struct Arguments {
 constexpr int kChunk = 128;     // k of a chunk: 32 of each of the 4 threads that share a row
 constexpr int kMaxExperts = 1024;
 constexpr float kUnscale = 256.0f;  // decoded weights are 2**-8 of their value, see decode
-
-#ifdef CUDA_EMULATOR
-#define DEVICE static inline
-#else
-#define DEVICE __device__ __forceinline__
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-#endif
 
 // ---- instructions ----
 
@@ -68,22 +53,6 @@ DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not ke
   return v;
 }
 
-DEVICE float half_to_float(uint16_t bits) {
-  float out;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-}
-
-template <bool BF16>
-DEVICE uint16_t narrow(float value) {
-  uint16_t out;
-  if constexpr (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  return out;
-}
-
-DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
-
 DEVICE void copy16(uint4* to_shared, const uint16_t* from, bool valid) {  // asynchronous; zeros where not valid
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -98,12 +67,6 @@ DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PEN
 #endif
 
 DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
-
-DEVICE float load_float(const void* p, int64_t i, int dtype) {
-  if (dtype == 0) return static_cast<const float*>(p)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(p)[i];
-  return dtype == 1 ? bits_to_float(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
-}
 
 // ---- decoding ----
 
@@ -122,18 +85,23 @@ DEVICE void decode_scales(uint32_t pair, uint32_t (&scale)[2]) {
   scale[1] = permute_bytes(both, 0u, 0x3232u);
 }
 
-// Eight E2M1 codes (low nibble first) times their scale -> four registers of two 16-bit floats each, 2**-8 of the value.
-// A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or 2**-14 (fp16),
-// subnormals too. The products are exact: 2 significant bits times 4.
+// The two E2M1 codes of byte i of `codes` times their scale -> two 16-bit floats, 2**-8 of the value; `shifted` is
+// codes << 4. A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or
+// 2**-14 (fp16), subnormals too. The products are exact: 2 significant bits times 4.
+template <bool BF16>
+DEVICE uint32_t decode_byte(uint32_t codes, uint32_t shifted, int i, uint32_t scale) {
+  // The even code on top of the low half, the odd one on top of the high half.
+  const uint32_t top = permute_bytes(shifted, codes, 0x4000u + i * 0x1010u);
+  const uint32_t magnitude = BF16 ? (top >> 6) & 0x01C001C0u : (top >> 3) & 0x0E000E00u;
+  return multiply2<BF16>((top & 0x80008000u) | magnitude, scale);
+}
+
+// Eight codes (low nibble first) of one scale -> four registers.
 template <bool BF16>
 DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
   const uint32_t shifted = codes << 4;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {  // byte i: the even code on top of the low half, the odd one on top of the high half
-    const uint32_t top = permute_bytes(shifted, codes, 0x4000u + i * 0x1010u);
-    const uint32_t magnitude = BF16 ? (top >> 6) & 0x01C001C0u : (top >> 3) & 0x0E000E00u;
-    out[i] = multiply2<BF16>((top & 0x80008000u) | magnitude, scale);
-  }
+  for (int i = 0; i < 4; ++i) out[i] = decode_byte<BF16>(codes, shifted, i, scale);
 }
 
 DEVICE float activate(const Arguments& args, float gate, float up) {
@@ -149,27 +117,14 @@ DEVICE float activate(const Arguments& args, float gate, float up) {
 // tile_start[e] = tiles of `height` rows that the experts before e need; all threads of the block call it.
 template <int THREADS>
 DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* warp_total) {
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x;
   int carry = 0;
   for (int base = 0; base < args.experts; base += THREADS) {
     const int e = base + thread;
     int tiles = 0;
     if (e < args.experts) tiles = (args.offsets[e] - (e ? args.offsets[e - 1] : 0) + height - 1) / height;
-    int sum = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) warp_total[warp] = sum;
-    __syncthreads();
-    int before = carry;
-    for (int i = 0; i < THREADS / 32; ++i) {
-      if (i < warp) before += warp_total[i];
-      carry += warp_total[i];
-    }
-    if (e < args.experts) tile_start[e + 1] = before + sum;
-    __syncthreads();
+    const int end = scan_block<THREADS>(tiles, warp_total, carry);
+    if (e < args.experts) tile_start[e + 1] = end;
   }
   if (thread == 0) tile_start[0] = 0;
   __syncthreads();
@@ -186,6 +141,27 @@ DEVICE int expert_of_tile(const int* tile_start, int experts, int tile) {
   return low;
 }
 
+struct Tile {
+  int expert, row0, end, tile_n;  // rows row0 to at most end - 1
+};
+
+// Tile number `tile` of `height` rows, in an order in which blocks that run together take the row tiles of one expert
+// with the same weights, for the L2 cache.
+DEVICE Tile tile_of(const Arguments& args, const int* tile_start, int64_t tile, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, args.experts, static_cast<int>(tile / tiles_n));
+  const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
+  const int64_t within = tile - static_cast<int64_t>(tile_start[expert]) * tiles_n;
+  const int start = expert ? args.offsets[expert - 1] : 0;
+  return {expert, start + static_cast<int>(within % expert_tiles) * height, args.offsets[expert],
+          static_cast<int>(within / expert_tiles)};
+}
+
+// The token of a row of x; rows that do not exist read the last one's, and are not stored.
+DEVICE int token_of_row(const Arguments& args, int row, int end) {
+  row = min(row, end - 1);
+  return args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
+}
+
 // ---- the GEMM ----
 
 // What a thread holds of one chunk of its rows g and g + 8: 32 codes and 2 scales of each.
@@ -199,6 +175,23 @@ struct Rows {
   const uint8_t* codes[2];
   const uint8_t* scales[2];
 };
+
+// The rows of weights of a warp: R blocks of 16, STRIDE output features apart from n0 on (SwiGLU: one of gate, one of
+// up), from k on. Rows that do not exist are read from the last that does, and not stored.
+template <bool SWIGLU, int R, int STRIDE>
+DEVICE void find_rows(Rows (&rows)[R], const Arguments& args, int expert, int n0, int g, int k) {
+  const int features = SWIGLU ? args.n / 2 : args.n;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int feature = min(n0 + (SWIGLU ? 0 : STRIDE * r) + g + 8 * half, features - 1);
+      const int64_t row = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
+      rows[r].codes[half] = args.qdata + row * (args.k / 2) + k / 2;
+      rows[r].scales[half] = args.scale + row * (args.k / 16) + k / 16;
+    }
+  }
+}
 
 // FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
 template <bool FULL>

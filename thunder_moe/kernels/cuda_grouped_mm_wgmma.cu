@@ -73,11 +73,7 @@ template <bool BF16>
 DEVICE void decode_pairs(uint32_t (&out)[4], uint32_t bytes, const uint32_t (&scale)[2]) {
   const uint32_t shifted = bytes << 4;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t top = permute_bytes(shifted, bytes, 0x4000u + i * 0x1010u);
-    const uint32_t magnitude = BF16 ? (top >> 6) & 0x01C001C0u : (top >> 3) & 0x0E000E00u;
-    out[i] = multiply2<BF16>((top & 0x80008000u) | magnitude, scale[i / 2]);
-  }
+  for (int i = 0; i < 4; ++i) out[i] = decode_byte<BF16>(bytes, shifted, i, scale[i / 2]);
 }
 
 // A chunk's 8 steps of 16 k in natural order: step 2 * j + i takes words 4 * j + 2 * i and the next.
@@ -122,18 +118,10 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
   const int64_t tiles = static_cast<int64_t>(tile_start[args.experts]) * tiles_n;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    // Blocks that run together take the row tiles of one expert with the same weights, for the L2 cache.
-    const int expert = expert_of_tile(tile_start, args.experts, static_cast<int>(tile / tiles_n));
-    const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
-    const int64_t within = tile - static_cast<int64_t>(tile_start[expert]) * tiles_n;
-    const int end = args.offsets[expert];
-    const int row0 = (expert ? args.offsets[expert - 1] : 0) + static_cast<int>(within % expert_tiles) * kTokens;
-    const int n0 = static_cast<int>(within / expert_tiles) * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
+    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
+    const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
-    for (int i = threadIdx.x; i < kTokens; i += kThreads) {
-      const int row = min(row0 + i, end - 1);
-      token_of[i] = args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
-    }
+    for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
     __syncthreads();
     auto fetch = [&](int chunk) {
       if (chunk < chunks) {
@@ -148,16 +136,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
     };
 
     Rows rows[R];
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int feature = min(n0 + (SWIGLU ? 0 : 64 * r) + g + 8 * half, features - 1);
-        const int64_t row = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-        rows[r].codes[half] = args.qdata + row * (args.k / 2) + 16 * t;
-        rows[r].scales[half] = args.scale + row * (args.k / 16) + 2 * t;
-      }
-    }
+    find_rows<SWIGLU, R, 64>(rows, args, expert, n0, g, 32 * t);
     Weights ahead[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) load_weights<FULL>(ahead[r], rows[r], 0, args.k - 32 * t);

@@ -5,13 +5,6 @@
 // Each block owns kSlots consecutive slots, each of its warps a consecutive part, so that ranks follow from counts.
 // Slots of unknown experts (outside [0, E)) form bucket E, behind all others.
 
-#ifndef CUDA_EMULATOR
-typedef unsigned short uint16_t;
-typedef unsigned int uint32_t;
-typedef long long int64_t;
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-#endif
-
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
 struct RouteArguments {
@@ -31,14 +24,14 @@ struct CombineArguments {
   int tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
 };
 
-static __device__ __forceinline__ int bucket_of(const RouteArguments& args, int slot) {
+DEVICE int bucket_of(const RouteArguments& args, int slot) {
   const int64_t id = args.wide_ids ? static_cast<const int64_t*>(args.expert_ids)[slot]
                                    : static_cast<const int*>(args.expert_ids)[slot];
   return id >= 0 && id < args.experts ? static_cast<int>(id) : args.experts;
 }
 
 // warp_count[w][bucket] = slots of the bucket among those of warp w of this block.
-static __device__ __forceinline__ void count_slots(const RouteArguments& args, int* warp_count) {
+DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
   const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) warp_count[i] = 0;
   __syncthreads();
@@ -85,19 +78,7 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
         }
       }
     }
-    int sum = total;  // inclusive, over the buckets of this warp
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(0xffffffffu, sum, step);
-      if (lane >= step) sum += other;
-    }
-    if (lane == 31) warp_total[warp] = sum;
-    __syncthreads();
-    int start = carry + sum - total;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < warp) start += warp_total[w];
-      carry += warp_total[w];
-    }
+    const int start = scan_block<kThreads>(total, warp_total, carry) - total;
     if (bucket < buckets) {
       if (blockIdx.x == 0 && bucket < args.experts) args.offsets[bucket] = start + total;
       int row = start + before;
@@ -107,8 +88,8 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
         row += count;
       }
     }
-    __syncthreads();
   }
+  __syncthreads();
 
   int* next_row = warp_count + warp * buckets;
   const int first = blockIdx.x * args.slots_per_block + warp * (args.slots_per_block / kWarps);
@@ -128,23 +109,6 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
   }
 }
 
-#ifndef CUDA_EMULATOR
-template <bool BF16>
-static __device__ __forceinline__ float widen(uint16_t bits) {
-  float out;
-  if constexpr (BF16) out = __uint_as_float(static_cast<uint32_t>(bits) << 16);
-  else asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
-  return out;
-}
-template <bool BF16>
-static __device__ __forceinline__ uint16_t narrow(float value) {
-  uint16_t out;
-  if constexpr (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
-  return out;
-}
-#endif
-
 // out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a.
 template <bool BF16>
 __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args) {
@@ -161,12 +125,7 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
       const int64_t slot = token * args.top_k + a;
       const int row = args.slot_row[slot];
       if (row < 0) continue;
-      float weight = 1.0f;
-      if (args.slot_weight != nullptr) {
-        if (args.slot_weight_dtype == 0) weight = static_cast<const float*>(args.slot_weight)[slot];
-        else if (args.slot_weight_dtype == 1) weight = widen<true>(static_cast<const uint16_t*>(args.slot_weight)[slot]);
-        else weight = widen<false>(static_cast<const uint16_t*>(args.slot_weight)[slot]);
-      }
+      const float weight = args.slot_weight == nullptr ? 1.0f : load_float(args.slot_weight, slot, args.slot_weight_dtype);
       const uint16_t* from = args.rows + static_cast<int64_t>(row) * args.n + column;
       alignas(16) uint16_t values[kColumns];
       if (vectors) {

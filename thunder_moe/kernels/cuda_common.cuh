@@ -1,0 +1,64 @@
+// What the CUDA kernels share: types, 16-bit floats, a scan over the threads of a block.
+// Put in front of every cuda_*.cu by kernels/cuda.py and kernels/cuda_configs.py; tests/kernels/cuda_emulator.h has a
+// CPU's versions of what is machine code here.
+
+#ifdef CUDA_EMULATOR
+#define DEVICE static inline
+#else
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#define DEVICE __device__ __forceinline__
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+
+DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+
+DEVICE float half_to_float(uint16_t bits) {
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(bits));
+  return out;
+}
+
+template <bool BF16>
+DEVICE float widen(uint16_t bits) {
+  return BF16 ? bits_to_float(static_cast<uint32_t>(bits) << 16) : half_to_float(bits);
+}
+
+template <bool BF16>
+DEVICE uint16_t narrow(float value) {
+  uint16_t out;
+  if constexpr (BF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));
+  return out;
+}
+#endif
+
+// Element i of an array of a dtype: 0 float32, 1 bfloat16, 2 float16.
+DEVICE float load_float(const void* p, int64_t i, int dtype) {
+  if (dtype == 0) return static_cast<const float*>(p)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(p)[i];
+  return dtype == 1 ? widen<true>(bits) : widen<false>(bits);
+}
+
+// carry plus the sum of `value` over the threads up to this one; carry becomes that over all. All threads call it.
+template <int THREADS>
+DEVICE int scan_block(int value, int* warp_total, int& carry) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warp_total[warp] = sum;
+  __syncthreads();
+  sum += carry;
+  for (int i = 0; i < THREADS / 32; ++i) {
+    if (i < warp) sum += warp_total[i];
+    carry += warp_total[i];
+  }
+  __syncthreads();  // the next call may write warp_total
+  return sum;
+}

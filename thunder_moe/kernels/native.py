@@ -1,0 +1,28 @@
+"""What compiled kernels, C++ and CUDA, are handed of tensors: pointers, and codes of dtypes.
+Called by kernels.cpu and kernels.cuda; calls torch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPE_CODES", "dtype_code", "floats", "pointer"]
+
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def floats(tensor: Tensor | None) -> Tensor | None:
+    """A contiguous tensor of a dtype that the kernels read."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor if tensor.dtype in DTYPE_CODES else tensor.float()).contiguous()
+
+
+def dtype_code(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else DTYPE_CODES[tensor.dtype]
