@@ -315,31 +315,33 @@ class Llama4MoE(nn.Module):
         if isinstance(self.routed_experts, NVFP4GroupedSwiGLU):
             weights = self.routed_experts.gate_up_proj.nvfp4_weight, self.routed_experts.down_proj.nvfp4_weight
             return moe_experts(x_TH, ids_TA, torch.sigmoid(logits_TA.float()), *weights, weight_on_input=True)
-        order_M, offsets_E, inverse_M = sort_by_expert(ids_TA.reshape(-1), self.num_experts)
+        order_M, offsets_E = sort_by_expert(ids_TA.reshape(-1), self.num_experts)
         weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]
         rows_MH = x_TH[order_M // self.top_k] * weight_M[:, None]
+        inverse_M = invert(order_M)
         out_MH = self.routed_experts(rows_MH, offsets_E)[inverse_M]
         return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)
 
 
-def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """`moe_route` in what Thunder and torch.compile trace of torch itself, for 16-bit experts.
 
     Args:
-        ids_M: int64 (M,), the expert of each slot; num_experts for a slot without one.
+        ids_M: int64 (M,), the expert of each slot.
         num_experts: E.
 
     Returns:
-        (order, offsets, inverse): the slot of each row, sorted by expert, stably; int32 (E,) row ends; the row of each
-        slot.
+        (order, offsets): the slot of each row, sorted by expert, stably; int32 (E,) row ends.
     """
     order_M = torch.argsort(ids_M, stable=True)
     ones_M = torch.ones_like(ids_M, dtype=torch.int32)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids_M.device).scatter_add(0, ids_M, ones_M)
-    offsets_E = torch.cumsum(counts[:num_experts], 0, dtype=torch.int32)
-    # The inverse permutation by a scatter: one kernel, where a second sort is several.
-    rows_M = torch.arange(ids_M.shape[0], device=ids_M.device)
-    return order_M, offsets_E, torch.zeros_like(order_M).scatter(0, order_M, rows_M)
+    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=ids_M.device).scatter_add(0, ids_M, ones_M)
+    return order_M, torch.cumsum(counts_E, 0, dtype=torch.int32)
+
+
+def invert(order_M: Tensor) -> Tensor:
+    """The inverse of a permutation, int64 (M,): by a scatter, one kernel, where a second sort is several."""
+    return torch.zeros_like(order_M).scatter(0, order_M, torch.arange(order_M.shape[0], device=order_M.device))
 
 
 def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:

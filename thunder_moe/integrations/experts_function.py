@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
 from thunder_moe.integrations.experts_form import ExpertsForm, apply_gate, halves, require_form, stored_weights
 from thunder_moe.kernels.epilogues import expert_of_row, gather_rows, live_rows
-from thunder_moe.nn import sort_by_expert
+from thunder_moe.nn import invert, sort_by_expert
 from thunder_moe.nvfp4 import NVFP4Weight
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
@@ -109,9 +109,10 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
     first = module.gate_up_proj if module.has_gate else module.up_proj
     experts, top_k = first.shape[0], ids.shape[1]
     ids = ids.reshape(-1)  # [M]
-    order, offsets, inverse = sort_by_expert(ids, experts)
+    order, offsets = sort_by_expert(ids, experts + 1)  # the last one: ids of other devices' experts
+    offsets = offsets[:experts]
     expert, live = ids[order], None
-    if getattr(module, "_is_expert_parallel", False):  # ids of other devices' experts are `experts`
+    if getattr(module, "_is_expert_parallel", False):
         live = (expert < experts)[:, None]
         expert = expert.clamp(max=experts - 1)
 
@@ -129,7 +130,7 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     rows = rows * slot_weight.reshape(-1)[order][:, None]
-    return rows[inverse].reshape(hidden.shape[0], top_k, hidden.shape[-1]).sum(1).to(hidden.dtype)
+    return rows[invert(order)].reshape(hidden.shape[0], top_k, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
 
 @torch.compiler.assume_constant_result

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from thunder_moe.nn import sort_by_expert
+from thunder_moe.nn import invert, sort_by_expert
 
 __all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "run_routed"]
 
@@ -39,12 +39,12 @@ def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Ten
     tokens = hidden_states.reshape(-1, layer.hidden_dim)
     logits = F.linear(tokens, layer.router.weight)
     values, ids = torch.topk(logits, layer.top_k, dim=1)
-    order, offsets, inverse = sort_by_expert(ids.reshape(-1), layer.num_experts)
+    order, offsets = sort_by_expert(ids.reshape(-1), layer.num_experts)
     weights = torch.sigmoid(values.float()).to(tokens.dtype).reshape(-1)[order]
     rows = tokens[order // layer.top_k] * weights[:, None]
     gate, up = F.grouped_mm(rows, layer.experts.gate_up_proj, offs=offsets).chunk(2, dim=-1)
     rows = F.grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=offsets)
-    routed = rows[inverse].reshape(-1, layer.top_k, layer.hidden_dim).sum(1)
+    routed = rows[invert(order)].reshape(-1, layer.top_k, layer.hidden_dim).sum(1)
     return layer.shared_expert(tokens) + routed, logits
 
 
