@@ -5,6 +5,7 @@ Called by pytest; the emulated launches replace kernels.cuda._launch, all else i
 import ctypes
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -236,6 +237,26 @@ def test_compiles(architecture, tmp_path, monkeypatch):
     assert nvrtc.compile_cubin(route, "combine<false>", architecture)[0].startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=f"nothing<1> for {architecture}: .*nothing"):
         nvrtc.compile_cubin(route, "nothing<1>", architecture)
+
+
+@pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("cuda_*.cu")), ids=lambda file: file.stem)
+def test_every_kernel_waits_for_the_one_before_it_first(file):
+    bodies = re.split(r"__global__ void [^{;]*\{", file.read_text())[1:]
+    assert bodies
+    assert all(body.lstrip().startswith("await_previous_kernel();") for body in bodies)
+
+
+@pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
+def test_launch_configuration():
+    from cuda.bindings import driver
+
+    config = nvrtc.launch_config(256, 1024, overlap=True)
+    assert (config.gridDimY, config.gridDimZ) == (config.blockDimY, config.blockDimZ) == (1, 1)
+    assert (config.blockDimX, config.sharedMemBytes) == (256, 1024)
+    (attribute,) = config.attrs
+    overlap = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == (overlap, 1)
+    assert nvrtc.launch_config(256, 1024, overlap=False).numAttrs == 0
 
 
 def test_says_why_it_cannot_run():

@@ -4,6 +4,7 @@
 
 #ifdef CUDA_EMULATOR
 #define DEVICE static inline
+DEVICE void await_previous_kernel() {}
 #else
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -12,6 +13,16 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 #define DEVICE __device__ __forceinline__
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+
+// What every kernel does first. On SM90 and newer a kernel's blocks start while the kernel before still ends
+// (programmatic dependent launch, asked for by kernels/nvrtc.py): they wait here for its results, and only then let the
+// next kernel's blocks start. So whoever is past this line has all earlier kernels of the stream behind it.
+DEVICE void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 

@@ -22,6 +22,7 @@ DEVICE float e4m3(uint32_t bits) {
 
 template <bool BF16>
 __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args) {
+  await_previous_kernel();
   const int blocks_k = args.k / 16;
   const int64_t items = args.rows * blocks_k, step = static_cast<int64_t>(gridDim.x) * 256;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {

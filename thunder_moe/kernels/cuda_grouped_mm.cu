@@ -10,6 +10,7 @@
 // along N and along K; DEPTH: chunks in flight. One block runs tile after tile.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int DEPTH>
 __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args) {
+  await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(DEPTH % 2 == 0, "the tokens alternate between two buffers");
   constexpr int kThreads = 32 * WN * WK, kTokens = 8 * C;
@@ -111,6 +112,7 @@ DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4
 // As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>
 __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments args) {
+  await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   constexpr int kThreads = 32 * WN, kTokens = 8 * C, kDepth = 2;
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);

@@ -99,6 +99,7 @@ DEVICE void decode_chunk_in_order(uint32_t (&a)[8][4], const Weights& w, int t) 
 // warpgroups; STAGES: chunks of tokens in shared memory. One block runs tile after tile.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WG, int STAGES>
 __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments args) {
+  await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(STAGES >= 3, "a stage is filled while two are read");
   constexpr int kThreads = 128 * WG, kTokens = 8 * C, kStage = kTokens * 16;  // in units of 16 bytes

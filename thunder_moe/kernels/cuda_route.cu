@@ -47,6 +47,7 @@ DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
 }
 
 __global__ void __launch_bounds__(kThreads) route_count(const RouteArguments args) {
+  await_previous_kernel();
   DYNAMIC_SHARED(int, warp_count);
   count_slots(args, warp_count);
   const int buckets = args.experts + 1;
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) route_count(const RouteArguments arg
 }
 
 __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments args) {
+  await_previous_kernel();
   DYNAMIC_SHARED(int, warp_count);  // [kWarps][E + 1]: counts, then the next row of each warp and bucket
   __shared__ int warp_total[kWarps];
   const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -112,6 +114,7 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
 // out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a.
 template <bool BF16>
 __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args) {
+  await_previous_kernel();
   constexpr int kColumns = 8;
   const int blocks_n = (args.n + kColumns - 1) / kColumns;
   const int64_t items = static_cast<int64_t>(args.tokens) * blocks_n;

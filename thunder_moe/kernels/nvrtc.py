@@ -9,23 +9,34 @@ import functools
 import hashlib
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "compile_cubin", "kernel", "missing_reason"]
+__all__ = ["Kernel", "compile_cubin", "kernel", "launch_config", "missing_reason"]
 
 _OPTIONS = ("--std=c++17",)
 
 
 class Kernel:
-    """A compiled kernel on one device; its one parameter is a struct by value."""
+    """A compiled kernel on one device; its one parameter is a struct by value.
 
-    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+    Args:
+        function: of cuda.bindings.driver.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        overlap: the kernel may start while the one before it in the stream still runs; it waits for that one's results
+            itself (`await_previous_kernel` of cuda_common.cuh). Needs SM90.
+    """
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
         from cuda.bindings import driver
 
-        self.function, self.threads, self.shared_bytes = function, threads, shared_bytes
+        self.function = function
+        self._lock = threading.Lock()
+        self._config = launch_config(threads, shared_bytes, overlap)
         if shared_bytes > 48 << 10:
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
@@ -38,8 +49,25 @@ class Kernel:
         from cuda.bindings import driver
 
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        size = (grid, 1, 1, self.threads, 1, 1, self.shared_bytes)
-        _check(driver.cuLaunchKernel(self.function, *size, stream, ctypes.addressof(parameters), 0))
+        with self._lock:  # making a new one takes 3 us
+            self._config.gridDimX, self._config.hStream = grid, stream
+            _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
+
+
+def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
+    """A CUlaunchConfig of one-dimensional blocks, but for the number of blocks and the stream."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def missing_reason() -> str | None:
@@ -70,7 +98,7 @@ def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_byte
         cubin, name = compile_cubin(source, expression, architecture)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
-        return Kernel(function, threads, shared_bytes)
+        return Kernel(function, threads, shared_bytes, overlap=major >= 9)
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
