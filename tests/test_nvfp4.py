@@ -11,7 +11,7 @@ from oracle import FORMAT_ERROR, decode_e2m1, relative_error
 from oracle import dequantize as oracle_dequantize
 
 from thunder_moe import nvfp4
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize, swizzle_scale
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 BITS = torch.uint8
 
@@ -162,31 +162,6 @@ def test_equals_torchao_on_normal_weights_but_for_ulps_at_ties(dtype):
     qdata, scale = torchao_quantize(weight[0], packed.global_scale[0])
     assert torch.equal(bits(packed.scale[0]), bits(scale))
     assert (packed.qdata[0] != qdata).float().mean() < 2e-5
-
-
-@pytest.mark.parametrize(("n", "k"), [(128, 64), (1, 16), (130, 80), (256, 128), (100, 48)])
-def test_swizzled_layout(n, k):
-    packed = quantize(torch.randn(2, n, k))
-    swizzled = packed.to_layout("swizzled_128x4")
-    rows, columns = swizzled.scale.shape[1:]
-    assert rows % 128 == 0
-    assert columns % 4 == 0
-    flat = bits(swizzled.scale).view(2, -1)
-    for row, column in [(0, 0), (n - 1, k // 16 - 1), (n // 2, 0), (n // 3, k // 32)]:
-        tile = (row // 128) * (columns // 4) + column // 4
-        position = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
-        assert torch.equal(flat[:, position], bits(packed.scale)[:, row, column])
-    assert int(bits(swizzled.scale).ne(0).sum()) == int(bits(packed.scale).ne(0).sum())
-    back = swizzled.to_layout("linear")
-    assert torch.equal(bits(back.scale), bits(packed.scale))
-    assert torch.equal(dequantize(swizzled), dequantize(packed))
-
-
-def test_swizzled_layout_equals_torchao():
-    from torchao.prototype.mx_formats.utils import to_blocked
-
-    scale = quantize(torch.randn(1, 200, 160)).scale
-    assert torch.equal(bits(swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
 
 
 def test_concatenate():

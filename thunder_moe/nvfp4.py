@@ -1,5 +1,5 @@
-"""The NVFP4 number format: `NVFP4Weight`, `quantize`, `dequantize` and the layouts of its block scales.
-Called by kernels, ops, nn, compilers and checkpoints; calls plain torch and nothing else of the package.
+"""The NVFP4 number format: `NVFP4Weight`, `quantize`, `dequantize`.
+Called by kernels, ops, nn, compilers and checkpoints; calls plain torch and nvfp4_layouts.
 
 A weight value is ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]``: 4-bit floats (E2M1) in
 blocks of 16 along K, one E4M3 scale per block, one float32 multiplier per expert (or per row of an expert).
@@ -13,12 +13,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["BLOCK_SIZE", "LAYOUTS", "NVFP4Weight", "dequantize", "quantize", "swizzle_scale", "unswizzle_scale"]
+from thunder_moe.nvfp4_layouts import (
+    BLOCK_SIZE,
+    LAYOUTS,
+    from_humming,
+    layout_fits,
+    scale_shape,
+    swizzle_scale,
+    to_humming,
+    unswizzle_scale,
+)
 
-BLOCK_SIZE = 16
+__all__ = ["BLOCK_SIZE", "LAYOUTS", "NVFP4Weight", "dequantize", "quantize", "require", "scale_shape"]
+
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-LAYOUTS = ("linear", "swizzled_128x4")
 SCALE_SEARCHES = ("mse",)
 
 # Weights handled at a time: what fits a CPU's L2 cache; on a GPU, temporaries of at most 0.5 GB.
@@ -35,14 +44,14 @@ class NVFP4Weight:
     """The 4-bit weights of E experts.
 
     Attributes:
-        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k.
-        scale: float8_e4m3fn block scales; "linear": (E, N, K // 16), "swizzled_128x4": (E, N padded to 128,
-            K // 16 padded to 4).
+        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layout "humming" in
+            another order).
+        scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4).
         global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
-        layout: how `scale` lies in memory, one of `LAYOUTS`.
+        layout: how `qdata` and `scale` lie in memory, one of `LAYOUTS` (nvfp4_layouts describes them).
 
     Raises:
-        ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown.
+        ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
     """
 
     qdata: torch.Tensor
@@ -57,6 +66,8 @@ class NVFP4Weight:
         require(self.qdata.ndim == 3, "qdata", self.qdata, "shape (experts, out_features, in_features // 2)")
         experts, n, k = self.shape
         require(k % BLOCK_SIZE == 0, "qdata", self.qdata, f"in_features a multiple of {BLOCK_SIZE}")
+        needs = layout_fits(n, k, self.layout)
+        require(needs is None, "qdata", self.qdata, f"{needs} in layout {self.layout!r}")
         wanted = scale_shape(experts, n, k, self.layout)
         require(self.scale.dtype == torch.float8_e4m3fn, "scale", self.scale, "dtype float8_e4m3fn")
         require(tuple(self.scale.shape) == wanted, "scale", self.scale, f"shape {wanted} in layout {self.layout!r}")
@@ -105,15 +116,29 @@ class NVFP4Weight:
         return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
 
     def to_layout(self, layout: str) -> NVFP4Weight:
-        """The same weight with its scales in another layout of `LAYOUTS`; exact both ways."""
+        """The same weight in another layout of `LAYOUTS`; exact both ways.
+
+        Raises:
+            ValueError: the layout is unknown, or its kernels cannot take this shape.
+        """
         if layout == self.layout:
             return self
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
+        _, n, k = self.shape
+        needs = layout_fits(n, k, layout)
+        if needs is not None:
+            raise ValueError(f"layout: got {layout!r} for a weight of shape {self.shape}, which needs {needs}")
+        qdata, scale = self.qdata, self.scale
+        if self.layout == "swizzled_128x4":
+            scale = unswizzle_scale(scale, n, k)
+        elif self.layout == "humming":
+            qdata, scale = from_humming(qdata, scale)
         if layout == "swizzled_128x4":
-            return replace(self, scale=swizzle_scale(self.scale), layout=layout)
-        if layout == "linear":
-            _, n, k = self.shape
-            return replace(self, scale=unswizzle_scale(self.scale, n, k), layout=layout)
-        raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
+            scale = swizzle_scale(scale)
+        elif layout == "humming":
+            qdata, scale = to_humming(qdata, scale)
+        return replace(self, qdata=qdata, scale=scale, layout=layout)
 
     @staticmethod
     def concatenate(*weights: NVFP4Weight) -> NVFP4Weight:
@@ -232,35 +257,6 @@ def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: tor
     factor = scale.float() * global_scale[:, None]  # [R, K // 16]
     blocks = (*factor.shape, BLOCK_SIZE)
     torch.mul(pairs.view(blocks).float(), factor[..., None], out=out.view(blocks))
-
-
-def swizzle_scale(scale: torch.Tensor) -> torch.Tensor:
-    """Block scales (E, N, S) -> (E, N padded to 128, S padded to 4) in tensor-core order, padding zero.
-
-    Tiles of 128 rows by 4 scales lie one after the other (along S first); in a tile, row r and column c stand at
-    ``(r % 32) * 16 + (r // 32) * 4 + c``: cuBLAS' and CUTLASS' layout for 1D block scaling factors.
-    """
-    experts, n, columns = scale.shape
-    _, n_padded, columns_padded = scale_shape(experts, n, columns * BLOCK_SIZE, "swizzled_128x4")
-    padded = torch.zeros(experts, n_padded, columns_padded, dtype=torch.uint8, device=scale.device)
-    padded[:, :n, :columns] = scale.view(torch.uint8)
-    tiles = padded.view(experts, n_padded // 128, 4, 32, columns_padded // 4, 4)
-    return tiles.permute(0, 1, 4, 3, 2, 5).reshape(padded.shape).view(torch.float8_e4m3fn)
-
-
-def unswizzle_scale(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """The inverse of `swizzle_scale`: drops the padding and gives (E, n, k // 16)."""
-    experts, n_padded, columns_padded = scale.shape
-    tiles = scale.view(torch.uint8).view(experts, n_padded // 128, columns_padded // 4, 32, 4, 4)
-    padded = tiles.permute(0, 1, 4, 3, 2, 5).reshape(scale.shape)
-    return padded[:, :n, : k // BLOCK_SIZE].contiguous().view(torch.float8_e4m3fn)
-
-
-def scale_shape(experts: int, n: int, k: int, layout: str) -> tuple[int, int, int]:
-    """The shape of the block scales of an (E, N, K) weight in a layout."""
-    if layout == "linear":
-        return experts, n, k // BLOCK_SIZE
-    return experts, -(-n // 128) * 128, -(-(k // BLOCK_SIZE) // 4) * 4
 
 
 def _quantize_rows(

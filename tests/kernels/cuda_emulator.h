@@ -26,7 +26,7 @@ using std::min;
 
 struct uint2 { uint32_t x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
-struct dim { int x; };
+struct dim { int x, y, z; };
 static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
@@ -75,13 +75,14 @@ struct Meeting {
 static Meeting block_meeting;
 static Meeting warp_meetings[32];
 
+// A row of blocks: those of number y and z along the other dimensions of the grid.
 template <class Body>
-static void launch(int grid, int threads, Body body) {
+static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
   kernel_body = body;
-  gridDim = {grid};
-  blockDim = {threads};
+  gridDim = {grid, y + 1, z + 1};
+  blockDim = {threads, 1, 1};
   for (int block = 0; block < grid; ++block) {
-    blockIdx = {block};
+    blockIdx = {block, y, z};
     fibers = std::vector<Fiber>(threads);
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
