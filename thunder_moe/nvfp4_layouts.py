@@ -1,4 +1,4 @@
-"""The layouts of NVFP4 weights: how the codes and block scales of (E, N, K) lie in memory; conversions are permutations.
+"""The layouts of NVFP4 weights: how the codes and block scales of (E, N, K) lie in memory, each a permutation.
 Called by nvfp4 and by whoever checks operands; calls torch alone.
 
 - "linear": codes (E, N, K // 2), scales (E, N, K // 16), as checkpoints hold them.
@@ -68,8 +68,8 @@ def to_humming(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (E, N, K // 2) and scales (E, N, S), linear -> the same shapes, in the order of Humming's kernels.
 
     That order is the one in which tensor cores take a left operand. Of 64 rows by 16 k, thread 4 * g + t of a warp has
-    one word of eight codes for each 16 rows: rows g and g + 8, k of 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; the four words lie
-    together, then the threads, then the next 64 rows, then the next 16 k. In a word, the lowest four codes are the
+    one word of eight codes for each 16 rows: rows g and g + 8, k of 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Its four words
+    lie together, then the threads, then the next 64 rows, then the next 16 k. In a word, the lowest four codes are the
     even k, ordered by row and then by k, and the highest four the odd ones. The scales of 16 k lie together, of
     each 64 rows those whose numbers differ by a multiple of 8 first. (`weight_repack_nk` and
     `transform_humming_weight_scale` of humming-kernels 0.1.19, for 16-bit activations up to SM90.)
