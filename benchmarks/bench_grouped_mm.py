@@ -156,7 +156,7 @@ def _run(
     errors = {}
     for name, module in backends.items():
         kernel: Kernel = module.grouped_swiglu if which == "gate_up_swiglu" else module.grouped_mm
-        call = functools.partial(kernel, x, packed, case.offsets)
+        call = functools.partial(kernel, x, packed.to_layout(getattr(module, "LAYOUT", "linear")), case.offsets)
         errors[name] = relative_error(call(), wanted)
         if errors[name] > TOLERANCE:
             raise RuntimeError(

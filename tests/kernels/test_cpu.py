@@ -169,9 +169,9 @@ def test_grouped_swiglu(dtype):
     assert relative_error(actual, expected) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
-def test_any_strides_and_layouts(layout):
-    weight, offsets = weights(4, 33, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
+@pytest.mark.parametrize(("layout", "n"), [("linear", 33), ("swizzled_128x4", 33), ("humming", 128)])
+def test_any_strides_and_layouts(layout, n):
+    weight, offsets = weights(4, n, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
     x = torch.randn(30, 64)
     expected = cpu.grouped_mm(x, weight, offsets)
     tensors = (t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 3 else t for t in weight.tensors())

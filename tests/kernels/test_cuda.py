@@ -2,13 +2,8 @@
 Called by pytest; the emulated launches replace kernels.cuda._launch, all else is the backend's own code.
 """
 
-import ctypes
-import hashlib
 import json
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +16,6 @@ from thunder_moe.kernels.epilogues import SwiGLU
 from thunder_moe.kernels.epilogues import route as plain_route
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 
-HERE = Path(__file__).parent
-_ARGUMENTS = {"route": "RouteArguments", "combi": "CombineArguments", "dequa": "DequantizeArguments"}
 DTYPES = [torch.bfloat16, torch.float16]
 CONFIGS = {
     "split 8": GemmConfig("split", 1, 1, 1, 8, 4),
@@ -38,48 +31,6 @@ SWIGLU_CONFIGS = {
     "staged": GemmConfig("staged", 4, 2, 2, 1, 4),
     "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
 }
-
-
-@pytest.fixture(scope="session")
-def emulator(tmp_path_factory):
-    """launch(sources, expression, threads, blocks, argument): runs a kernel of .cu files on this CPU."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    folder, libraries = tmp_path_factory.mktemp("cuda"), {}
-
-    def build(sources: tuple[Path, ...], expression: str) -> ctypes.CDLL:
-        name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
-        program = folder / f"{name}.cpp"
-        argument = _ARGUMENTS.get(expression[:5], "Arguments")
-        includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
-        program.write_text(f"""{includes}
-extern "C" void run(const {argument}* argument, int blocks, int threads) {{
-  launch(blocks, threads, [&] {{ {expression}(*argument); }});
-}}
-""")
-        library = program.with_suffix(".so")
-        options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        subprocess.run([compiler, *options, str(program), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
-
-    def run(sources, expression, threads, blocks, argument):
-        if (sources, expression) not in libraries:
-            libraries[sources, expression] = build(sources, expression)
-        libraries[sources, expression].run(ctypes.byref(argument), blocks, threads)
-
-    return run
-
-
-@pytest.fixture
-def emulated(emulator, monkeypatch):
-    """The backend on a device of three multiprocessors that run one block each."""
-
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument)
-
-    monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))
 
 
 def make(experts, n, k, halves=1):
@@ -232,11 +183,12 @@ def test_compiles(architecture, tmp_path, monkeypatch):
         assert cubin.startswith(b"\x7fELF")
         assert config.expression(torch.bfloat16, True, 2048).partition("<")[0] in name
         assert nvrtc.compile_cubin(*gemm) == (cubin, name)  # from the cache
-    dequantize, route = ("".join(file.read_text() for file in files) for files in (cuda._DEQUANTIZE, cuda._ROUTE))
-    assert nvrtc.compile_cubin(dequantize, "dequantize<true>", architecture)[0].startswith(b"\x7fELF")
-    assert nvrtc.compile_cubin(route, "combine<false>", architecture)[0].startswith(b"\x7fELF")
+    others = {"dequantize<true>": cuda._DEQUANTIZE, "combine<false>": cuda._ROUTE, "swiglu<true>": cuda._SWIGLU}
+    for expression, files in others.items():
+        source = "".join(file.read_text() for file in files)
+        assert nvrtc.compile_cubin(source, expression, architecture)[0].startswith(b"\x7fELF")
     with pytest.raises(RuntimeError, match=f"nothing<1> for {architecture}: .*nothing"):
-        nvrtc.compile_cubin(route, "nothing<1>", architecture)
+        nvrtc.compile_cubin(source, "nothing<1>", architecture)
 
 
 @pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("cuda_*.cu")), ids=lambda file: file.stem)

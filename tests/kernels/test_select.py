@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import cpu, reference
+from thunder_moe.kernels import cpu, humming, reference
 from thunder_moe.kernels import select as module
 from thunder_moe.kernels.select import select
 
@@ -39,6 +39,17 @@ def test_falls_back_with_a_warning_that_says_why(monkeypatch):
         assert select(CPU) is reference
     with pytest.raises(ValueError, match="'cpu' cannot run here: no C\\+\\+ compiler was found"):
         select(CPU, backend="cpu")
+
+
+def test_a_layout_of_its_own_is_never_run_by_something_slower_on_cuda():
+    reason = humming.unavailable_reason()
+    if reason is None:
+        assert select(torch.device("cuda"), layout="humming") is humming
+    else:
+        with pytest.raises(ValueError, match=f"'humming' cannot run here: {reason}"):
+            select(torch.device("cuda"), layout="humming")
+    assert select(torch.device("cuda"), layout="humming", backend="reference") is reference
+    assert select(CPU, layout="humming") is select(CPU)
 
 
 def test_refuses():

@@ -7,7 +7,7 @@ import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, groups, relative_error
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as op
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.nvfp4 import LAYOUTS, NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands, weight_from_operands
 
 DTYPES = list(KERNEL_TOLERANCE)
@@ -20,12 +20,13 @@ def make(n=32, k=48, *, layout="linear"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_matches_the_oracle(offsets, dtype, layout):
-    packed, exact = make(layout=layout)
-    activation = torch.randn(int(offsets[-1]) + 3, 48, dtype=dtype)
+    n, k = (128, 96) if layout == "humming" else (32, 48)
+    packed, exact = make(n, k, layout=layout)
+    activation = torch.randn(int(offsets[-1]) + 3, k, dtype=dtype)
     out = op(activation, *packed, offsets, layout=layout)
-    assert out.shape == (activation.shape[0], 32)
+    assert out.shape == (activation.shape[0], n)
     assert out.dtype == dtype
     assert relative_error(out[: offsets[-1]], grouped_mm(activation, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
@@ -134,6 +135,7 @@ def test_refuses(fake):
         ("offsets", EVEN.long(), "offsets: .*wanted dtype int32"),
         ("offsets", EVEN[:3], r"offsets: .*wanted shape \(4,\)"),
         ("layout", "swizzled_128x4", r"weight_scaling_factor: .*wanted shape \(4, 128, 4\)"),
+        ("layout", "humming", "fp4_weight: .*wanted out_features a multiple of 128 and .* in layout 'humming'"),
         ("layout", "rows", "layout: got 'rows'"),
     ]
     if not fake:

@@ -20,19 +20,23 @@ from thunder_moe.kernels.native import dtype_code, floats, pointer
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
+    "combine",
     "dequantize",
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
     "route",
+    "swiglu",
     "unavailable_reason",
 ]
 
 _DEQUANTIZE = (COMMON, COMMON.with_name("cuda_dequantize.cu"))
 _ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
+_SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
+_ELEMENTWISE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
 
 
@@ -63,6 +67,17 @@ class _CombineArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
         *((name, ctypes.c_int) for name in ("tokens", "top_k", "n", "slot_weight_dtype")),
+    )
+
+
+class _SwigluArguments(ctypes.Structure):
+    """`SwigluArguments` of cuda_swiglu.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
+        *((name, ctypes.c_void_p) for name in ("global_scale", "applied", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "features", "slot_scale_dtype", "bias_dtype")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
     )
 
 
@@ -121,21 +136,7 @@ def grouped_mm_combine(
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight, offsets, slot_row, slot_weight, bias)
-    rows = _gemm(activation, weight, offsets, None, None, bias, None)
-    tokens, top_k = slot_row.shape
-    n = rows.shape[1]
-    out = rows.new_empty(tokens, n)
-    if out.numel() == 0:
-        return out
-    slot_row = slot_row.contiguous()
-    slot_weight = floats(slot_weight)
-    argument = _CombineArguments(
-        *map(pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, dtype_code(slot_weight)
-    )
-    blocks = -(-tokens * -(-n // 8) // _ROUTE_THREADS)
-    bf16 = str(rows.dtype == torch.bfloat16).lower()
-    _launch(_ROUTE, f"combine<{bf16}>", _ROUTE_THREADS, 0, min(blocks, 1 << 20), argument, rows.device)
-    return out
+    return combine(_gemm(activation, weight, offsets, None, None, bias, None), slot_row, slot_weight)
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
@@ -147,6 +148,59 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), offsets)
 
 
+def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
+    """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token."""
+    tokens, top_k = slot_row.shape
+    n = rows.shape[1]
+    out = rows.new_empty(tokens, n)
+    if rows.shape[0] == 0:
+        return out.zero_()
+    if out.numel() == 0:
+        return out
+    slot_row = slot_row.contiguous()
+    slot_weight = floats(slot_weight)
+    argument = _CombineArguments(
+        *map(pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, dtype_code(slot_weight)
+    )
+    blocks = -(-tokens * -(-n // 8) // _ELEMENTWISE_THREADS)
+    _launch(_ROUTE, f"combine<{_is_bf16(rows)}>", _ELEMENTWISE_THREADS, 0, min(blocks, 1 << 20), argument, rows.device)
+    return out
+
+
+def swiglu(
+    gate_up: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor | None,
+    slot_scale: Tensor | None,
+    bias: Tensor | None,
+    form: SwiGLU,
+    *,
+    global_scale: Tensor | None = None,
+    applied: Tensor | None = None,
+) -> Tensor:
+    """(M, 2I), the output of a GEMM, -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32.
+
+    Args:
+        global_scale: (E, 2I), contiguous; where the GEMM has multiplied by `applied` (E,) in its place.
+        applied: see there.
+    """
+    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, features)
+    if out.numel() == 0:
+        return out
+    offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    tensors = (gate_up, offsets, row_slot, slot_scale, global_scale, applied, bias, out)
+    argument = _SwigluArguments(
+        *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
+    )  # fmt: skip
+    blocks = -(-rows * -(-features // 8) // _ELEMENTWISE_THREADS)
+    kernel = f"swiglu<{_is_bf16(gate_up)}>"
+    _launch(_SWIGLU, kernel, _ELEMENTWISE_THREADS, 0, min(blocks, 1 << 20), argument, gate_up.device)
+    return out
+
+
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     """The same as `nvfp4.dequantize`, bit for bit: (E, N, K) of bfloat16 or float16."""
     experts, n, k = weight.shape
@@ -154,9 +208,9 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
     argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
-    bf16 = str(dtype == torch.bfloat16).lower()
-    blocks = min(-(-out.numel() // (16 * 256)), 1 << 20)
-    _launch(_DEQUANTIZE, f"dequantize<{bf16}>", 256, 0, blocks, argument, weight.device)
+    blocks = min(-(-out.numel() // (16 * _ELEMENTWISE_THREADS)), 1 << 20)
+    kernel = f"dequantize<{_is_bf16(out)}>"
+    _launch(_DEQUANTIZE, kernel, _ELEMENTWISE_THREADS, 0, blocks, argument, weight.device)
     return out
 
 
@@ -180,6 +234,10 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
         _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
     return row_slot, offsets, slot_row
+
+
+def _is_bf16(tensor: Tensor) -> str:
+    return str(tensor.dtype == torch.bfloat16).lower()
 
 
 def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:

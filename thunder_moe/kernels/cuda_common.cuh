@@ -73,3 +73,13 @@ DEVICE int scan_block(int value, int* warp_total, int& carry) {
   __syncthreads();  // the next call may write warp_total
   return sum;
 }
+
+// kernels/epilogues.py's SwiGLU; args has alpha, up_shift and limit (<= 0: none).
+template <class Arguments>
+DEVICE float activate(const Arguments& args, float gate, float up) {
+  if (args.limit > 0.0f) {
+    gate = fminf(gate, args.limit);
+    up = fminf(fmaxf(up, -args.limit), args.limit);
+  }
+  return gate / (1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
+}

@@ -104,14 +104,6 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
   for (int i = 0; i < 4; ++i) out[i] = decode_byte<BF16>(codes, shifted, i, scale);
 }
 
-DEVICE float activate(const Arguments& args, float gate, float up) {
-  if (args.limit > 0.0f) {
-    gate = fminf(gate, args.limit);
-    up = fminf(fmaxf(up, -args.limit), args.limit);
-  }
-  return gate / (1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
-}
-
 // ---- the tiles of a routing ----
 
 // tile_start[e] = tiles of `height` rows that the experts before e need; all threads of the block call it.

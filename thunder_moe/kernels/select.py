@@ -1,5 +1,5 @@
 """The only dispatch: which backend runs an NVFP4 grouped GEMM on a device.
-Called by ops, tests and benchmarks; calls kernels.cpu (compiled, CPUs) and kernels.reference (plain torch, anywhere).
+Called by ops, tests and benchmarks; calls kernels.cpu, .cuda, .humming and .reference (plain torch, anywhere).
 """
 
 from __future__ import annotations
@@ -17,18 +17,26 @@ import torch
 __all__ = ["BACKENDS", "SIMULATIONS", "select", "simulate_w4a4", "use_backend"]
 
 # In order of preference; each has the devices that it serves (None: all). What follows the reference is never chosen
-# by itself: "cuda" has run in an emulator alone, not on a GPU yet.
-BACKENDS: dict[str, tuple[str, ...] | None] = {"cpu": ("cpu",), "reference": None, "cuda": ("cuda",)}
+# by itself: "cuda" has run in an emulator alone, not on a GPU yet, and "humming" reads a layout of its own.
+BACKENDS: dict[str, tuple[str, ...] | None] = {
+    "cpu": ("cpu",),
+    "reference": None,
+    "cuda": ("cuda",),
+    "humming": ("cuda",),
+}
+# Who runs on CUDA what was laid out for it; all others bring it into "linear" at every call.
+_OWN_LAYOUT = {"humming": "humming"}
 # These compute something else on purpose, and run when asked for.
 SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
 
 
-def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
+def select(device: torch.device, *, layout: str = "linear", backend: str | None = None) -> ModuleType:
     """The kernel module for operands on a device.
 
     Args:
         device: where the operands are.
+        layout: of the weight.
         backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
             available.
 
@@ -40,6 +48,8 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
         ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).
     """
     backend = backend or _CHOSEN.get()
+    if backend is None and device.type == "cuda":
+        backend = _OWN_LAYOUT.get(layout)  # nothing slower in its place: the layout was asked for
     if backend is None:
         return _best(device.type)
     if backend not in _KNOWN:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
+from thunder_moe.nvfp4_layouts import layout_fits
 
 __all__ = ["check_operands", "check_optional", "f16a_nvfp4weight_scaled_grouped_mm", "operands", "weight_from_operands"]
 
@@ -32,7 +33,8 @@ def _grouped_mm(
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
     check_operands(activation, *packed, offsets, layout)
     check_offset_values(offsets, activation.shape[0])
-    return select(activation.device).grouped_mm(activation, weight_from_operands(*packed, layout), offsets)
+    kernel = select(activation.device, layout=layout).grouped_mm
+    return kernel(activation, weight_from_operands(*packed, layout), offsets)
 
 
 @_grouped_mm.register_fake
@@ -54,7 +56,7 @@ def _grouped_mm_dgrad(
 ) -> Tensor:
     qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
     weight = NVFP4Weight(qdata, weight_scaling_factor, weight_global_scale, layout)  # nobody has checked these
-    return select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+    return select(grad.device, layout=layout).grouped_mm_dgrad(grad, weight, offsets)
 
 
 @_grouped_mm_dgrad.register_fake
@@ -104,7 +106,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
         blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
         problem_sizes: likewise.
-        layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.nvfp4.LAYOUTS`.
 
     Returns:
         (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
@@ -156,6 +158,8 @@ def check_operands(
     k = activation.shape[1]
     require(k % BLOCK_SIZE == 0 and k > 0, "activation", activation, f"in_features a multiple of {BLOCK_SIZE}")
     require(2 * half == k, "fp4_weight", fp4_weight, f"in_features // 2 = {k // 2} in dim 1, by the activation")
+    needs = layout_fits(n, k, layout)
+    require(needs is None, "fp4_weight", fp4_weight, f"{needs} in layout {layout!r}")
     scale, wanted = weight_scaling_factor, scale_shape(experts, n, k, layout)
     require(scale.dtype == torch.float8_e4m3fn, "weight_scaling_factor", scale, "dtype float8_e4m3fn")
     require(tuple(scale.shape) == wanted, "weight_scaling_factor", scale, f"shape {wanted} in layout {layout!r}")

@@ -33,7 +33,7 @@ def _grouped_mm_combine(
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
     _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
     check_offset_values(offsets, activation.shape[0])
-    kernel = select(activation.device).grouped_mm_combine
+    kernel = select(activation.device, layout=layout).grouped_mm_combine
     return kernel(activation, weight_from_operands(*packed, layout), offsets, slot_row, slot_weight, bias)
 
 
@@ -85,7 +85,7 @@ def f16a_nvfp4weight_grouped_mm_combine(
         slot_row: int32 (T, A), the row of each slot, as `moe_route` gives it; -1 for a slot that counts nothing.
         slot_weight: floating point (T, A), the router's weights; 1 when None.
         bias: floating point (E, N).
-        layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.nvfp4.LAYOUTS`.
 
     Returns:
         (T, N) in the activation's dtype.

@@ -46,7 +46,7 @@ def _grouped_swiglu(
     _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
     check_offset_values(offsets, (activation if row_slot is None else row_slot).shape[0])
     weight = weight_from_operands(*packed, layout)
-    kernel = select(activation.device).grouped_swiglu
+    kernel = select(activation.device, layout=layout).grouped_swiglu
     return kernel(activation, weight, offsets, row_slot, slot_scale, bias, SwiGLU(alpha, limit, up_shift))
 
 
@@ -104,7 +104,7 @@ def f16a_nvfp4weight_grouped_swiglu(
         row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
         slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
         bias: floating point (E, 2I).
-        layout: of the block scales, one of `thunder_moe.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.nvfp4.LAYOUTS`.
         alpha: factor of the gate in the sigmoid.
         limit: of gate and up, positive; none when None.
         up_shift: added to up.

@@ -1,0 +1,116 @@
+"""The Humming backend on a CUDA device with humming-kernels: results, host synchronisation, CUDA graphs, streams.
+Called by `pytest -m gpu` on such a machine; judged by tests/oracle.py.
+"""
+
+import pytest
+import torch
+from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
+from oracle import moe_experts as oracle_experts
+from test_gpu import no_synchronisation
+
+from thunder_moe import (
+    Llama4MoE,
+    Llama4MoEConfig,
+    dequantize_,
+    f16a_nvfp4weight_grouped_swiglu,
+    f16a_nvfp4weight_scaled_grouped_mm,
+    moe_experts,
+    quantize_,
+    use_backend,
+)
+from thunder_moe.kernels import humming
+from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.ops.grouped_mm import operands
+
+REASON = humming.unavailable_reason()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def backend():
+    with use_backend("humming"):
+        yield
+
+
+def make(n, k, experts=4, parts=1):
+    """A weight on the device, in Humming's layout, and dequantised on the host; `parts` of it differ in scale."""
+    weight = NVFP4Weight.concatenate(*(quantize(torch.randn(experts, n // parts, k) * 3**i) for i in range(parts)))
+    return weight.to("cuda").to_layout("humming"), dequantize(*weight.tensors())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("mean_rows", [1, 12, 90])
+def test_operators(mean_rows, parts, dtype):
+    weight, exact = make(256, 672, 6, parts)
+    counts = torch.randint(0, 2 * mean_rows + 1, (6,)).mul(torch.tensor([1, 0, 3, 1, 0, 1]))
+    offsets = counts.cumsum(0).int()
+    rows = torch.randn(int(offsets[-1]) + 2, 672).to(dtype)
+    on_device = rows.cuda().requires_grad_()
+    packed, ends = operands(weight), offsets.cuda()
+    f16a_nvfp4weight_grouped_swiglu(on_device, *packed, ends, layout="humming")  # compiles
+    with no_synchronisation():
+        out = f16a_nvfp4weight_scaled_grouped_mm(on_device, *packed, ends, layout="humming")
+        hidden = f16a_nvfp4weight_grouped_swiglu(on_device, *packed, ends, layout="humming")
+    live = int(offsets[-1])
+    assert relative_error(out[:live].detach().cpu(), grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
+    assert (
+        relative_error(hidden[:live].detach().cpu(), grouped_swiglu(rows, exact, offsets)) < 2 * KERNEL_TOLERANCE[dtype]
+    )
+    (dgrad,) = torch.autograd.grad(out, on_device, torch.ones_like(out))
+    expected = torch.cat([torch.ones(end - start, 256) @ exact[e] for e, start, end in groups(offsets)])
+    assert relative_error(dgrad[:live].cpu(), expected) < 2 * KERNEL_TOLERANCE[dtype]
+
+
+def test_result_is_the_same_every_time():
+    weight, _ = make(2048, 1024, 16)
+    ends = torch.arange(1, 17, dtype=torch.int32, device="cuda")
+    rows = torch.randn(16, 1024, dtype=BF16, device="cuda")
+    first, *others = (humming.grouped_mm(rows, weight, ends) for _ in range(10))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_layer_on_two_streams_and_in_a_graph():
+    experts, hidden, inner, tokens = 8, 256, 128, 20
+    (gate_up, exact_gate_up), (down, exact_down) = make(2 * inner, hidden, experts, 2), make(hidden, inner, experts)
+    inputs = [
+        (torch.randn(tokens, hidden, dtype=BF16), torch.randint(0, experts, (tokens, 2)), torch.rand(tokens, 2))
+        for _ in range(2)
+    ]
+    expected = [oracle_experts(*each, exact_gate_up, exact_down) for each in inputs]
+    on_device = [tuple(tensor.cuda() for tensor in each) for each in inputs]
+    moe_experts(*on_device[0], gate_up, down)  # compiles
+    torch.cuda.synchronize()
+    streams, outputs = [torch.cuda.Stream() for _ in inputs], []
+    for stream, each in zip(streams, on_device, strict=True):
+        with torch.cuda.stream(stream):
+            outputs.append([moe_experts(*each, gate_up, down) for _ in range(20)][-1])
+    torch.cuda.synchronize()
+    for out, wanted in zip(outputs, expected, strict=True):
+        assert relative_error(out.cpu(), wanted) < 3 * KERNEL_TOLERANCE[BF16]
+    static = [tensor.clone() for tensor in on_device[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = moe_experts(*static, gate_up, down)
+    for each, wanted in zip(on_device, expected, strict=True):
+        for to, source in zip(static, each, strict=True):
+            to.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative_error(captured.cpu(), wanted) < 3 * KERNEL_TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_quantised_for_humming_and_compiled(mode):
+    moe = Llama4MoE(Llama4MoEConfig(256, 128, 8, top_k=2), dtype=BF16, device="cuda")
+    model = quantize_(torch.nn.Sequential(moe), layout="humming")
+    x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)
+    function = torch.compile(model, fullgraph=True, mode=mode)
+    results = []
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        results.append(function(x).clone())
+    expected = llama4_moe(dequantize_(model)[0], x)
+    for out in results:
+        assert relative_error(out.cpu(), expected.cpu()) < 0.02
