@@ -13,6 +13,14 @@ import pytest
 from thunder_moe.kernels import cuda
 
 HERE = Path(__file__).parent
+
+
+class Adversary(ctypes.Structure):
+    """`Adversary` of cuda_emulator.h."""
+
+    _fields_ = tuple((name, ctypes.c_int) for name in ("late_copies", "late_products", "order"))
+
+
 _ARGUMENTS = {
     "route": "RouteArguments",
     "combi": "CombineArguments",
@@ -23,7 +31,7 @@ _ARGUMENTS = {
 
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
-    """launch(sources, expression, threads, blocks, argument): runs a kernel of .cu files on this CPU."""
+    """launch(sources, expression, threads, blocks, argument, adversary): runs a kernel of .cu files on this CPU."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -35,7 +43,8 @@ def emulator(tmp_path_factory):
         argument = _ARGUMENTS.get(expression[:5], "Arguments")
         includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
         program.write_text(f"""{includes}
-extern "C" void run(const {argument}* argument, int blocks, int threads) {{
+extern "C" void run(const {argument}* argument, int blocks, int threads, Adversary worst) {{
+  adversary = worst;
   launch(blocks, threads, [&] {{ {expression}(*argument); }});
 }}
 """)
@@ -44,20 +53,26 @@ extern "C" void run(const {argument}* argument, int blocks, int threads) {{
         subprocess.run([compiler, *options, str(program), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 
-    def run(sources, expression, threads, blocks, argument):
+    def run(sources, expression, threads, blocks, argument, adversary):
         if (sources, expression) not in libraries:
             libraries[sources, expression] = build(sources, expression)
-        libraries[sources, expression].run(ctypes.byref(argument), blocks, threads)
+        libraries[sources, expression].run(ctypes.byref(argument), blocks, threads, adversary)
 
     return run
 
 
+@pytest.fixture(scope="session")
+def adversary():
+    """What the emulated device chooses where hardware is free; a test may change it (and puts it back)."""
+    return Adversary(late_copies=1, late_products=1, order=2)
+
+
 @pytest.fixture
-def emulated(emulator, monkeypatch):
+def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
     def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument)
+        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))

@@ -1,6 +1,7 @@
 // Runs a CUDA kernel's own source on a CPU: one block at a time, each thread a fiber, warp and block instructions as
-// meeting points. Included before the kernel by the program that test_cuda.py compiles; calls ucontext alone.
-// It checks what a kernel computes and that its barriers match, not how fast it is nor how memory is ordered.
+// meeting points. Included before the kernel by the program that conftest.py compiles; calls ucontext alone.
+// What hardware may do early or late is done at the worst time that an `Adversary` allows, so that a missing barrier or
+// wait shows as a wrong result. It checks what a kernel computes and that its barriers match, not how fast it is.
 #pragma once
 #define CUDA_EMULATOR
 #include <ucontext.h>
@@ -11,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -20,7 +22,9 @@
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
-#define DYNAMIC_SHARED(type, name) alignas(16) static type name[(227 << 10) / sizeof(type)]
+#define DYNAMIC_SHARED(type, name)                                 \
+  alignas(16) static type name[(227 << 10) / sizeof(type)];        \
+  if (first_of_block()) std::memset(name, 0xFF, sizeof(name)) /* NaNs */
 using std::max;
 using std::min;
 
@@ -32,16 +36,51 @@ static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 static dim threadIdx, blockIdx, gridDim, blockDim;
 
+// ---- what hardware is free to choose ----
+
+struct Adversary {
+  int late_copies;    // asynchronous copies are done when they are waited for, not when they are issued
+  int late_products;  // likewise wgmma, which then reads its registers and shared memory
+  int order;          // of threads between meeting points: 0 ascending, 1 descending, 2 another one each time
+};
+static Adversary adversary;
+
+struct Copy { uint4* to; uint4 value; };
+
+// What a thread has issued and not waited for: groups of work, the newest still open.
+template <class Work>
+struct Pending {
+  std::vector<Work> open;
+  std::deque<std::vector<Work>> groups;
+  void commit() {
+    groups.push_back(std::move(open));
+    open.clear();
+  }
+  template <class Do>
+  void wait(size_t left, Do perform) {
+    for (; groups.size() > left; groups.pop_front())
+      for (const Work& work : groups.front()) perform(work);
+  }
+};
+
 // ---- fibers ----
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
+  Pending<Copy> copies;
+  Pending<std::function<void()>> products;
 };
 
 static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
+static bool block_has_begun;
+static bool first_of_block() {
+  const bool first = !block_has_begun;
+  block_has_begun = true;
+  return first;
+}
 static std::function<void()> kernel_body;
 
 static void yield() {
@@ -52,6 +91,11 @@ static void yield() {
 
 static void fiber_main() {
   kernel_body();
+  const Fiber& fiber = fibers[threadIdx.x];
+  if (!fiber.products.groups.empty() || !fiber.products.open.empty()) {
+    std::fprintf(stderr, "cuda_emulator: a thread left the kernel before its products were done\n");
+    std::abort();
+  }
   fibers[threadIdx.x].done = true;
   const int self = threadIdx.x;
   swapcontext(&fibers[self].context, &scheduler);
@@ -83,6 +127,7 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
   blockDim = {threads, 1, 1};
   for (int block = 0; block < grid; ++block) {
     blockIdx = {block, y, z};
+    block_has_begun = false;
     fibers = std::vector<Fiber>(threads);
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
@@ -96,7 +141,10 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
     }
     for (int live = threads, turns = 0; live > 0; ++turns) {
       live = 0;
-      for (int i = 0; i < threads; ++i) {
+      for (int turn = 0; turn < threads; ++turn) {
+        // 29 is no divisor of a number of threads, so that every thread has its turn.
+        const int any = static_cast<int>((turn * 29LL + turns * 31LL) % threads);
+        const int i = adversary.order == 0 ? turn : adversary.order == 1 ? threads - 1 - turn : any;
         if (fibers[i].done) continue;
         threadIdx.x = i;
         swapcontext(&scheduler, &fibers[i].context);
@@ -238,26 +286,32 @@ static void copy16(uint4* to_shared, const uint16_t* from, bool valid) {
     std::fprintf(stderr, "cuda_emulator: a 16-byte copy from a misaligned address\n");
     std::abort();
   }
-  *to_shared = valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  const Copy copy{to_shared, valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0)};
+  if (adversary.late_copies) fibers[threadIdx.x].copies.open.push_back(copy);
+  else *copy.to = copy.value;
 }
-static void commit_copies() {}
+static void commit_copies() { fibers[threadIdx.x].copies.commit(); }
 template <int PENDING>
-static void wait_for_copies() {}
+static void wait_for_copies() {
+  fibers[threadIdx.x].copies.wait(PENDING, [](const Copy& copy) { *copy.to = copy.value; });
+}
 
 static uint4* align_shared(uint4* memory, uint32_t to) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
   return memory + ((to - address % to) % to) / sizeof(uint4);
 }
 
-// wgmma, as if it were done at once: a warp's 16 of 64 rows times the tokens of a swizzled tile in shared memory.
 static void fence_registers() {}
-static void commit_products() {}
+static void commit_products() { fibers[threadIdx.x].products.commit(); }
 template <int PENDING>
-static void wait_for_products() {}
+static void wait_for_products() {
+  fibers[threadIdx.x].products.wait(PENDING, [](const std::function<void()>& product) { product(); });
+}
 static void fence_shared() {}
 
+// A warp's 16 of 64 rows times the tokens of a swizzled tile in shared memory.
 template <bool BF16, int C>
-static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
+static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
   struct Operand { uint32_t a[4]; };
   const Operand* lanes = exchange(Operand{{a[0], a[1], a[2], a[3]}});
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -272,4 +326,12 @@ static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile,
       }
       acc[c][i] += sum;
     }
+}
+
+template <bool BF16, int C>
+static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
+  if (adversary.late_products)
+    fibers[threadIdx.x].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, C>(acc, a, tile, step); });
+  else
+    multiply_tile<BF16, C>(acc, a, tile, step);
 }

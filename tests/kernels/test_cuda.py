@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
 from thunder_moe import nvfp4
@@ -121,6 +122,33 @@ def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(emulated):
     flat = torch.randn(5 * 128 + 1, dtype=torch.bfloat16)
     rows, offsets = flat[1:].view(5, 128), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
     out = cuda.grouped_mm(rows, weight, offsets)
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize("k", [16, 656])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), SWIGLU_CONFIGS["wgmma"]], ids=[*CONFIGS, "wgmma, swiglu"])
+def test_reads_nothing_beyond_its_operands(emulated, monkeypatch, config, k):
+    weight, exact = make(4, 88, k)
+    weight = NVFP4Weight(*map(guarded, weight.tensors()))
+    rows, offsets = guarded(torch.randn(42, k, dtype=torch.bfloat16)), torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
+    kernel, oracle = (cuda.grouped_swiglu, grouped_swiglu) if config.row_blocks == 2 else (cuda.grouped_mm, grouped_mm)
+    out = kernel(rows, weight, guarded(offsets), config=config)
+    assert relative_error(out, oracle(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize("late_products", [0, 1])
+@pytest.mark.parametrize("late_copies", [0, 1])
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("name", ["split 8", "staged", "wgmma", "wgmma, two blocks of rows"])
+def test_waits_and_barriers_hold_against_any_timing(
+    emulated, adversary, monkeypatch, name, order, late_copies, late_products
+):
+    for field, value in dict(order=order, late_copies=late_copies, late_products=late_products).items():
+        monkeypatch.setattr(adversary, field, value)
+    weight, exact = make(4, 88, 656)
+    rows, offsets = torch.randn(84, 656, dtype=torch.bfloat16), torch.tensor([3, 3, 80, 84], dtype=torch.int32)
+    out = cuda.grouped_mm(rows, weight, offsets, config=CONFIGS[name])
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
 
 
