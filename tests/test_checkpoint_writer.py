@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.writer import parse_size
+from thunder_moe.nvfp4 import LAYOUTS as LAYOUTS_OF_WEIGHTS
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 
 LAYOUTS = {
@@ -66,6 +67,17 @@ def test_round_trip_is_bit_exact(tmp_path, layout, biases, one_scale):
     for name, tensor in others.items():
         assert torch.equal(checkpoint.read(name), tensor)
         assert checkpoint.read(name).dtype == tensor.dtype
+
+
+def test_every_layout_of_weights_is_written_the_same(tmp_path):
+    weights = quantize(torch.randn(2, 128, 128)), quantize(torch.randn(2, 128, 64))
+    for name in LAYOUTS_OF_WEIGHTS:
+        experts = ExpertWeights(*(weight.to_layout(name) for weight in weights))
+        write_checkpoint(tmp_path / name, {}, [("layers.0.experts", experts)])
+    for name in LAYOUTS_OF_WEIGHTS:
+        for file in ("model.safetensors", "config.json", "hf_quant_config.json"):
+            assert (tmp_path / name / file).read_bytes() == (tmp_path / "linear" / file).read_bytes()
+    assert_same_bits(Checkpoint(tmp_path / "humming").read_experts("layers.0.experts").gate_up, weights[0])
 
 
 def test_experts_without_a_gate(tmp_path):

@@ -1,12 +1,23 @@
-"""The modules: shapes, routing, gradients, bad input, compilation, and Llama 4 from transformers.
+"""The modules: shapes, routing, gradients, bad input, compilation, layouts of 4-bit weights, transformers' Llama 4.
 Called by pytest; judged by tests/oracle.py and by transformers itself.
 """
+
+import io
 
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, grouped_mm, llama4_moe, relative_error
 
-from thunder_moe import GroupedLinear, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, SwiGLU
+from thunder_moe import (
+    GroupedLinear,
+    GroupedSwiGLU,
+    Llama4MoE,
+    Llama4MoEConfig,
+    NVFP4GroupedLinear,
+    NVFP4GroupedSwiGLU,
+    SwiGLU,
+)
+from thunder_moe.nvfp4 import NVFP4Weight, quantize
 
 CONFIG = Llama4MoEConfig(64, 32, 4)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -99,6 +110,128 @@ def test_from_transformers_refuses():
     pytest.importorskip("transformers")
     with pytest.raises(TypeError, match="module: got Linear, wanted transformers' Llama4TextMoe"):
         Llama4MoE.from_transformers(torch.nn.Linear(2, 2))
+
+
+# ---- 4-bit linears in layout "humming", against the same weight in layout "linear"
+
+
+def both(seed=0, n=256, k=64):
+    """(linear, humming): modules of one weight, with global scales per row."""
+    torch.manual_seed(seed)
+    halves = (quantize(torch.randn(4, n // 2, k) * scale) for scale in (1, 3))
+    weight = NVFP4Weight.concatenate(*halves)
+    return NVFP4GroupedLinear(weight), NVFP4GroupedLinear(weight.to_layout("humming"))
+
+
+def bits(state):
+    return {name: tensor.contiguous().view(torch.uint8) for name, tensor in state.items()}
+
+
+def assert_same_bits(state, other):
+    assert state.keys() == other.keys()
+    assert all(torch.equal(a, b) for a, b in zip(bits(state).values(), bits(other).values(), strict=True))
+
+
+def test_a_linear_keeps_its_layout(offsets):
+    linear, humming = both()
+    assert (linear.layout, humming.layout) == ("linear", "humming")
+    assert humming.nvfp4_weight.layout == "humming"
+    assert not torch.equal(humming.qdata, linear.qdata)
+    assert NVFP4GroupedLinear(humming.nvfp4_weight.to_layout("swizzled_128x4")).layout == "linear"
+    assert repr(humming) == repr(linear)[:-1] + ", layout='humming')"
+    x = torch.randn(int(offsets[-1]), 64)
+    results = []
+    for module in (linear, humming):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf, offsets)
+        out.square().sum().backward()
+        results.append((out, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_block_takes_a_layout_for_each_of_its_linears(offsets):
+    (gate_up, humming_gate_up), (down, humming_down) = both(), both(n=128, k=128)
+    x = torch.randn(int(offsets[-1]), 64, dtype=torch.bfloat16)
+    expected = NVFP4GroupedSwiGLU(gate_up, down)(x, offsets)
+    for pair in ((humming_gate_up, humming_down), (humming_gate_up, down), (gate_up, humming_down)):
+        assert torch.equal(NVFP4GroupedSwiGLU(*pair)(x, offsets), expected)
+
+
+def test_modules_pickled_before_there_were_layouts_are_linear():
+    linear, _ = both()
+    del linear.__dict__["layout"]
+    assert linear.nvfp4_weight.layout == "linear"
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_state_dicts_are_linear(keep_vars):
+    linear, humming = both()
+    state = humming.state_dict(prefix="a.", keep_vars=keep_vars)
+    assert_same_bits(state, linear.state_dict(prefix="a."))
+    assert state["a.global_scale"].data_ptr() == humming.global_scale.data_ptr()
+    for name, tensor in linear.state_dict(keep_vars=keep_vars).items():
+        assert tensor.data_ptr() == getattr(linear, name).data_ptr()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_load_into_either_layout(assign):
+    source, target = both(1), both(2)
+    for one in source:
+        for other in target:
+            before = {name: tensor.data_ptr() for name, tensor in other.named_buffers()}
+            for tensor in other.buffers():
+                tensor.view(torch.uint8).zero_()
+            file = io.BytesIO()
+            torch.save(one.state_dict(), file)
+            file.seek(0)
+            state = torch.load(file)
+            other.load_state_dict(state, assign=assign)
+            assert_same_bits(other.state_dict(), source[0].state_dict())
+            assert_same_bits(dict(other.named_buffers()), dict(source[target.index(other)].named_buffers()))
+            for name, tensor in other.named_buffers():
+                assert (tensor.data_ptr() == before[name]) == (not assign)
+                given = assign and (other.layout == "linear" or name == "global_scale")
+                assert (tensor.data_ptr() == state[name].data_ptr()) == given
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_of_a_state_dict_load(assign):
+    source, _ = both(1)
+    for name in ("qdata", "scale", "global_scale"):
+        linear, humming = both(2)
+        before = dict(humming.named_buffers())
+        for module in (linear, humming):
+            part = {name: source.state_dict()[name].clone(), "other": torch.zeros(1)}
+            keys = module.load_state_dict(part, strict=False, assign=assign)
+            assert keys.unexpected_keys == ["other"]
+            assert keys.missing_keys == [key for key in before if key != name]
+        assert_same_bits(humming.state_dict(), linear.state_dict())
+        for key, tensor in humming.named_buffers():
+            assert (tensor is before[key]) == (key != name or not assign)
+
+
+def test_a_module_without_data_loads():
+    (source, expected), (_, humming) = both(1), both(2)
+    humming.to("meta")
+    assert humming.state_dict()["scale"].is_meta
+    with pytest.warns(UserWarning, match="is a no-op"):
+        humming.load_state_dict(source.state_dict())
+    humming.load_state_dict(source.state_dict(), assign=True)
+    assert_same_bits(dict(humming.named_buffers()), dict(expected.named_buffers()))
+
+
+def test_state_dicts_that_do_not_fit_leave_the_module_as_it_was():
+    (source, _), (linear, humming) = both(1), both(2)
+    state = source.state_dict()
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "qdata", "scale"'):
+        humming.load_state_dict({"global_scale": linear.global_scale})
+    with pytest.raises(RuntimeError, match="size mismatch for scale"):
+        humming.load_state_dict({**linear.state_dict(), "scale": state["scale"][:, :128]})
+    for wrong in (state["scale"].float(), state["scale"].to("meta")):
+        with pytest.raises(ValueError, match="scale: got .*, wanted (dtype float8_e4m3fn|device cpu)"):
+            humming.load_state_dict({**state, "scale": wrong}, assign=True)
+    assert humming.layout == "humming"
+    assert_same_bits(humming.state_dict(), linear.state_dict())
 
 
 def test_refuses():

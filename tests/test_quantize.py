@@ -1,4 +1,4 @@
-"""quantize_ and dequantize_: what is swapped, ties, state dicts, devices and dtypes, memory, bad input.
+"""quantize_ and dequantize_: what is swapped, ties, state dicts, layouts, devices and dtypes, memory, bad input.
 Called by pytest; judged by tests/oracle.py.
 """
 
@@ -214,6 +214,142 @@ def test_refuses_and_leaves_the_model_unchanged():
         assert [type(m) for m in module.modules()] == kinds
     with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
         dequantize_(nn.Linear(2, 2))
+
+
+# ---- layout "humming", against layout "linear"
+
+
+def both(original):
+    """(the model quantised in layout "linear", in layout "humming")."""
+    return quantize_(copy.deepcopy(original)), quantize_(copy.deepcopy(original), layout="humming")
+
+
+def layouts(model):
+    return [module.layout for module in model.modules() if isinstance(module, NVFP4GroupedLinear)]
+
+
+def wide_model(layers=1, dtype=BF16):
+    """Sizes that fit layout "humming": gate and up together have 128 rows."""
+    return nn.Sequential(*(Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=dtype) for _ in range(layers)))
+
+
+def assert_same_bits(state, other):
+    assert state.keys() == other.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_layouts_compute_the_same(dtype):
+    linear, humming = both(wide_model(dtype=dtype))
+    assert layouts(linear) == ["linear"] * 2
+    assert layouts(humming) == ["humming"] * 2
+    assert not torch.equal(*(model[0].routed_experts.down_proj.qdata for model in (linear, humming)))
+    results = []
+    for model in (linear, humming):
+        x = torch.linspace(-3, 3, 2 * 5 * 128).sin().view(2, 5, 128).to(dtype).requires_grad_()
+        out = model(x)
+        out.float().square().sum().backward()
+        results.append((out, x.grad, model[0].router.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_bits(dequantize_(humming).state_dict(), dequantize_(linear).state_dict())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_layouts_compute_the_same_compiled(backend):
+    x = torch.randn(2, 5, 128, dtype=BF16)
+    with torch.no_grad():
+        linear, humming = (torch.compile(m, fullgraph=True, backend=backend)(x) for m in both(wide_model()))
+    assert torch.equal(linear, humming)
+
+
+def test_layouts_compute_the_same_exported():
+    linear, humming = both(wide_model())
+    x = torch.randn(2, 5, 128, dtype=BF16)
+    assert torch.equal(torch.export.export(humming, (x,)).module()(x), linear(x))
+
+
+def test_a_layout_survives_copies_casts_and_pickles():
+    linear, humming = both(wide_model())
+    whole = io.BytesIO()
+    torch.save(humming, whole)
+    whole.seek(0)
+    x = torch.randn(1, 4, 128, dtype=BF16)
+    for other in (copy.deepcopy(humming), torch.load(whole, weights_only=False), copy.deepcopy(humming).to("cpu")):
+        assert layouts(other) == ["humming"] * 2
+        assert torch.equal(other(x), linear(x))
+    assert torch.equal(copy.deepcopy(humming).half()(x.half()), linear.half()(x.half()))
+
+
+def test_state_dicts_load_across_layouts():
+    source, target = both(wide_model()), both(wide_model())
+    x = torch.randn(1, 4, 128, dtype=BF16)
+    assert not torch.equal(target[1](x), source[0](x))
+    assert_same_bits(source[1].state_dict(), source[0].state_dict())
+    for one in source:
+        for other in map(copy.deepcopy, target):
+            other.load_state_dict(one.state_dict())
+            assert torch.equal(other(x), source[0](x))
+
+
+def test_tied_modules_stay_tied_in_layout_humming():
+    tied = wide_model(3)
+    tied[1].routed_experts = tied[0].routed_experts
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(tied[2].routed_experts, name).weight = getattr(tied[0].routed_experts, name).weight
+    _, humming = both(tied)
+    with torch.no_grad():
+        for parameter in tied.parameters():
+            parameter.neg_()
+    linear, _ = both(tied)
+    x = torch.randn(1, 4, 128, dtype=BF16)
+    for model in (humming, copy.deepcopy(humming)):
+        assert not torch.equal(model(x), linear(x))
+        model.load_state_dict(linear.state_dict())
+        assert model[0].routed_experts is model[1].routed_experts
+        for a, b in zip(model[0].routed_experts.buffers(), model[2].routed_experts.buffers(), strict=True):
+            assert a.data_ptr() == b.data_ptr()
+        assert torch.equal(model(x), linear(x))
+    dequantize_(humming)
+    assert humming[0].routed_experts.gate_proj.weight is humming[2].routed_experts.gate_proj.weight
+
+
+def test_linears_that_are_not_fused_take_a_layout_too():
+    only = dict(filter=lambda module, name: name.endswith(("up_proj", "down_proj")))
+    original = nn.Sequential(Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16))
+    humming = quantize_(copy.deepcopy(original), layout="humming", **only)
+    assert layouts(humming) == ["humming"] * 2
+    x = torch.randn(1, 4, 128, dtype=BF16)
+    assert torch.equal(humming(x), quantize_(original, **only)(x))
+
+
+def test_refuses_layouts_and_leaves_the_model_unchanged():
+    apart = wide_model()  # gate alone has 64 rows
+    thin = nn.Sequential(*wide_model(), GroupedSwiGLU(2, 128, 80, dtype=BF16))  # down has in_features 80
+    bad = [
+        (wide_model(), None, "tiled", r"layout: got 'tiled', wanted one of \('linear', 'humming'\)"),
+        (wide_model(), None, "swizzled_128x4", "layout: got 'swizzled_128x4', wanted one of"),
+        (wide_model(), None, None, "layout: got None, wanted one of"),
+        (
+            model(),
+            None,
+            "humming",
+            "layout: got 'humming' for '0.routed_experts', which has a weight of out_features 64 and in_features 64,"
+            " wanted out_features a multiple of 128 and in_features of 32",
+        ),
+        (thin, None, "humming", "got 'humming' for '1', which has a weight of out_features 160 and in_features 128"),
+        (
+            apart,
+            lambda module, name: isinstance(module, GroupedLinear),
+            "humming",
+            "got 'humming' for '0.routed_experts.gate_proj', which has a weight of out_features 64",
+        ),
+    ]
+    for module, filter, layout, message in bad:
+        kinds = [type(m) for m in module.modules()]
+        with pytest.raises(ValueError, match=message):
+            quantize_(module, filter=filter, layout=layout)
+        assert [type(m) for m in module.modules()] == kinds
 
 
 def test_scale_search_lessens_the_error():

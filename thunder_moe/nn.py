@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 __all__ = [
+    "MODULE_LAYOUTS",
     "GroupedLinear",
     "GroupedSwiGLU",
     "Llama4MoE",
@@ -31,6 +32,10 @@ __all__ = [
     "NVFP4GroupedSwiGLU",
     "SwiGLU",
 ]
+
+# Layouts of `nvfp4.LAYOUTS` that modules keep their weights in; nvFuser's route lays its own out.
+MODULE_LAYOUTS = ("linear", "humming")
+_FIELDS = ("qdata", "scale", "global_scale")
 
 
 class GroupedLinear(nn.Module):
@@ -136,18 +141,23 @@ class GroupedSwiGLU(nn.Module):
 class NVFP4GroupedLinear(nn.Module):
     """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
 
+    State dicts hold layout "linear" whatever the module's, and load into any: they are converted on the way. Those of a
+    module in another layout are copies then, which do not follow the module, and where modules share weights, one each.
+
     Args:
-        weight: (E, N, K), in layout "linear".
+        weight: (E, N, K); kept in its layout if that is one of `MODULE_LAYOUTS`, else in "linear".
         weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back.
         weight_requires_grad: whether that weight was trainable; likewise.
 
     Attributes:
         qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
+        layout: of these tensors.
     """
 
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
+    layout: str = "linear"  # of modules pickled before there were others
 
     def __init__(
         self,
@@ -159,17 +169,47 @@ class NVFP4GroupedLinear(nn.Module):
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight.shape
         self.weight_dtype, self.weight_requires_grad = weight_dtype, weight_requires_grad
-        for field, tensor in zip(("qdata", "scale", "global_scale"), weight.to_layout("linear").tensors(), strict=True):
+        self.layout = weight.layout if weight.layout in MODULE_LAYOUTS else "linear"
+        for field, tensor in zip(_FIELDS, weight.to_layout(self.layout).tensors(), strict=True):
             self.register_buffer(field, tensor)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        return NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, "linear")
+        return NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, self.layout)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
         packed = (self.qdata.transpose(1, 2), self.scale, self.global_scale)
-        return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(x, *packed, offsets)
+        return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(x, *packed, offsets, layout=self.layout)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.layout != "linear":
+            linear = self.nvfp4_weight.to_layout("linear")
+            destination[f"{prefix}qdata"], destination[f"{prefix}scale"] = linear.qdata, linear.scale
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
+    ) -> None:
+        if self.layout == "linear":
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+            return
+        # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
+        own = {field: getattr(self, field) for field in _FIELDS}
+        self._buffers.update(zip(_FIELDS, self.nvfp4_weight.to_layout("linear").tensors(), strict=True))
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+            loaded = NVFP4Weight(self.qdata, self.scale, self.global_scale).to_layout(self.layout)
+        finally:
+            self._buffers.update(own)
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for field, tensor in zip(_FIELDS, loaded.tensors(), strict=True):
+            if f"{prefix}{field}" not in state_dict:
+                continue
+            if assign:
+                self._buffers[field] = tensor
+            else:
+                own[field].copy_(tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
@@ -184,9 +224,8 @@ class NVFP4GroupedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return (
-            f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, nvfp4"
-        )
+        sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != "linear" else "")
 
 
 class NVFP4GroupedSwiGLU(nn.Module):
@@ -205,7 +244,8 @@ class NVFP4GroupedSwiGLU(nn.Module):
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
         gate_up = self.gate_up_proj
         packed = (gate_up.qdata.transpose(1, 2), gate_up.scale, gate_up.global_scale)
-        return self.down_proj(torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu(x, *packed, offsets), offsets)
+        swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
+        return self.down_proj(swiglu(x, *packed, offsets, layout=gate_up.layout), offsets)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, quantize
+from thunder_moe.nvfp4_layouts import layout_fits
 
 __all__ = ["dequantize_", "quantize_"]
 
@@ -31,7 +32,9 @@ _PROGRESS_WEIGHTS = 2**28
 
 
 @torch.no_grad()
-def quantize_(model: Model, *, filter: Filter | None = None, scale_search: str | None = None) -> Model:
+def quantize_(
+    model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "linear"
+) -> Model:
     """Replaces the experts of a model by their NVFP4 form, in place.
 
     Knows `GroupedSwiGLU` and `GroupedLinear`, and the experts modules of transformers' models
@@ -44,21 +47,27 @@ def quantize_(model: Model, *, filter: Filter | None = None, scale_search: str |
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
+        layout: how the weights lie in memory: "linear", or "humming" for the kernels of humming-kernels (CUDA), which
+            wants out_features of a multiple of 128 and in_features of 32. State dicts are the same.
 
     Returns:
         The same model.
 
     Raises:
         ValueError: nothing to quantise, in_features that are no multiple of 16, NaN or Inf, no data (the "meta"
-            device), or a filter that takes one of two tied weights. The model is unchanged then.
+            device), a filter that takes one of two tied weights, an unknown layout, or one that a weight's shape does
+            not fit. The model is unchanged then.
         TypeError: experts of transformers hang in a layer that does not call them as its own do; unchanged likewise.
     """
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
+    if layout not in MODULE_LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {MODULE_LAYOUTS}")
     foreign = _integration(model)
     chosen = dict(_choose(model, filter, foreign))
     _check_choice(model, chosen, foreign)
     fusible = _fusible(chosen)
+    _check_layout(layout, chosen, fusible, foreign)
     packed: dict[tuple[int, ...], NVFP4Weight] = {}
     memo: dict[int, Any] = {}
 
@@ -66,7 +75,7 @@ def quantize_(model: Model, *, filter: Filter | None = None, scale_search: str |
         # All weights live when the first is converted, so an id names one weight for the whole run.
         key = tuple(id(linear.weight) for linear in linears)
         if key not in packed:
-            packed[key] = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears))
+            packed[key] = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears)).to_layout(layout)
         weight = linears[0].weight
         module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
         return module.train(linears[0].training)
@@ -76,7 +85,7 @@ def quantize_(model: Model, *, filter: Filter | None = None, scale_search: str |
             return convert(module)
         if not isinstance(module, GroupedSwiGLU):
             assert foreign is not None
-            return foreign.quantized_experts(module, memo, pack)
+            return foreign.quantized_experts(module, memo, pack, layout)
         if module in fusible:
             gate_up = convert(module.gate_proj, module.up_proj)
             return NVFP4GroupedSwiGLU(gate_up, convert(module.down_proj)).train(module.training)
@@ -191,6 +200,22 @@ def _check_choice(model: nn.Module, chosen: dict[nn.Module, str], foreign: Modul
             for child in module.children():
                 if child in chosen and not isinstance(child, GroupedSwiGLU | GroupedLinear):
                     foreign.check_place(module, child)
+
+
+def _check_layout(
+    layout: str, chosen: dict[nn.Module, str], fusible: set[nn.Module], foreign: ModuleType | None
+) -> None:
+    for module, name in chosen.items():
+        for parameter, weight in _weights(module, foreign):
+            _, n, k = weight.shape
+            if isinstance(module, GroupedSwiGLU) and module in fusible and parameter is not module.down_proj.weight:
+                n *= 2  # gate and up become one
+            needs = layout_fits(n, k, layout)
+            if needs is not None:
+                raise ValueError(
+                    f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
+                    f" wanted {needs}"
+                )
 
 
 def _refuse_root(model: nn.Module, modules: dict[nn.Module, str]) -> None:

@@ -244,6 +244,26 @@ def test_quantized_modules(moe, x):
     assert relative_error(got["router.weight"], expected["router.weight"]) < 0.03
 
 
+def test_layouts_compute_the_same():
+    moe = Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=BF16)
+    linear, humming = quantize_(nn.Sequential(copy.deepcopy(moe))), quantize_(nn.Sequential(moe), layout="humming")
+    x = torch.randn(1, 5, 128, dtype=BF16)
+    grads, compiled = zip(*(compiled_gradients(model, x) for model in (linear, humming)), strict=True)
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+    assert [entry.reason for entry in rewrite_report(compiled[1])] == ["quantised beforehand"] * 2
+    traces = [traces(compiled[1])[-1] for traces in (thunder.last_traces, thunder.last_backward_traces)]
+    calls = [bsym for trace in traces for bsym in trace.bound_symbols if "f16a_nvfp4weight" in bsym.sym.name]
+    assert [bsym.kwargs["layout"] for bsym in calls] == ["humming"] * 4
+    results = []
+    for model in (linear, humming):  # the experts alone, by the operators without routing
+        leaf = torch.linspace(-3, 3, 8 * 128).sin().view(8, 128).to(BF16).requires_grad_()
+        out = jit(model[0].routed_experts)(leaf, EVEN)
+        out.square().sum().backward()
+        results.append((out, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # ---- what is recognised, and what is left alone
 
 

@@ -11,7 +11,7 @@ import torch
 from checkpoints import DATA, EXPORTS, bits, copy_export, edit_json, edit_tensors, load_expected, load_tensors
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import save_file
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,6 +144,25 @@ def test_saving_a_quantised_model_is_bit_exact(tmp_path, name):
     assert config["architectures"] == [type(model).__name__]
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_every_layout_is_saved_the_same(tmp_path, monkeypatch, name):
+    config = tiny_config(name)
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
+    models = [
+        quantize_(tiny_model(name, BF16, config=config), layout=layout) for layout in ("linear", "humming", "humming")
+    ]
+    models[2].load_state_dict(models[0].state_dict())
+    monkeypatch.setattr(type(models[1]), "state_dict", None)  # it would copy all 4-bit weights
+    written = []
+    for number, model in enumerate(models):
+        save_checkpoint(model, tmp_path / f"{number}", max_shard_size="50KB")
+        written.append({path.name: path.read_bytes() for path in (tmp_path / f"{number}").iterdir()})
+    assert written[0] == written[1] == written[2]
+    assert len(written[0]) > 4
+    monkeypatch.undo()
+    assert torch.equal(logits(models[1]), logits(load_checkpoint(tmp_path / "1")))
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_converted_checkpoint_loads(tmp_path, name):
     model = tiny_model(name, BF16)
@@ -217,8 +236,6 @@ def test_convert_keeps_the_names_that_modelopt_has(tmp_path):
 
 
 def test_tied_embeddings(tmp_path):
-    from tiny_models import tiny_config
-
     config = tiny_config("qwen3_moe")
     config.tie_word_embeddings = True
     model = quantize_(tiny_model("qwen3_moe", BF16, config=config))

@@ -256,6 +256,53 @@ def test_every_kind_compiles(kind):
         assert relative_error(compiled(*inputs), decoded(*inputs)) < 1e-5
 
 
+# Layout "humming".
+
+
+def wide_model(name, dtype=torch.float32):
+    """Sizes that fit layout "humming"."""
+    config = tiny_config(name)
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
+    return tiny_model(name, dtype, config=config)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_layouts_compute_the_same(name):
+    model = wide_model(name)
+    linear, humming = quantize_(copy.deepcopy(model)), quantize_(copy.deepcopy(model), layout="humming")
+    for experts in nvfp4_experts(humming).values():
+        assert experts.gate_up_proj.layout == experts.down_proj.layout == "humming"
+    assert torch.equal(logits(humming), logits(linear))
+    assert torch.equal(logits(copy.deepcopy(humming).to(BF16)), logits(copy.deepcopy(linear).to(BF16)))
+    compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (linear, humming)]
+    assert torch.equal(*map(logits, compiled))
+    state = {key: tensor.view(torch.uint8) for key, tensor in linear.state_dict().items()}
+    assert all(torch.equal(tensor.view(torch.uint8), state[key]) for key, tensor in humming.state_dict().items())
+    decoded = dequantize_(linear).state_dict()
+    for key, tensor in dequantize_(humming).state_dict().items():
+        assert torch.equal(tensor, decoded[key]), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_computes_the_same_in_either_layout(kind):
+    config = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, moe_hidden_size=128)
+    experts = make_experts(*KINDS[kind], **config)
+    linear, humming = (
+        quantize_(nn.ModuleList([copy.deepcopy(experts)]), layout=layout)[0] for layout in ("linear", "humming")
+    )
+    assert humming.gate_up_proj.layout == humming.down_proj.layout == "humming"
+    _, ids, weights = routing()
+    x = torch.randn(7, 128)
+    assert torch.equal(humming(x, ids, weights), linear(x, ids, weights))
+
+
+def test_a_layout_that_does_not_fit_is_refused():
+    model = tiny_model("qwen3_moe")
+    with pytest.raises(ValueError, match=r"got 'humming' for 'model.layers.0.mlp.experts', .* out_features 64"):
+        quantize_(model, layout="humming")
+    assert len(expert_blocks(model)) == 2
+
+
 # Model surgery.
 
 

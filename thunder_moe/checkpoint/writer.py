@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -44,12 +44,13 @@ def encode_experts(path: str, weights: ExpertWeights, layout: ExpertsLayout) -> 
 
     Args:
         path: of the block, "model.layers.0.mlp.experts".
-        weights: what to write.
+        weights: what to write, in any layout of `nvfp4.LAYOUTS`.
         layout: the architecture's.
 
     Raises:
         ValueError: the rows of one projection of one expert have several global scales.
     """
+    weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
     if not layout.fused:
         yield from _encode_per_expert(path, weights, layout.projections)
         return

@@ -105,7 +105,7 @@ def _device_refusal(call: _Call) -> str | None:
 
 def _operand_refusal(call: _Call) -> str | None:
     if call.layout != LAYOUT:
-        return f"layout is {call.layout!r}, wanted {LAYOUT!r}"
+        return f"layout is {call.layout!r}, wanted {LAYOUT!r}, which is made of buffers in layout 'linear'"
     for name, rank in dict(activation=2, fp4_weight=3, weight_scaling_factor=3).items():
         if call.tensors[name].ndim != rank:
             return f"{name} has {call.tensors[name].ndim} dims, wanted {rank}"

@@ -57,14 +57,17 @@ def run_experts(
     rows = gather_rows(hidden, row_slot)
     if on_input is not None:
         rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
-    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(torch.where(live, rows, 0), *operands(gate_up), offsets)
+    rows = torch.where(live, rows, 0)
+    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
     if gate_up_bias is not None:
         rows = rows + gate_up_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
     rows = torch.where(live, rows, 0)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
     if not form.post_norm:
-        return ops.f16a_nvfp4weight_grouped_mm_combine(rows, *operands(down), offsets, slot_row, on_output, down_bias)
-    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets)
+        return ops.f16a_nvfp4weight_grouped_mm_combine(
+            rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
+        )
+    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
     if down_bias is not None:
         rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
     rows = module.post_expert_norm(torch.where(live, rows, 0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def save_checkpoint(
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
     if not blocks:
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
-    for name, tensor in model.state_dict().items():
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
     placed = {name: _source(model, name, module) for name, module in blocks.items()}
@@ -131,14 +132,17 @@ def _tensors(
     """The experts by their paths in the checkpoint, then everything else by its name there."""
     inside: set[str] = set()
     for name, module in blocks.items():
-        owned = ("gate_up_proj.", "down_proj.", "gate_up_bias", "down_bias")
-        inside |= {f"{name}.{key}" for key in module.state_dict() if key.startswith(owned)}
+        inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
         biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
         yield sources[name], ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
+    # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
+    packed = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
+    state: dict[str, Tensor] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if part not in packed:
+            part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
     tied = model.all_tied_weights_keys
-    state = {
-        key: tensor for key, tensor in model.state_dict().items() if key not in inside and tied.get(key) not in inside
-    }
+    state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
     state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
     yield from revert_weight_conversion(model, state).items()
 

@@ -112,8 +112,7 @@ class NVFP4Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = (hidden_states, top_k_index, top_k_weights)
-        linears = (self.gate_up_proj, self.down_proj)
-        gate_up, down = (NVFP4Weight.unchecked(m.qdata, m.scale, m.global_scale, "linear") for m in linears)
+        gate_up, down = self.gate_up_proj.nvfp4_weight, self.down_proj.nvfp4_weight
         return run_experts(
             self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias
         )
@@ -188,7 +187,10 @@ def check_place(parent: nn.Module, experts: nn.Module) -> None:
 
 @torch.no_grad()
 def quantized_experts(
-    experts: nn.Module, memo: dict[int, Any], pack: Callable[[Tensor], NVFP4Weight] = quantize
+    experts: nn.Module,
+    memo: dict[int, Any],
+    pack: Callable[[Tensor], NVFP4Weight] = quantize,
+    layout: str = "linear",
 ) -> NVFP4Experts:
     """The NVFP4 form of an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
 
@@ -205,15 +207,18 @@ def quantized_experts(
             memo[id(parameter)] = convert(parameter)
         return memo[id(parameter)]
 
-    def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
+    def pack_linear(parameter: nn.Parameter) -> NVFP4Weight:
         return pack(parameter.transpose(1, 2) if form.transposed else parameter)
 
     def pack_first(parameter: nn.Parameter) -> NVFP4Weight:
-        weight = pack_second(parameter)
-        if not form.interleaved:
-            return weight
-        scale = halves(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-        return NVFP4Weight(halves(weight.qdata), scale, weight.global_scale)
+        weight = pack_linear(parameter)
+        if form.interleaved:
+            scale = halves(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+            weight = NVFP4Weight(halves(weight.qdata), scale, weight.global_scale)
+        return weight.to_layout(layout)
+
+    def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
+        return pack_linear(parameter).to_layout(layout)
 
     if biases and form.interleaved:
         biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))

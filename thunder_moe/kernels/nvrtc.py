@@ -37,7 +37,7 @@ class Kernel:
         self.function = function
         self._lock = threading.Lock()
         self._config = launch_config(threads, shared_bytes, overlap)
-        if shared_bytes > 48 << 10:
+        if shared_bytes > 0:  # with what the kernel has of its own it may pass the 48 KiB that need no asking
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
         (self.blocks_per_multiprocessor,) = _check(
