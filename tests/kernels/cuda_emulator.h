@@ -203,6 +203,7 @@ static int atomicAdd(int* to, int value) {
   return old;
 }
 #define __expf(x) std::exp(x)
+#define __fdividef(x, y) ((x) / (y))
 
 // ---- numbers ----
 
@@ -243,7 +244,12 @@ static uint16_t narrow(float value) {
 static uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = static_cast<uint64_t>(b) << 32 | a;
   uint32_t out = 0;
-  for (int i = 0; i < 4; ++i) out |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xFF) << (8 * i);
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t nibble = selector >> (4 * i) & 15;
+    uint32_t byte = static_cast<uint32_t>(bytes >> (8 * (nibble & 7)) & 0xFF);
+    if (nibble & 8) byte = byte & 0x80 ? 0xFF : 0;
+    out |= byte << (8 * i);
+  }
   return out;
 }
 
@@ -271,6 +277,13 @@ static void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     }
     c[i] += sum;
   }
+}
+
+static uint32_t transpose8x8(uint32_t pair) {
+  const uint32_t* all = exchange(pair);
+  const int i = threadIdx.x % 32 / 4, j = threadIdx.x % 4;
+  const auto element = [&](int row, int column) { return all[4 * row + column / 2] >> (16 * (column % 2)) & 0xFFFF; };
+  return element(2 * j, i) | element(2 * j + 1, i) << 16;
 }
 
 static uint4 load_weights16(const uint8_t* p) {

@@ -280,6 +280,8 @@ def _gemm(
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    if tiles >= 2**31:
+        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
     expression = config.expression(activation.dtype, swiglu, k)
     _launch(
         config.sources,

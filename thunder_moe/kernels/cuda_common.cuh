@@ -4,6 +4,7 @@
 
 #ifdef CUDA_EMULATOR
 #define DEVICE static inline
+#define METHOD inline
 DEVICE void await_previous_kernel() {}
 #else
 typedef unsigned char uint8_t;
@@ -12,6 +13,7 @@ typedef unsigned int uint32_t;
 typedef long long int64_t;
 typedef unsigned long long uint64_t;
 #define DEVICE __device__ __forceinline__
+#define METHOD __device__ __forceinline__
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 
 // What every kernel does first. On SM90 and newer a kernel's blocks start while the kernel before still ends
@@ -45,6 +47,19 @@ DEVICE uint16_t narrow(float value) {
   return out;
 }
 #endif
+
+// Two 16-bit floats, the first in the low half.
+template <bool BF16>
+DEVICE uint32_t narrow2(float low, float high) {
+#ifdef CUDA_EMULATOR
+  return narrow<BF16>(low) | static_cast<uint32_t>(narrow<BF16>(high)) << 16;
+#else
+  uint32_t out;
+  if constexpr (BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#endif
+}
 
 // Element i of an array of a dtype: 0 float32, 1 bfloat16, 2 float16.
 DEVICE float load_float(const void* p, int64_t i, int dtype) {
@@ -81,5 +96,5 @@ DEVICE float activate(const Arguments& args, float gate, float up) {
     gate = fminf(gate, args.limit);
     up = fminf(fmaxf(up, -args.limit), args.limit);
   }
-  return gate / (1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
+  return __fdividef(gate, 1.0f + __expf(-args.alpha * gate)) * (up + args.up_shift);
 }

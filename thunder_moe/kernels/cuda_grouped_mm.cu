@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   const int k_first = warp_k * kChunk + 32 * t;  // of this thread
 
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
-  const int64_t tiles = static_cast<int64_t>(tile_start[args.experts]) * tiles_n;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const int tile_m = static_cast<int>(tile / tiles_n), tile_n = static_cast<int>(tile % tiles_n);
+  const int tiles = tile_start[args.experts] * tiles_n;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int tile_m = tile / tiles_n, tile_n = tile - tile_m * tiles_n;
     const int expert = expert_of_tile(tile_start, args.experts, tile_m);
     const int end = args.offsets[expert];
     const int row0 = (expert ? args.offsets[expert - 1] : 0) + (tile_m - tile_start[expert]) * kTokens;
@@ -40,8 +40,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
     const uint16_t* token[C];
 #pragma unroll
     for (int c = 0; c < C; ++c) {
-      const int64_t from = token_of_row(args, row0 + 8 * c + g, end);
-      token[c] = args.x + from * args.k + k_first;
+      token[c] = token_of_row(args, row0 + 8 * c + g, end) + k_first;
     }
 
     float acc[R][C][4] = {};
@@ -119,33 +118,26 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   DYNAMIC_SHARED(uint4, stages);  // [STAGES][kTokens][16]
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
-  __shared__ int token_of[kTokens];
+  __shared__ const uint16_t* token_of[kTokens];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int tiles_n = (features + kTileRows - 1) / kTileRows;
   const int chunks = (args.k + kChunk - 1) / kChunk;
 
+  const int token = threadIdx.x / 16;
+  const TokenCopies<FULL, kThreads, kTokens, 16> fetch(
+      token_of, args.k, stages + token * 16 + place_of_unit(token, threadIdx.x % 16));
+  static_assert(fetch.kStep % 2 == 0, "a thread's tokens are placed alike");
+
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
-  const int64_t tiles = static_cast<int64_t>(tile_start[args.experts]) * tiles_n;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  const int tiles = tile_start[args.experts] * tiles_n;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warp * (SWIGLU ? 16 : 16 * R);
 
     for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
     __syncthreads();
-    auto fetch = [&](int chunk) {
-      if (chunk < chunks) {
-        for (int i = threadIdx.x; i < kTokens * 16; i += kThreads) {
-          const int token = i / 16, unit = i % 16, k = chunk * kChunk + unit * 8;
-          const bool valid = FULL || k < args.k;
-          const uint16_t* from = args.x + static_cast<int64_t>(token_of[token]) * args.k + (valid ? k : 0);
-          copy16(stages + (chunk % STAGES * kTokens + token) * 16 + place_of_unit(token, unit), from, valid);
-        }
-      }
-      commit_copies();
-    };
-
     Rows rows[R];
     find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, 32 * t);
     Weights ring[kDepth][R];
@@ -154,7 +146,8 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
       if (d < chunks)
 #pragma unroll
         for (int r = 0; r < R; ++r) load_weights<FULL>(ring[d][r], rows[r], d, args.k - 32 * t - d * kChunk);
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage);
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch(stage, stage, stage < chunks);
+    int reading = 0, filling = STAGES - 1;  // stages
 
     float acc[R][C][4] = {};
     for (int base = 0; base < chunks; base += kDepth) {
@@ -164,7 +157,8 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
         if (chunk >= chunks) break;
         wait_for_copies<STAGES - 2>();
         __syncthreads();  // this chunk has come, and the one before is no longer read
-        fetch(chunk + STAGES - 1);
+        fetch(filling, chunk + STAGES - 1, chunk + STAGES - 1 < chunks);
+        filling = next_stage<STAGES>(filling);
         uint32_t a[R][8][4];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
@@ -172,7 +166,8 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
           if (chunk + kDepth < chunks)
             load_weights<FULL>(ring[d][r], rows[r], chunk + kDepth, args.k - 32 * t - (chunk + kDepth) * kChunk);
         }
-        const uint4* stage = stages + chunk % STAGES * kTokens * 16;
+        const uint4* stage = stages + reading * kTokens * 16;
+        reading = next_stage<STAGES>(reading);
 #pragma unroll
         for (int c = 0; c < C; ++c) {
           uint4 x[4];

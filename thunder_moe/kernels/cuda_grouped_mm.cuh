@@ -27,7 +27,12 @@ constexpr float kUnscale = 256.0f;  // decoded weights are 2**-8 of their value,
 // ---- instructions ----
 
 #ifndef CUDA_EMULATOR
-DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+// Each nibble of the selector names a byte of a (0 to 3) or b (4 to 7), or with 8 more its sign bit eight times.
+DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t out;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+  return out;
+}
 
 template <bool BF16>
 DEVICE uint32_t multiply2(uint32_t a, uint32_t b) {  // fma with -0: mul.bf16x2 is missing on Ampere; subnormals count
@@ -45,6 +50,13 @@ DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   else
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Lane 4 * i + j has columns 2 j and 2 j + 1 of row i of a matrix of 16-bit numbers; then it has those of column i.
+DEVICE uint32_t transpose8x8(uint32_t pair) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
 }
 
 DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not kept in L1
@@ -70,30 +82,32 @@ DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p)
 
 // ---- decoding ----
 
-// Two E4M3 scales (bytes 0 and 1 of `pair`) -> each as two equal 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
+// Two E4M3 scales (bytes 0 and 1 of `pair`) -> two 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
 // E4M3's exponent and mantissa, moved under a 16-bit float's, give the value times 2**-120 (bf16) or 2**-8 (fp16),
 // subnormals too; the rest is multiplied, in two steps for bf16 since 2**238 is no float. Scales are not negative.
 template <bool BF16>
-DEVICE void decode_scales(uint32_t pair, uint32_t (&scale)[2]) {
-  uint32_t both = permute_bytes(pair, 0u, 0x4140u);
-  if constexpr (BF16) {
-    both = multiply2<true>(multiply2<true>(both << 4, 0x7B007B00u), 0x7B007B00u);  // 2**119 twice
-  } else {
-    both = multiply2<false>(both << 7, 0x74007400u);  // 2**14
-  }
+DEVICE uint32_t decode_scales(uint32_t pair) {
+  const uint32_t bits = permute_bytes(pair, 0u, 0x4140u);
+  if constexpr (BF16) return multiply2<true>(multiply2<true>(bits << 4, 0x7B007B00u), 0x7B007B00u);  // 2**119 twice
+  else return multiply2<false>(bits << 7, 0x74007400u);  // 2**14
+}
+
+// Each of two scales twice, for the two values of a register.
+DEVICE void spread_scales(uint32_t (&scale)[2], uint32_t both) {
   scale[0] = permute_bytes(both, 0u, 0x1010u);
   scale[1] = permute_bytes(both, 0u, 0x3232u);
 }
 
-// The two E2M1 codes of byte i of `codes` times their scale -> two 16-bit floats, 2**-8 of the value; `shifted` is
+// The two E2M1 codes of byte i of `codes` (low nibble: low half) times their scale -> two 16-bit floats, 2**-8 of the value; `shifted` is
 // codes << 4. A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or
 // 2**-14 (fp16), subnormals too. The products are exact: 2 significant bits times 4.
 template <bool BF16>
 DEVICE uint32_t decode_byte(uint32_t codes, uint32_t shifted, int i, uint32_t scale) {
-  // The even code on top of the low half, the odd one on top of the high half.
-  const uint32_t top = permute_bytes(shifted, codes, 0x4000u + i * 0x1010u);
-  const uint32_t magnitude = BF16 ? (top >> 6) & 0x01C001C0u : (top >> 3) & 0x0E000E00u;
-  return multiply2<BF16>((top & 0x80008000u) | magnitude, scale);
+  // In each half, the byte whose upper nibble is the code, below its sign bit eight times: shifted to the left, the
+  // bits of the code stand where they belong and the sign on top. A shift can be a multiplication, which spares the
+  // pipeline of the logical operations: of three here it does one.
+  const uint32_t bytes = permute_bytes(shifted, codes, 0xC480u + i * 0x1111u);
+  return multiply2<BF16>(BF16 ? (bytes << 2) & 0x81C081C0u : (bytes << 5) & 0x8E008E00u, scale);
 }
 
 // Eight codes (low nibble first) of one scale -> four registers.
@@ -139,19 +153,18 @@ struct Tile {
 
 // Tile number `tile` of `height` rows, in an order in which blocks that run together take the row tiles of one expert
 // with the same weights, for the L2 cache.
-DEVICE Tile tile_of(const Arguments& args, const int* tile_start, int64_t tile, int tiles_n, int height) {
-  const int expert = expert_of_tile(tile_start, args.experts, static_cast<int>(tile / tiles_n));
+DEVICE Tile tile_of(const Arguments& args, const int* tile_start, int tile, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, args.experts, tile / tiles_n);
   const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
-  const int64_t within = tile - static_cast<int64_t>(tile_start[expert]) * tiles_n;
+  const int within = tile - tile_start[expert] * tiles_n, tile_n = within / expert_tiles;
   const int start = expert ? args.offsets[expert - 1] : 0;
-  return {expert, start + static_cast<int>(within % expert_tiles) * height, args.offsets[expert],
-          static_cast<int>(within / expert_tiles)};
+  return {expert, start + (within - tile_n * expert_tiles) * height, args.offsets[expert], tile_n};
 }
 
-// The token of a row of x; rows that do not exist read the last one's, and are not stored.
-DEVICE int token_of_row(const Arguments& args, int row, int end) {
+// The token of a row; rows that do not exist read the last one's, and are not stored.
+DEVICE const uint16_t* token_of_row(const Arguments& args, int row, int end) {
   row = min(row, end - 1);
-  return args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
+  return args.x + static_cast<int64_t>(args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row) * args.k;
 }
 
 // ---- the GEMM ----
@@ -232,7 +245,7 @@ DEVICE void decode_chunk(uint32_t (&a)[8][4], const Weights& w) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t scale[2];
-    decode_scales<BF16>(w.scales[half], scale);
+    spread_scales(scale, decode_scales<BF16>(w.scales[half]));
     const uint32_t words[4] = {w.codes[half].x, w.codes[half].y, w.codes[half].z, w.codes[half].w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -243,6 +256,36 @@ DEVICE void decode_chunk(uint32_t (&a)[8][4], const Weights& w) {
     }
   }
 }
+
+// Asynchronous copies of chunks of a tile's tokens into stages of shared memory, PITCH units of 16 bytes a token: each
+// thread copies one of a token's 16 units, of every kStep-th token.
+template <bool FULL, int THREADS, int TOKENS, int PITCH>
+struct TokenCopies {
+  static constexpr int kStep = THREADS / 16;
+  uint4* to;               // the thread's unit of its first token in stage 0
+  const uint16_t* const* from;  // each token's row of x, from the thread's first token on
+  int first, k, end_k;     // the first token; k of the unit in a chunk; K
+
+  METHOD TokenCopies(const uint16_t* const* rows, int end_k, uint4* place)
+      : to(place), from(rows + threadIdx.x / 16), first(threadIdx.x / 16), k(threadIdx.x % 16 * 8), end_k(end_k) {}
+
+  METHOD void operator()(int stage, int chunk, bool exists) const {
+    if (exists) {
+      const bool valid = FULL || chunk * kChunk + k < end_k;
+      const int offset = valid ? chunk * kChunk + k : 0;
+#pragma unroll
+      for (int i = 0; i < TOKENS; i += kStep) {
+        if (TOKENS % kStep != 0 && first + i >= TOKENS) break;
+        copy16(to + stage * TOKENS * 16 + i * PITCH, from[i] + offset, valid);
+      }
+    }
+    commit_copies();
+  }
+};
+
+// The next of STAGES stages, taken in turn.
+template <int STAGES>
+DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
 // One block of 8 tokens against a decoded chunk; x holds the thread's 32 k of its token.
 template <bool BF16>
@@ -255,40 +298,56 @@ DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[8][4], const uint4 (&x
 }
 
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
-// STRIDE output features lie between its blocks of 16.
+// STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
+// stores two features of a token.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
 DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   const int features = SWIGLU ? args.n / 2 : args.n;
+  float factor[R][2], bias[R][2];  // of the thread's rows of weights; of the last feature where one does not exist
 #pragma unroll
-  for (int c = 0; c < C; ++c)
+  for (int r = 0; r < R; ++r)
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-      const int row = row0 + 8 * c + 2 * t + column;
-      if (row >= end) continue;
-      const float row_scale = args.slot_scale == nullptr ? 1.0f
-          : load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
-      uint16_t* out = args.out + static_cast<int64_t>(row) * features;
+    for (int half = 0; half < 2; ++half) {
+      const int feature = min(n0 + g + 8 * half + (SWIGLU ? 0 : STRIDE * r), features - 1);
+      const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
+      factor[r][half] = args.global_scale[args.global_per_row ? index : expert] * kUnscale;
+      bias[r][half] = args.bias != nullptr ? load_float(args.bias, index, args.bias_dtype) : 0.0f;
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float y[R];
-        const int feature = n0 + g + 8 * half;  // of r = 0
+  for (int c = 0; c < C; ++c) {
+    if (row0 + 8 * c >= end) break;
+    float row_scale[2] = {1.0f, 1.0f};
+    if (args.slot_scale != nullptr)
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          const int of = feature + (SWIGLU ? (r ? features : 0) : STRIDE * r);  // row of the weight
-          y[r] = 0.0f;
-          if ((SWIGLU ? feature : of) >= features) continue;
-          const int64_t index = static_cast<int64_t>(expert) * args.n + of;
-          y[r] = acc[r][c][2 * half + column] * (args.global_scale[args.global_per_row ? index : expert] * kUnscale);
-          y[r] *= row_scale;
-          if (args.bias != nullptr) y[r] += load_float(args.bias, index, args.bias_dtype);
-        }
-        if constexpr (SWIGLU) {
-          if (feature < features) out[feature] = narrow<BF16>(activate(args, y[0], y[1]));
+      for (int column = 0; column < 2; ++column) {
+        const int row = min(row0 + 8 * c + 2 * t + column, end - 1);
+        row_scale[column] = load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+      }
+    const int row = row0 + 8 * c + g;
+    uint16_t* out = args.out + static_cast<int64_t>(row) * features;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float y[R][2];
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int column = 0; column < 2; ++column)
+          y[r][column] = acc[r][c][2 * half + column] * factor[r][half] * row_scale[column] + bias[r][half];
+      if constexpr (SWIGLU)
+#pragma unroll
+        for (int column = 0; column < 2; ++column) y[0][column] = activate(args, y[0][column], y[1][column]);
+#pragma unroll
+      for (int r = 0; r < (SWIGLU ? 1 : R); ++r) {
+        const uint32_t pair = transpose8x8(narrow2<BF16>(y[r][0], y[r][1]));
+        const int feature = n0 + STRIDE * r + 8 * half + 2 * t;
+        if (row >= end || feature >= features) continue;
+        if (features % 2 == 0) {
+          *reinterpret_cast<uint32_t*>(out + feature) = pair;
         } else {
-#pragma unroll
-          for (int r = 0; r < R; ++r)
-            if (feature + STRIDE * r < features) out[feature + STRIDE * r] = narrow<BF16>(y[r]);
+          out[feature] = static_cast<uint16_t>(pair);
+          if (feature + 1 < features) out[feature + 1] = static_cast<uint16_t>(pair >> 16);
         }
       }
     }
+  }
 }

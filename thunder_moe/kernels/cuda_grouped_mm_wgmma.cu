@@ -83,11 +83,12 @@ DEVICE void decode_chunk_in_order(uint32_t (&a)[8][4], const Weights& w, int t) 
   for (int half = 0; half < 2; ++half) {
     uint32_t bytes[4];
     exchange_bytes(bytes, w.codes[half], t);
+    const uint32_t own = decode_scales<BF16>(w.scales[half]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t scale[2], values[4];  // the two scales of words 4 j .. 4 j + 3, which thread j of the row holds
       const int from = (static_cast<int>(threadIdx.x) % 32 & ~3) + j;
-      decode_scales<BF16>(__shfl_sync(0xffffffffu, w.scales[half], from), scale);
+      spread_scales(scale, __shfl_sync(0xffffffffu, own, from));
       decode_pairs<BF16>(values, bytes[j], scale);
       a[2 * j][half] = values[0], a[2 * j][2 + half] = values[1];
       a[2 * j + 1][half] = values[2], a[2 * j + 1][2 + half] = values[3];
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][2 halves of a chunk][kTokens][8]
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
-  __shared__ int token_of[kTokens];
+  __shared__ const uint16_t* token_of[kTokens];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
@@ -116,32 +117,27 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   const int tiles_n = (features + kTileRows - 1) / kTileRows;
   const int chunks = (args.k + kChunk - 1) / kChunk;
 
+  // [half of the chunk][token][8 units], each token's units in the order of the 128-byte swizzle.
+  const int unit = threadIdx.x % 16, token = threadIdx.x / 16;
+  const TokenCopies<FULL, kThreads, kTokens, 8> fetch(
+      token_of, args.k, stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8));
+  static_assert(fetch.kStep % 8 == 0, "a thread's tokens are swizzled alike");
+
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
-  const int64_t tiles = static_cast<int64_t>(tile_start[args.experts]) * tiles_n;
-  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  const int tiles = tile_start[args.experts] * tiles_n;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
     for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
     __syncthreads();
-    auto fetch = [&](int chunk) {
-      if (chunk < chunks) {
-        for (int i = threadIdx.x; i < kStage; i += kThreads) {
-          const int token = i / 16, unit = i % 16, k = chunk * kChunk + unit * 8;
-          const bool valid = FULL || k < args.k;
-          const uint16_t* from = args.x + static_cast<int64_t>(token_of[token]) * args.k + (valid ? k : 0);
-          copy16(stages + chunk % STAGES * kStage + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8), from, valid);
-        }
-      }
-      commit_copies();
-    };
-
     Rows rows[R];
     find_rows<SWIGLU, R, 64>(rows, args, expert, n0, g, 32 * t);
     Weights ahead[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) load_weights<FULL>(ahead[r], rows[r], 0, args.k - 32 * t);
-    for (int stage = 0; stage < STAGES - 2; ++stage) fetch(stage);
+    for (int stage = 0; stage < STAGES - 2; ++stage) fetch(stage, stage, stage < chunks);
+    int reading = 0, filling = STAGES - 2;  // stages
 
     float acc[R][C][4] = {};
     uint32_t a[2][8][4];  // of the block that the tensor cores read, and of the next one
@@ -160,15 +156,17 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
             wait_for_copies<STAGES - 3>();
             fence_shared();
             __syncthreads();  // this chunk has come; the products of the one before the last are done in all warpgroups
-            fetch(chunk + STAGES - 2);
+            fetch(filling, chunk + STAGES - 2, chunk + STAGES - 2 < chunks);
+            filling = next_stage<STAGES>(filling);
           }
           fence_registers();
-          const uint4* stage = stages + chunk % STAGES * kStage;
+          const uint4* stage = stages + reading * kStage;
 #pragma unroll
           for (int step = 0; step < 8; ++step)
             wgmma<BF16, C>(acc[r], mine[step], stage + step / 4 * kTokens * 8, step % 4);
           commit_products();
         }
+        reading = next_stage<STAGES>(reading);
       }
     }
     wait_for_products<0>();
