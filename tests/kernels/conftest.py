@@ -26,6 +26,7 @@ _ARGUMENTS = {
     "combi": "CombineArguments",
     "dequa": "DequantizeArguments",
     "swigl": "SwigluArguments",
+    "order": "OrderArguments",
 }
 
 

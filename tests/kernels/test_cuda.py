@@ -47,7 +47,7 @@ def make(experts, n, k, halves=1):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_grouped_mm(emulated, config, dtype, k):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
-    for n in (16, 88):
+    for n in (16, 88) if k != 48 else (33,):
         weight, exact = make(4, n, k)
         rows = torch.randn(44, k).to(dtype)
         out = cuda.grouped_mm(rows, weight, offsets, config=config)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import nvrtc, reference
-from thunder_moe.kernels.cuda_configs import COMMON, GemmConfig, choose_config
+from thunder_moe.kernels.cuda_configs import CHUNK, COMMON, GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
 from thunder_moe.kernels.native import dtype_code, floats, pointer
 from thunder_moe.nvfp4 import NVFP4Weight
@@ -49,6 +49,15 @@ class _GemmArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+    )
+
+
+class _OrderArguments(ctypes.Structure):
+    """`OrderArguments` of cuda_grouped_mm_wgmma.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "top_k")),
     )
 
 
@@ -258,7 +267,7 @@ def _gemm(
     experts, n, k = weight.shape
     rows = (activation if row_slot is None else row_slot).shape[0]
     features = n if form is None else n // 2
-    out = activation.new_empty(rows, features)
+    out = activation.new_empty(rows, features + features % 2)  # the kernels store pairs
     if out.numel() == 0:
         return out
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
@@ -266,16 +275,17 @@ def _gemm(
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = 1 if row_slot is None else rows // activation.shape[0]
+    swiglu, form = features != n, form or PLAIN_SWIGLU
+    multiprocessors, capability = _device_facts(activation.device)
+    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability)
+    if config.kernel == "wgmma":
+        activation = _ordered(activation, row_slot, rows, top_k, config)
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out)
-    form = form or PLAIN_SWIGLU
     argument = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
-    multiprocessors, capability = _device_facts(activation.device)
-    swiglu = features != n
-    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
@@ -293,6 +303,16 @@ def _gemm(
         activation.device,
         multiprocessors,
     )
+    return out if features % 2 == 0 else out[:, :features].contiguous()
+
+
+def _ordered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: GemmConfig) -> Tensor:
+    """The rows of a GEMM, gathered, in the order of k of order_rows, padded to whole chunks and a tile: for wgmma."""
+    k = x.shape[1]
+    out = x.new_empty(rows + 8 * config.token_blocks, -(-k // CHUNK) * CHUNK)
+    argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
+    blocks = min(-(-out.numel() // (8 * _ELEMENTWISE_THREADS)), 1 << 20)
+    _launch(config.sources, "order_rows", _ELEMENTWISE_THREADS, 0, blocks, argument, x.device)
     return out
 
 

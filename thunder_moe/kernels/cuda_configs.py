@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
+__all__ = ["CHUNK", "COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
 
 COMMON = Path(__file__).with_name("cuda_common.cuh")  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("cuda_configs.json")
-_CHUNK = 128  # k of a step of the kernels
+CHUNK = 128  # k of a step of the kernels
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GemmConfig:
         """Dynamic shared memory: stages of 8 * token_blocks tokens of 128 16-bit numbers; 1 KiB to align them."""
         if self.kernel == "split":
             return 0
-        return self.depth * 8 * self.token_blocks * 2 * _CHUNK + (1024 if self.kernel == "wgmma" else 0)
+        return self.depth * 8 * self.token_blocks * 2 * CHUNK + (1024 if self.kernel == "wgmma" else 0)
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""
@@ -64,7 +64,7 @@ class GemmConfig:
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
         """The C++ name of the kernel."""
-        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % _CHUNK == 0)]
+        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
         split = [self.warps_k] if self.kernel == "split" else []
         sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
@@ -122,7 +122,7 @@ def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[
     if point.rows <= 32:
         warps = ((8, 1), (4, 2), (2, 4), (1, 8), (4, 1), (2, 2), (1, 4))
         for blocks, r, (warps_n, warps_k), depth in itertools.product((1, 2), row_blocks, warps, (2, 4)):
-            if warps_k * _CHUNK <= point.k:
+            if warps_k * CHUNK <= point.k:
                 found.append(GemmConfig("split", blocks, r, warps_n, warps_k, depth))
     if point.rows > 8:
         for blocks, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
@@ -153,7 +153,7 @@ def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple
     # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
     tiles = -(-point.features // 16) * point.live
     warps_k = 1
-    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * _CHUNK <= point.k:
+    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * CHUNK <= point.k:
         warps_k *= 2
     blocks = 1 if point.rows <= 8 else 2
     return GemmConfig("split", blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)

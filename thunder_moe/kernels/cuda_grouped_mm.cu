@@ -60,10 +60,13 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
         if (left > (d + 1) * WK) load_tokens<FULL, C>(x[(d + 1) % 2], token, (d + 1) * WK, k_left - (d + 1) * WK * kChunk);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          uint32_t a[8][4];
-          decode_chunk<BF16>(a, ring[d][r]);
 #pragma unroll
-          for (int c = 0; c < C; ++c) multiply<BF16>(acc[r][c], a, x[d % 2][c]);
+          for (int part = 0; part < 2; ++part) {
+            uint32_t a[4][4];
+            decode_half_chunk<BF16>(a, ring[d][r], part);
+#pragma unroll
+            for (int c = 0; c < C; ++c) multiply<BF16>(acc[r][c], a, x[d % 2][c], part);
+          }
           if (left > (d + DEPTH) * WK)
             load_weights<FULL>(ring[d][r], rows[r], (d + DEPTH) * WK, k_left - (d + DEPTH) * WK * kChunk);
         }
@@ -159,10 +162,11 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
         __syncthreads();  // this chunk has come, and the one before is no longer read
         fetch(filling, chunk + STAGES - 1, chunk + STAGES - 1 < chunks);
         filling = next_stage<STAGES>(filling);
-        uint32_t a[R][8][4];
+        uint32_t a[R][2][4][4];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          decode_chunk<BF16>(a[r], ring[d][r]);
+#pragma unroll
+          for (int part = 0; part < 2; ++part) decode_half_chunk<BF16>(a[r][part], ring[d][r], part);
           if (chunk + kDepth < chunks)
             load_weights<FULL>(ring[d][r], rows[r], chunk + kDepth, args.k - 32 * t - (chunk + kDepth) * kChunk);
         }
@@ -174,7 +178,9 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
 #pragma unroll
           for (int i = 0; i < 4; ++i) x[i] = stage[(8 * c + g) * 16 + place_of_unit(8 * c + g, 4 * t + i)];
 #pragma unroll
-          for (int r = 0; r < R; ++r) multiply<BF16>(acc[r][c], a[r], x);
+          for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int part = 0; part < 2; ++part) multiply<BF16>(acc[r][c], a[r][part], x, part);
         }
       }
     }

@@ -14,7 +14,7 @@ struct Arguments {
   const int* row_slot;      // (M,) or null
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
   const void* bias;         // (E, N) or null
-  uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU
+  uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU, rounded up to an even number
   int rows, experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none
@@ -239,21 +239,32 @@ DEVICE void load_tokens(uint4 (&x)[C][4], const uint16_t* const (&token)[C], int
   }
 }
 
-// The left operands of a chunk's 8 steps of 16 k: step 2 * i + j takes bytes 2 * j and 2 * j + 1 of word i of each row.
+// The left operands of 4 of a chunk's 8 steps of 16 k: step 2 * i + j takes bytes 2 * j and 2 * j + 1 of word i of each
+// row; the first half has words 0 and 1.
 template <bool BF16>
-DEVICE void decode_chunk(uint32_t (&a)[8][4], const Weights& w) {
+DEVICE void decode_half_chunk(uint32_t (&a)[4][4], const Weights& w, int part) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t scale[2];
     spread_scales(scale, decode_scales<BF16>(w.scales[half]));
     const uint32_t words[4] = {w.codes[half].x, w.codes[half].y, w.codes[half].z, w.codes[half].w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2; ++i) {
       uint32_t values[4];
-      decode<BF16>(words[i], scale[i / 2], values);
+      decode<BF16>(words[2 * part + i], scale[part], values);
       a[2 * i][half] = values[0], a[2 * i][2 + half] = values[1];
       a[2 * i + 1][half] = values[2], a[2 * i + 1][2 + half] = values[3];
     }
+  }
+}
+
+// One block of 8 tokens against half a decoded chunk; x holds the thread's 32 k of its token.
+template <bool BF16>
+DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x)[4], int part) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    mma<BF16>(acc, a[2 * i], x[2 * part + i].x, x[2 * part + i].y);
+    mma<BF16>(acc, a[2 * i + 1], x[2 * part + i].z, x[2 * part + i].w);
   }
 }
 
@@ -287,16 +298,6 @@ struct TokenCopies {
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
-// One block of 8 tokens against a decoded chunk; x holds the thread's 32 k of its token.
-template <bool BF16>
-DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[8][4], const uint4 (&x)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    mma<BF16>(acc, a[2 * i], x[i].x, x[i].y);
-    mma<BF16>(acc, a[2 * i + 1], x[i].z, x[i].w);
-  }
-}
-
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
 // STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
 // stores two features of a token.
@@ -324,7 +325,7 @@ DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert
         row_scale[column] = load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
       }
     const int row = row0 + 8 * c + g;
-    uint16_t* out = args.out + static_cast<int64_t>(row) * features;
+    uint16_t* out = args.out + static_cast<int64_t>(row) * ((features + 1) & ~1) + n0 + 2 * t;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float y[R][2];
@@ -339,14 +340,8 @@ DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert
 #pragma unroll
       for (int r = 0; r < (SWIGLU ? 1 : R); ++r) {
         const uint32_t pair = transpose8x8(narrow2<BF16>(y[r][0], y[r][1]));
-        const int feature = n0 + STRIDE * r + 8 * half + 2 * t;
-        if (row >= end || feature >= features) continue;
-        if (features % 2 == 0) {
-          *reinterpret_cast<uint32_t*>(out + feature) = pair;
-        } else {
-          out[feature] = static_cast<uint16_t>(pair);
-          if (feature + 1 < features) out[feature + 1] = static_cast<uint16_t>(pair >> 16);
-        }
+        const int offset = STRIDE * r + 8 * half;
+        if (row < end && n0 + offset + 2 * t < features) *reinterpret_cast<uint32_t*>(out + offset) = pair;
       }
     }
   }

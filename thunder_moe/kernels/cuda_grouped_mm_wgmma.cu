@@ -2,9 +2,36 @@
 // Compiled at run time by kernels/cuda.py behind cuda_grouped_mm.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
 //
 // A warpgroup owns 64 * R rows of weights, decoded from memory into registers, and multiplies them with a tile of
-// tokens in shared memory that all warpgroups of the block read. Shared memory has its k in natural order, so the four
-// threads that share a row exchange bytes: each loads 32 k of its own and needs pair t of every 8 k.
-// While the tensor cores work on one block of 64 rows, the threads decode the next one.
+// tokens in shared memory that all warpgroups of the block read. A thread loads 32 consecutive k of a row of weights and
+// has to supply pair t of every 8 of the tensor cores' k: so order_rows writes the tokens beforehand in the order of k
+// that makes them the same. While the tensor cores work on one half of a chunk, the threads decode the next one.
+
+struct OrderArguments {
+  const uint16_t* x;    // (M, K), or the tokens (T, K) with row_slot
+  const int* row_slot;  // (M,) or null
+  uint16_t* out;        // (M, K up to a multiple of the chunk), and a tile's rows behind it, which are not written
+  int rows, k, top_k;
+};
+
+// Each row in the order of order_of_k: where the tensor cores' step 2 * i + j of a chunk has its k of number 2 * t + h and
+// 8 more (h = 0, 1), thread t has the codes of k = 32 * t + 8 * i + 4 * j + h and 2 more.
+__global__ void __launch_bounds__(256) order_rows(const OrderArguments args) {
+  await_previous_kernel();
+  const int units = (args.k + kChunk - 1) / kChunk * 16;  // of 8 numbers
+  const int64_t items = static_cast<int64_t>(args.rows) * units;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * 256) {
+    const int row = static_cast<int>(item / units), unit = static_cast<int>(item - static_cast<int64_t>(row) * units);
+    const int token = args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
+    const uint16_t* from = args.x + static_cast<int64_t>(token) * args.k;
+    const int k = unit / 16 * kChunk + unit % 16 * 2;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+      pairs[t] = k + 32 * t < args.k ? *reinterpret_cast<const uint32_t*>(from + k + 32 * t) : 0;
+    reinterpret_cast<uint4*>(args.out)[item] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
 
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -47,55 +74,6 @@ DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile,
 }
 #endif
 
-// The four threads of a row hold words 4 t + i (8 k each); afterwards thread t holds byte t of word 4 j + i as byte i
-// of out[j]: pair t of every 8 k, in the order of k.
-DEVICE void exchange_bytes(uint32_t (&out)[4], const uint4& words, int t) {
-  const bool odd = t % 2, high = t / 2;
-  // With the neighbour: bytes 0, 2 against 1, 3. Of two words, (w0 a, w0 b, w1 a, w1 b).
-  const uint32_t keep1 = odd ? 0x7531u : 0x6420u, give1 = odd ? 0x6420u : 0x7531u;
-  const uint32_t mine01 = permute_bytes(words.x, words.y, keep1), mine23 = permute_bytes(words.z, words.w, keep1);
-  const uint32_t theirs01 = __shfl_xor_sync(0xffffffffu, permute_bytes(words.x, words.y, give1), 1);
-  const uint32_t theirs23 = __shfl_xor_sync(0xffffffffu, permute_bytes(words.z, words.w, give1), 1);
-  // With the pair beyond: the first of each two bytes against the second.
-  const uint32_t keep2 = high ? 0x7531u : 0x6420u, give2 = high ? 0x6420u : 0x7531u;
-  const uint32_t own = permute_bytes(mine01, mine23, keep2), next = permute_bytes(theirs01, theirs23, keep2);
-  const uint32_t beyond = __shfl_xor_sync(0xffffffffu, permute_bytes(mine01, mine23, give2), 2);
-  const uint32_t opposite = __shfl_xor_sync(0xffffffffu, permute_bytes(theirs01, theirs23, give2), 2);
-  // own, next, beyond, opposite come from threads t, t ^ 1, t ^ 2, t ^ 3.
-  const uint32_t even0 = odd ? next : own, odd0 = odd ? own : next;
-  const uint32_t even2 = odd ? opposite : beyond, odd2 = odd ? beyond : opposite;
-  out[0] = high ? even2 : even0, out[1] = high ? odd2 : odd0;
-  out[2] = high ? even0 : even2, out[3] = high ? odd0 : odd2;
-}
-
-// Byte i of `bytes`: two codes -> a register of two 16-bit floats, for i = 0..3; word i has scale[i / 2].
-template <bool BF16>
-DEVICE void decode_pairs(uint32_t (&out)[4], uint32_t bytes, const uint32_t (&scale)[2]) {
-  const uint32_t shifted = bytes << 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = decode_byte<BF16>(bytes, shifted, i, scale[i / 2]);
-}
-
-// A chunk's 8 steps of 16 k in natural order: step 2 * j + i takes words 4 * j + 2 * i and the next.
-template <bool BF16>
-DEVICE void decode_chunk_in_order(uint32_t (&a)[8][4], const Weights& w, int t) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t bytes[4];
-    exchange_bytes(bytes, w.codes[half], t);
-    const uint32_t own = decode_scales<BF16>(w.scales[half]);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t scale[2], values[4];  // the two scales of words 4 j .. 4 j + 3, which thread j of the row holds
-      const int from = (static_cast<int>(threadIdx.x) % 32 & ~3) + j;
-      spread_scales(scale, __shfl_sync(0xffffffffu, own, from));
-      decode_pairs<BF16>(values, bytes[j], scale);
-      a[2 * j][half] = values[0], a[2 * j][2 + half] = values[1];
-      a[2 * j + 1][half] = values[2], a[2 * j + 1][2 + half] = values[3];
-    }
-  }
-}
-
 // C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WG:
 // warpgroups; STAGES: chunks of tokens in shared memory. One block runs tile after tile.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WG, int STAGES>
@@ -108,7 +86,6 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][2 halves of a chunk][kTokens][8]
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
-  __shared__ const uint16_t* token_of[kTokens];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
@@ -117,11 +94,14 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   const int tiles_n = (features + kTileRows - 1) / kTileRows;
   const int chunks = (args.k + kChunk - 1) / kChunk;
 
-  // [half of the chunk][token][8 units], each token's units in the order of the 128-byte swizzle.
+  // Each thread copies one of a token's 16 units of 16 bytes, of every kStep-th token, to [half of the chunk][token]
+  // [8 units], where a token's units are in the order of the 128-byte swizzle. Rows that are not the expert's are read
+  // and not stored.
+  constexpr int kStep = kThreads / 16;
+  static_assert(kStep % 8 == 0, "a thread's tokens are swizzled alike");
   const int unit = threadIdx.x % 16, token = threadIdx.x / 16;
-  const TokenCopies<FULL, kThreads, kTokens, 8> fetch(
-      token_of, args.k, stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8));
-  static_assert(fetch.kStep % 8 == 0, "a thread's tokens are swizzled alike");
+  const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of what order_rows has written
+  uint4* const to = stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8);
 
   count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
@@ -129,44 +109,49 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
     const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
-    for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
-    __syncthreads();
+    const uint16_t* from = args.x + (row0 + token) * row_size + 8 * unit;
+    auto fetch = [&](int stage, bool exists) {  // the next chunk
+      if (exists) {
+        const uint16_t* row = from;
+#pragma unroll
+        for (int i = 0; i < kTokens; i += kStep, row += kStep * row_size) copy16(to + stage * kStage + i * 8, row, true);
+        from += kChunk;
+      }
+      commit_copies();
+    };
     Rows rows[R];
     find_rows<SWIGLU, R, 64>(rows, args, expert, n0, g, 32 * t);
     Weights ahead[R];
 #pragma unroll
     for (int r = 0; r < R; ++r) load_weights<FULL>(ahead[r], rows[r], 0, args.k - 32 * t);
-    for (int stage = 0; stage < STAGES - 2; ++stage) fetch(stage, stage, stage < chunks);
+    for (int stage = 0; stage < STAGES - 2; ++stage) fetch(stage, stage < chunks);
     int reading = 0, filling = STAGES - 2;  // stages
 
     float acc[R][C][4] = {};
-    uint32_t a[2][8][4];  // of the block that the tensor cores read, and of the next one
-    for (int base = 0; base < chunks; base += 2) {
+    uint32_t a[2][4][4];  // of the half chunk that the tensor cores read, and of the next one
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const uint4* stage = stages + reading * kStage;
+      reading = next_stage<STAGES>(reading);
 #pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        const int chunk = base + d;
-        if (chunk >= chunks) break;
+      for (int r = 0; r < R; ++r) {
+        const Weights now = ahead[r];
+        if (chunk + 1 < chunks) load_weights<FULL>(ahead[r], rows[r], chunk + 1, args.k - 32 * t - (chunk + 1) * kChunk);
 #pragma unroll
-        for (int r = 0; r < R; ++r) {
-          uint32_t(&mine)[8][4] = a[(d * R + r) % 2];
-          wait_for_products<1>();  // those that read `mine` before
-          decode_chunk_in_order<BF16>(mine, ahead[r], t);
-          if (chunk + 1 < chunks) load_weights<FULL>(ahead[r], rows[r], chunk + 1, args.k - 32 * t - (chunk + 1) * kChunk);
-          if (r == 0) {
+        for (int half = 0; half < 2; ++half) {
+          wait_for_products<1>();  // those that read a[half] before
+          decode_half_chunk<BF16>(a[half], now, half);
+          if (r == 0 && half == 0) {
             wait_for_copies<STAGES - 3>();
             fence_shared();
             __syncthreads();  // this chunk has come; the products of the one before the last are done in all warpgroups
-            fetch(filling, chunk + STAGES - 2, chunk + STAGES - 2 < chunks);
+            fetch(filling, chunk + STAGES - 2 < chunks);
             filling = next_stage<STAGES>(filling);
           }
           fence_registers();
-          const uint4* stage = stages + reading * kStage;
 #pragma unroll
-          for (int step = 0; step < 8; ++step)
-            wgmma<BF16, C>(acc[r], mine[step], stage + step / 4 * kTokens * 8, step % 4);
+          for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], stage + half * kTokens * 8, step);
           commit_products();
         }
-        reading = next_stage<STAGES>(reading);
       }
     }
     wait_for_products<0>();
