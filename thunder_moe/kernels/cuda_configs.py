@@ -31,7 +31,7 @@ class GemmConfig:
         row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
         warps_n: warps along N; warpgroups for "wgmma".
         warps_k: warps along K; 1 but for "split".
-        depth: chunks of weights in flight (an even number) for "split", stages of tokens for the others.
+        depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for the others.
     """
 
     kernel: str
@@ -53,10 +53,11 @@ class GemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: stages of 8 * token_blocks tokens of 128 16-bit numbers; 1 KiB to align them."""
-        if self.kernel == "split":
-            return 0
-        return self.depth * 8 * self.token_blocks * 2 * CHUNK + (1024 if self.kernel == "wgmma" else 0)
+        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each; 1 KiB to align them."""
+        chunk = 8 * self.token_blocks * 2 * CHUNK
+        if self.kernel == "split":  # two segments
+            return 2 * chunk * max(4 * self.warps_k, 8 // self.token_blocks)
+        return self.depth * chunk + (1024 if self.kernel == "wgmma" else 0)
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""
@@ -119,18 +120,20 @@ def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[
     """The configurations worth timing at a point."""
     row_blocks = (2,) if swiglu else (1, 2)
     found = []
-    if point.rows <= 32:
-        warps = ((8, 1), (4, 2), (2, 4), (1, 8), (4, 1), (2, 2), (1, 4))
-        for blocks, r, (warps_n, warps_k), depth in itertools.product((1, 2), row_blocks, warps, (2, 4)):
-            if warps_k * CHUNK <= point.k:
-                found.append(GemmConfig("split", blocks, r, warps_n, warps_k, depth))
+    if point.rows <= 48:
+        warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (1, 2), (2, 4), (1, 4))
+        blocks = [blocks for blocks in (1, 2, 4) if 2 * blocks <= point.rows or blocks == 1]
+        for c, r, (warps_n, warps_k), depth in itertools.product(blocks, row_blocks, warps, (2, 4)):
+            if warps_k * CHUNK <= point.k and c * r <= 4:
+                found.append(GemmConfig("split", c, r, warps_n, warps_k, depth))
     if point.rows > 8:
         for blocks, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
             found.append(GemmConfig("staged", blocks, r, warps_n, 1, depth))
     if point.rows > 16 and capability == (9, 0):
         for blocks, r, groups, depth in itertools.product((8, 16), row_blocks, (1, 2), (3, 4, 5)):
             found.append(GemmConfig("wgmma", blocks, r, groups, 1, depth))
-    return found
+    available = (227 if capability == (9, 0) else 99) << 10  # 99: Ada and consumer Blackwell
+    return [config for config in found if config.shared_bytes <= available]
 
 
 @functools.cache
@@ -150,10 +153,10 @@ def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple
     if point.rows > 16:
         return GemmConfig("staged", 4 if point.rows <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3)
     row_blocks = 2 if swiglu else 1
-    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, two chunks each.
+    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, four chunks each.
     tiles = -(-point.features // 16) * point.live
-    warps_k = 1
-    while warps_k < 8 and tiles * warps_k < 16 * multiprocessors and 4 * warps_k * CHUNK <= point.k:
-        warps_k *= 2
     blocks = 1 if point.rows <= 8 else 2
-    return GemmConfig("split", blocks, row_blocks, warps_n=8 // warps_k, warps_k=warps_k, depth=4 // row_blocks)
+    warps_k = 1
+    while warps_k < 4 // blocks and tiles * warps_k < 16 * multiprocessors and 8 * warps_k * CHUNK <= point.k:
+        warps_k *= 2
+    return GemmConfig("split", blocks, row_blocks, warps_n=4 // warps_k, warps_k=warps_k, depth=2)

@@ -3,21 +3,42 @@
 //
 // A thread reads 16 bytes (32 weights) of a row of weights at a time, always the same 32 k of a chunk, and the same
 // 32 k of its token: within a chunk the order of k is free, so neither operand is exchanged between threads and both
-// keep their natural order in memory. `grouped_mm` reads tokens from memory and splits K over the warps of a block
-// (few rows per expert); `grouped_mm_staged` shares tokens between warps in shared memory.
+// keep their natural order in memory. `grouped_mm` can split K over the warps of a block and waits rarely (few rows per
+// expert); `grouped_mm_staged` keeps many tokens' chunks coming through shared memory.
+
+// Where the 16 bytes (8 k) `unit` of a chunk of a token stand in its 256 bytes of shared memory: the 8 threads that read
+// together (4 t of 2 tokens) meet all banks.
+DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4) ^ (token % 2 * 4)); }
+
+// Thread s of the four that share a row has the scales of chunk s, two of each thread's k; afterwards thread t has its own
+// two of all four chunks: those of chunks 0 and 1 in x, 2 and 3 in y.
+DEVICE uint2 exchange_scales(uint2 chunk, int t) {
+  const bool odd = t % 2, high = t / 2;
+  const uint32_t mine = high ? chunk.y : chunk.x;
+  const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? chunk.x : chunk.y, 2);
+  const uint32_t low = high ? other : mine, up = high ? mine : other;  // of chunks t % 2 and t % 2 + 2
+  const uint32_t own = permute_bytes(low, up, odd ? 0x7632u : 0x5410u);
+  const uint32_t next = __shfl_xor_sync(0xffffffffu, permute_bytes(low, up, odd ? 0x5410u : 0x7632u), 1);
+  const uint32_t even = odd ? next : own, uneven = odd ? own : next;
+  return make_uint2(permute_bytes(even, uneven, 0x5410u), permute_bytes(even, uneven, 0x7632u));
+}
 
 // C: blocks of 8 tokens of a tile; R: blocks of 16 weight rows of a warp (SwiGLU: one of gate, one of up); WN, WK: warps
-// along N and along K; DEPTH: chunks in flight. One block runs tile after tile.
+// along N and along K; DEPTH: chunks of weights in flight. One block runs tile after tile. All its tokens' k of SEGMENT
+// chunks lie in shared memory, and those of the next segment come meanwhile.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int DEPTH>
 __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
-  static_assert(DEPTH % 2 == 0, "the tokens alternate between two buffers");
-  constexpr int kThreads = 32 * WN * WK, kTokens = 8 * C;
+  static_assert(4 % DEPTH == 0, "a warp takes four chunks at a time");
+  constexpr int kThreads = 32 * WN * WK, kTokens = 8 * C, kGroup = 4 * WK;  // chunks that the warps take at a time
+  constexpr int kSegment = kGroup * C < 8 ? 8 / C : kGroup, kUnits = 16 * kSegment;
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);  // output features of a tile
+  DYNAMIC_SHARED(uint4, tokens);  // [2 segments][kTokens][kSegment chunks][16 units]
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
   __shared__ float partial[WK > 1 ? WK - 1 : 1][WN][R * C * 4 * 32];
+  __shared__ const uint16_t* token_of[kTokens];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warp_n = threadIdx.x / 32 % WN, warp_k = threadIdx.x / 32 / WN;
@@ -34,52 +55,94 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
     const int end = args.offsets[expert];
     const int row0 = (expert ? args.offsets[expert - 1] : 0) + (tile_m - tile_start[expert]) * kTokens;
     const int n0 = tile_n * kTileRows + warp_n * (SWIGLU ? 16 : 16 * R);
+    const int live = min(end - row0, kTokens);  // tokens; what the others' places hold is multiplied and not stored
 
     Rows rows[R];
     find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, k_first);
-    const uint16_t* token[C];
+    Weights ring[DEPTH][R];
+    uint2 scales[R][2];  // FULL: thread t has those of all four threads for chunk t of the next four
+    int left = chunks - warp_k, k_left = args.k - k_first;  // from this warp's, and this thread's, position on
 #pragma unroll
-    for (int c = 0; c < C; ++c) {
-      token[c] = token_of_row(args, row0 + 8 * c + g, end) + k_first;
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int d = 0; d < DEPTH; ++d)
+        if (left > d * WK) load_weights<FULL, !FULL>(ring[d][r], rows[r], d * WK, k_left - d * WK * kChunk);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (!FULL) continue;
+        rows[r].scales[half] += t * (WK * kChunk / 16 - 2);  // from its own in a chunk to all of chunk t
+        scales[r][half] = left > t * WK ? load8(rows[r].scales[half]) : make_uint2(0, 0);
+      }
     }
 
+    if (threadIdx.x < live) token_of[threadIdx.x] = token_of_row(args, row0 + threadIdx.x, end);
+    __syncthreads();
+    auto fetch = [&](int segment) {
+      for (int i = threadIdx.x; i < live * kUnits; i += kThreads) {
+        const int token = i / kUnits, unit = i % kUnits, k = segment * (kSegment * kChunk) + 8 * unit;
+        uint4* to = tokens + ((segment % 2 * kTokens + token) * kUnits + (unit & ~15) + place_of_unit(token, unit % 16));
+        copy16(to, token_of[token] + (k < args.k ? k : 0), k < args.k);
+      }
+      commit_copies();
+    };
+    fetch(0);
+
     float acc[R][C][4] = {};
-    Weights ring[DEPTH][R];
-    uint4 x[2][C][4];
+    for (int first = 0; first < chunks; first += kGroup) {  // the warps' next four chunks each
+      const int segment = first / kSegment;
+      if (first % kSegment == 0) {
+        wait_for_copies<0>();
+        __syncthreads();  // this segment has come, and the one before is no longer read
+        if (first + kSegment < chunks) fetch(segment + 1);
+      }
+      uint2 own[R][2];
+      if constexpr (FULL) {
 #pragma unroll
-    for (int d = 0; d < DEPTH; ++d)
-      if (warp_k + d * WK < chunks)
+        for (int r = 0; r < R; ++r)
 #pragma unroll
-        for (int r = 0; r < R; ++r) load_weights<FULL>(ring[d][r], rows[r], d * WK, args.k - k_first - d * WK * kChunk);
-    if (warp_k < chunks) load_tokens<FULL, C>(x[0], token, 0, args.k - k_first);
-    int left = chunks - warp_k, k_left = args.k - k_first;  // from this warp's, and this thread's, position on
-    for (; left > 0; left -= WK * DEPTH, k_left -= WK * DEPTH * kChunk) {
+          for (int half = 0; half < 2; ++half) {
+            own[r][half] = exchange_scales(scales[r][half], t);
+            rows[r].scales[half] += kGroup * (kChunk / 16);
+            if (left > (4 + t) * WK) scales[r][half] = load8(rows[r].scales[half]);
+          }
+      }
+      const uint4* from = tokens + (segment % 2 * kTokens + g) * kUnits + (first % kSegment + warp_k) * 16;
 #pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
+      for (int d = 0; d < 4; ++d) {
         if (left <= d * WK) break;
-        if (left > (d + 1) * WK) load_tokens<FULL, C>(x[(d + 1) % 2], token, (d + 1) * WK, k_left - (d + 1) * WK * kChunk);
+        uint4 x[C][4];
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x[c][i] = from[8 * c * kUnits + d * WK * 16 + place_of_unit(g, 4 * t + i)];
 #pragma unroll
         for (int r = 0; r < R; ++r) {
+          Weights& now = ring[d % DEPTH][r];
+          if constexpr (FULL) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const uint32_t two_chunks = d < 2 ? own[r][half].x : own[r][half].y;
+              now.scales[half] = d % 2 ? two_chunks >> 16 : two_chunks;
+            }
+          }
 #pragma unroll
           for (int part = 0; part < 2; ++part) {
             uint32_t a[4][4];
-            decode_half_chunk<BF16>(a, ring[d][r], part);
+            decode_half_chunk<BF16>(a, now, part);
 #pragma unroll
-            for (int c = 0; c < C; ++c) multiply<BF16>(acc[r][c], a, x[d % 2][c], part);
+            for (int c = 0; c < C; ++c) multiply<BF16>(acc[r][c], a, x[c], part);
           }
-          if (left > (d + DEPTH) * WK)
-            load_weights<FULL>(ring[d][r], rows[r], (d + DEPTH) * WK, k_left - (d + DEPTH) * WK * kChunk);
+          if (left > (d + DEPTH) * WK) load_weights<FULL, !FULL>(now, rows[r], (d + DEPTH) * WK, k_left - (d + DEPTH) * WK * kChunk);
         }
       }
+      left -= kGroup, k_left -= kGroup * kChunk;
 #pragma unroll
       for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows[r].codes[half] += WK * DEPTH * (kChunk / 2);
-          rows[r].scales[half] += WK * DEPTH * (kChunk / 16);
+          rows[r].codes[half] += kGroup * (kChunk / 2);
+          if constexpr (!FULL) rows[r].scales[half] += kGroup * (kChunk / 16);
         }
-#pragma unroll
-      for (int c = 0; c < C; ++c) token[c] += WK * DEPTH * kChunk;
     }
 
     if constexpr (WK > 1) {  // add the shares of K in the order of the warps, so that the sum does not depend on timing
@@ -103,13 +166,9 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
       }
     }
     if (warp_k == 0) store<BF16, SWIGLU, C, R, 16>(args, acc, expert, row0, end, n0, g, t);
-    if constexpr (WK > 1) __syncthreads();
+    __syncthreads();
   }
 }
-
-// Where the 16 bytes (8 k) `unit` of a token stand in its 256 bytes of shared memory: the 8 threads that read together
-// (4 t of 2 tokens) meet all banks.
-DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4) ^ (token % 2 * 4)); }
 
 // As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>

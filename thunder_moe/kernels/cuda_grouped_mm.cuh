@@ -199,7 +199,7 @@ DEVICE void find_rows(Rows (&rows)[R], const Arguments& args, int expert, int n0
 }
 
 // FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
-template <bool FULL>
+template <bool FULL, bool SCALES = true>
 DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -207,7 +207,7 @@ DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
     const uint8_t* scales = rows.scales[half] + chunk * (kChunk / 16);
     if constexpr (FULL) {
       w.codes[half] = load_weights16(codes);
-      w.scales[half] = *reinterpret_cast<const uint16_t*>(scales);
+      if constexpr (SCALES) w.scales[half] = *reinterpret_cast<const uint16_t*>(scales);
     } else {
       w.codes[half] = make_uint4(0, 0, 0, 0);
       w.scales[half] = 0;
@@ -221,20 +221,6 @@ DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
         w.codes[half].z = high.x, w.codes[half].w = high.y;
         w.scales[half] |= static_cast<uint32_t>(scales[1]) << 8;
       }
-    }
-  }
-}
-
-// The thread's 32 k of the tokens of its columns: x[c] is column 8 * c + g.
-template <bool FULL, int C>
-DEVICE void load_tokens(uint4 (&x)[C][4], const uint16_t* const (&token)[C], int chunk, int k_left) {
-#pragma unroll
-  for (int c = 0; c < C; ++c) {
-    const uint4* from = reinterpret_cast<const uint4*>(token[c] + chunk * kChunk);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (FULL) x[c][i] = from[i];
-      else x[c][i] = 8 * i < k_left ? from[i] : make_uint4(0, 0, 0, 0);
     }
   }
 }
