@@ -45,7 +45,12 @@ struct Adversary {
 };
 static Adversary adversary;
 
-struct Copy { uint4* to; uint4 value; };
+struct Copy {
+  void* to;
+  uint4 value;
+  size_t bytes;
+  void operator()() const { std::memcpy(to, &value, bytes); }
+};
 
 // What a thread has issued and not waited for: groups of work, the newest still open.
 template <class Work>
@@ -294,19 +299,22 @@ static uint4 load_weights16(const uint8_t* p) {
   return *reinterpret_cast<const uint4*>(p);
 }
 
-static void copy16(uint4* to_shared, const uint16_t* from, bool valid) {
-  if (reinterpret_cast<uintptr_t>(from) % 16) {
-    std::fprintf(stderr, "cuda_emulator: a 16-byte copy from a misaligned address\n");
+static void copy_bytes(void* to_shared, const void* from, size_t bytes, bool valid) {
+  if (reinterpret_cast<uintptr_t>(from) % bytes || reinterpret_cast<uintptr_t>(to_shared) % bytes) {
+    std::fprintf(stderr, "cuda_emulator: a %zu-byte copy between misaligned addresses\n", bytes);
     std::abort();
   }
-  const Copy copy{to_shared, valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0)};
+  Copy copy{to_shared, make_uint4(0, 0, 0, 0), bytes};
+  if (valid) std::memcpy(&copy.value, from, bytes);
   if (adversary.late_copies) fibers[threadIdx.x].copies.open.push_back(copy);
-  else *copy.to = copy.value;
+  else copy();
 }
+static void copy16(uint4* to_shared, const void* from, bool valid) { copy_bytes(to_shared, from, 16, valid); }
+static void copy4(uint32_t* to_shared, const void* from) { copy_bytes(to_shared, from, 4, true); }
 static void commit_copies() { fibers[threadIdx.x].copies.commit(); }
 template <int PENDING>
 static void wait_for_copies() {
-  fibers[threadIdx.x].copies.wait(PENDING, [](const Copy& copy) { *copy.to = copy.value; });
+  fibers[threadIdx.x].copies.wait(PENDING, [](const Copy& copy) { copy(); });
 }
 
 static uint4* align_shared(uint4* memory, uint32_t to) {

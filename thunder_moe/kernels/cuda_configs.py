@@ -53,11 +53,16 @@ class GemmConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each; 1 KiB to align them."""
+        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
+
+        For "wgmma" also 20 bytes per thread and row of weights, and 1 KiB to align it all.
+        """
         chunk = 8 * self.token_blocks * 2 * CHUNK
         if self.kernel == "split":  # two segments
             return 2 * chunk * max(4 * self.warps_k, 8 // self.token_blocks)
-        return self.depth * chunk + (1024 if self.kernel == "wgmma" else 0)
+        if self.kernel == "staged":
+            return self.depth * chunk
+        return self.depth * (chunk + 20 * 2 * self.row_blocks * self.threads) + 1024
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""

@@ -65,7 +65,11 @@ DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not ke
   return v;
 }
 
-DEVICE void copy16(uint4* to_shared, const uint16_t* from, bool valid) {  // asynchronous; zeros where not valid
+DEVICE void copy4(uint32_t* to_shared, const void* from) {  // asynchronous
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy16(uint4* to_shared, const void* from, bool valid) {  // asynchronous; zeros where not valid
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }

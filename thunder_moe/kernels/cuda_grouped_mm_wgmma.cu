@@ -81,9 +81,13 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(STAGES >= 3, "a stage is filled while two are read");
-  constexpr int kThreads = 128 * WG, kTokens = 8 * C, kStage = kTokens * 16;  // in units of 16 bytes
+  constexpr int kThreads = 128 * WG, kTokens = 8 * C;
+  // A stage in units of 16 bytes: [2 halves of a chunk][kTokens][8], then with FULL what each thread needs of its rows,
+  // codes [R][2][kThreads] and scales (4 bytes each, of which a thread needs 2) [R][2][kThreads].
+  constexpr int kCodes = kTokens * 16, kScales = kCodes + 2 * R * kThreads;
+  constexpr int kStage = FULL ? kScales + 2 * R * kThreads / 4 : kCodes;
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);
-  DYNAMIC_SHARED(uint4, memory);  // [STAGES][2 halves of a chunk][kTokens][8]
+  DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage]
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
 
@@ -109,21 +113,34 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
     const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
+    Rows rows[R];
+    find_rows<SWIGLU, R, 64>(rows, args, expert, n0, g, 32 * t);
     const uint16_t* from = args.x + (row0 + token) * row_size + 8 * unit;
     auto fetch = [&](int stage, bool exists) {  // the next chunk
+      uint4* const in = stages + stage * kStage;
       if (exists) {
         const uint16_t* row = from;
 #pragma unroll
         for (int i = 0; i < kTokens; i += kStep, row += kStep * row_size) copy16(to + stage * kStage + i * 8, row, true);
         from += kChunk;
+        if constexpr (FULL) {
+#pragma unroll
+          for (int r = 0; r < R; ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int slot = (2 * r + half) * kThreads + threadIdx.x;
+              copy16(in + kCodes + slot, rows[r].codes[half], true);
+              copy4(reinterpret_cast<uint32_t*>(in + kScales) + slot, rows[r].scales[half] - 2 * (t % 2));
+              rows[r].codes[half] += kChunk / 2, rows[r].scales[half] += kChunk / 16;
+            }
+        }
       }
       commit_copies();
     };
-    Rows rows[R];
-    find_rows<SWIGLU, R, 64>(rows, args, expert, n0, g, 32 * t);
-    Weights ahead[R];
+    Weights ahead[R];  // without FULL: of the next chunk
+    if constexpr (!FULL)
 #pragma unroll
-    for (int r = 0; r < R; ++r) load_weights<FULL>(ahead[r], rows[r], 0, args.k - 32 * t);
+      for (int r = 0; r < R; ++r) load_weights<false>(ahead[r], rows[r], 0, args.k - 32 * t);
     for (int stage = 0; stage < STAGES - 2; ++stage) fetch(stage, stage < chunks);
     int reading = 0, filling = STAGES - 2;  // stages
 
@@ -132,21 +149,29 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const uint4* stage = stages + reading * kStage;
       reading = next_stage<STAGES>(reading);
+      wait_for_copies<STAGES - 3>();
+      fence_shared();
+      __syncthreads();  // this chunk has come; the products of the one before the last are done in all warpgroups
+      fetch(filling, chunk + STAGES - 2 < chunks);
+      filling = next_stage<STAGES>(filling);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        const Weights now = ahead[r];
-        if (chunk + 1 < chunks) load_weights<FULL>(ahead[r], rows[r], chunk + 1, args.k - 32 * t - (chunk + 1) * kChunk);
+        Weights now;
+        if constexpr (FULL) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int slot = (2 * r + half) * kThreads + threadIdx.x;
+            now.codes[half] = stage[kCodes + slot];
+            now.scales[half] = reinterpret_cast<const uint32_t*>(stage + kScales)[slot] >> (16 * (t % 2));
+          }
+        } else {
+          now = ahead[r];
+          if (chunk + 1 < chunks) load_weights<false>(ahead[r], rows[r], chunk + 1, args.k - 32 * t - (chunk + 1) * kChunk);
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           wait_for_products<1>();  // those that read a[half] before
           decode_half_chunk<BF16>(a[half], now, half);
-          if (r == 0 && half == 0) {
-            wait_for_copies<STAGES - 3>();
-            fence_shared();
-            __syncthreads();  // this chunk has come; the products of the one before the last are done in all warpgroups
-            fetch(filling, chunk + STAGES - 2 < chunks);
-            filling = next_stage<STAGES>(filling);
-          }
           fence_registers();
 #pragma unroll
           for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], stage + half * kTokens * 8, step);
