@@ -19,6 +19,8 @@ __all__ = ["CHUNK", "COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "
 COMMON = Path(__file__).with_name("cuda_common.cuh")  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("cuda_configs.json")
 CHUNK = 128  # k of a step of the kernels
+# Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
+_WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
 
 
 @dataclass(frozen=True)
@@ -122,21 +124,21 @@ def choose_config(
 
 
 def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[GemmConfig]:
-    """The configurations worth timing at a point."""
+    """The configurations worth timing at a point: what won on an H200; "staged" without wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     found = []
     if point.rows <= 48:
-        warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2), (1, 2), (2, 4), (1, 4))
-        blocks = [blocks for blocks in (1, 2, 4) if 2 * blocks <= point.rows or blocks == 1]
-        for c, r, (warps_n, warps_k), depth in itertools.product(blocks, row_blocks, warps, (2, 4)):
-            if warps_k * CHUNK <= point.k and c * r <= 4:
+        warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2))
+        for c, r, (warps_n, warps_k), depth in itertools.product((1, 2, 4), row_blocks, warps, (2, 4)):
+            if warps_k * CHUNK <= point.k and c * r <= 4 and 4 * c < max(5, 2 * point.rows) and point.rows <= 16 * c:
                 found.append(GemmConfig("split", c, r, warps_n, warps_k, depth))
-    if point.rows > 8:
-        for blocks, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
-            found.append(GemmConfig("staged", blocks, r, warps_n, 1, depth))
-    if point.rows > 16 and capability == (9, 0):
-        for blocks, r, groups, depth in itertools.product((8, 16), row_blocks, (1, 2), (3, 4, 5)):
-            found.append(GemmConfig("wgmma", blocks, r, groups, 1, depth))
+    if capability == (9, 0):
+        for (c, r, groups), depth in itertools.product(_WGMMA_SHAPES, (3, 4)):
+            if point.rows > 12 and 4 * c <= max(point.rows, 32) and r in row_blocks:
+                found.append(GemmConfig("wgmma", c, r, groups, 1, depth))
+    elif point.rows > 8:
+        for c, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
+            found.append(GemmConfig("staged", c, r, warps_n, 1, depth))
     available = (227 if capability == (9, 0) else 99) << 10  # 99: Ada and consumer Blackwell
     return [config for config in found if config.shared_bytes <= available]
 

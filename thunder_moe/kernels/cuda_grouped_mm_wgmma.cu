@@ -52,24 +52,33 @@ DEVICE uint64_t descriptor(const uint4* tile, int step) {
 
 #define ACC4(i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
 #define ACC16(i) ACC4(i), ACC4(i + 1), ACC4(i + 2), ACC4(i + 3)
+#define ACC64(i) ACC16(i), ACC16(i + 4), ACC16(i + 8), ACC16(i + 12)
 #define OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 #define WGMMA(TYPE, REGISTERS, A, B, ...)                                                                     \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" TYPE " {" REGISTERS "}, {" A "}, " B ", 1, 1, 1, 0;" : __VA_ARGS__ : OPERANDS)
 #define R8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
 #define R32 R8(0,1,2,3,4,5,6,7) "," R8(8,9,10,11,12,13,14,15) "," R8(16,17,18,19,20,21,22,23) "," R8(24,25,26,27,28,29,30,31)
 #define R64 R32 "," R8(32,33,34,35,36,37,38,39) "," R8(40,41,42,43,44,45,46,47) "," R8(48,49,50,51,52,53,54,55) "," R8(56,57,58,59,60,61,62,63)
+#define R96 R64 "," R8(64,65,66,67,68,69,70,71) "," R8(72,73,74,75,76,77,78,79) "," R8(80,81,82,83,84,85,86,87) "," R8(88,89,90,91,92,93,94,95)
+#define R128 R96 "," R8(96,97,98,99,100,101,102,103) "," R8(104,105,106,107,108,109,110,111) "," R8(112,113,114,115,116,117,118,119) "," R8(120,121,122,123,124,125,126,127)
 
 // acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 in `a`) times 8 * C tokens, asynchronously.
 template <bool BF16, int C>
 DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
-  static_assert(C == 8 || C == 16, "written out for 64 and 128 tokens");
+  static_assert(C == 8 || C == 16 || C == 24 || C == 32, "written out for 64, 128, 192 and 256 tokens");
   const uint64_t b = descriptor(tile, step);
   if constexpr (C == 8) {
     if constexpr (BF16) WGMMA("64k16.f32.bf16.bf16", R32, "%32,%33,%34,%35", "%36", ACC16(0), ACC16(4));
     else WGMMA("64k16.f32.f16.f16", R32, "%32,%33,%34,%35", "%36", ACC16(0), ACC16(4));
+  } else if constexpr (C == 16) {
+    if constexpr (BF16) WGMMA("128k16.f32.bf16.bf16", R64, "%64,%65,%66,%67", "%68", ACC64(0));
+    else WGMMA("128k16.f32.f16.f16", R64, "%64,%65,%66,%67", "%68", ACC64(0));
+  } else if constexpr (C == 24) {
+    if constexpr (BF16) WGMMA("192k16.f32.bf16.bf16", R96, "%96,%97,%98,%99", "%100", ACC64(0), ACC16(16), ACC16(20));
+    else WGMMA("192k16.f32.f16.f16", R96, "%96,%97,%98,%99", "%100", ACC64(0), ACC16(16), ACC16(20));
   } else {
-    if constexpr (BF16) WGMMA("128k16.f32.bf16.bf16", R64, "%64,%65,%66,%67", "%68", ACC16(0), ACC16(4), ACC16(8), ACC16(12));
-    else WGMMA("128k16.f32.f16.f16", R64, "%64,%65,%66,%67", "%68", ACC16(0), ACC16(4), ACC16(8), ACC16(12));
+    if constexpr (BF16) WGMMA("256k16.f32.bf16.bf16", R128, "%128,%129,%130,%131", "%132", ACC64(0), ACC64(16));
+    else WGMMA("256k16.f32.f16.f16", R128, "%128,%129,%130,%131", "%132", ACC64(0), ACC64(16));
   }
 }
 #endif
@@ -121,7 +130,10 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
       if (exists) {
         const uint16_t* row = from;
 #pragma unroll
-        for (int i = 0; i < kTokens; i += kStep, row += kStep * row_size) copy16(to + stage * kStage + i * 8, row, true);
+        for (int i = 0; i < kTokens; i += kStep, row += kStep * row_size) {
+          if (kTokens % kStep != 0 && token + i >= kTokens) break;
+          copy16(to + stage * kStage + i * 8, row, true);
+        }
         from += kChunk;
         if constexpr (FULL) {
 #pragma unroll

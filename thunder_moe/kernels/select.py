@@ -16,12 +16,12 @@ import torch
 
 __all__ = ["BACKENDS", "SIMULATIONS", "select", "simulate_w4a4", "use_backend"]
 
-# In order of preference; each has the devices that it serves (None: all). What follows the reference is never chosen
-# by itself: "cuda" has run in an emulator alone, not on a GPU yet, and "humming" reads a layout of its own.
+# In order of preference; each has the devices that it serves (None: all). "humming" is never chosen by itself: it reads
+# a layout of its own.
 BACKENDS: dict[str, tuple[str, ...] | None] = {
     "cpu": ("cpu",),
-    "reference": None,
     "cuda": ("cuda",),
+    "reference": None,
     "humming": ("cuda",),
 }
 # Who runs on CUDA what was laid out for it; all others bring it into "linear" at every call.
