@@ -7,6 +7,7 @@ Called from the command line and by `make bench`; calls thunder_moe, Thunder, an
     thunder nvfp4  the same call with a frozen layer, whose three expert GEMMs the executor rewrites
     compile bf16   torch.compile(layer), frozen
     compile nvfp4  torch.compile(layer, backend="thunder_moe"), frozen: three expert GEMMs rewritten
+    quantize_ + compile  torch.compile of the layer after quantize_: routing, gather and combine in its operators
 
 Thunder 0.2.6 cannot run torch._grouped_mm by itself, so "thunder bf16" is Thunder with the executor's own 16-bit
 symbol: its expert weights require a gradient and gradients are enabled, which keeps them out of the rewrite. Its input
@@ -67,6 +68,7 @@ COLUMNS: dict[str, Callable[[Llama4MoE, Llama4MoE], Variant]] = {
     "eager nvfp4": lambda _, quantized: Variant.eager(quantized, nvfp4=True),
     "thunder nvfp4": lambda layer, _: _thunder(layer, nvfp4=True),
     "compile nvfp4": lambda layer, _: Variant.compile(layer, nvfp4=True, backend="thunder_moe", dynamic=True),
+    "quantize_ + compile": lambda _, quantized: Variant.compile(quantized, nvfp4=True, dynamic=True),
 }
 
 
