@@ -32,8 +32,9 @@ BASELINE = "bf16"
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 ROWS_PER_EXPERT = [1, 2, 4, 8, 64, 256]
 TOKENS = [1, 8, 32, 128, 1024, 8192]
-# Relative Frobenius, bf16 against fp32: rounding of weights, sums and results gives about 2e-3.
-TOLERANCE = 5e-3
+# Relative Frobenius, bf16 against fp32: rounding of weights, sums and results gives about 2e-3, rounding of what SwiGLU
+# reads (humming) 5e-3.
+TOLERANCE = 7e-3
 Kernel = Callable[[Tensor, NVFP4Weight, Tensor], Tensor]
 
 

@@ -4,6 +4,7 @@ Called by `pytest -m gpu` on a machine with one; judged by tests/oracle.py.
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
-from thunder_moe.kernels import cuda
+from thunder_moe.kernels import cuda, nvrtc
 from thunder_moe.kernels.cuda_configs import Point, candidates
+from thunder_moe.kernels.epilogues import route as plain_route
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
@@ -205,6 +207,18 @@ def test_training_through_torch_compile(frozen):
             assert relative_error(parameter.grad.cpu(), reference.grad.cpu()) < 0.05, name
 
 
+def compile_side_by_side(configs, dtype, swiglu, k):
+    major, minor = torch.cuda.get_device_capability()
+
+    def one(config):
+        source = "".join(file.read_text() for file in config.sources)
+        architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
+        nvrtc.compile_cubin(source, config.expression(dtype, swiglu, k), architecture)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(one, configs))
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
@@ -216,7 +230,9 @@ def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dty
     n = 2 * features if swiglu else features
     weight = quantize(torch.randn(experts, n, k))
     exact, weight = dequantize(*weight.tensors()), weight.to("cuda")
-    for config in candidates(Point(experts, mean_rows, features, k), swiglu, torch.cuda.get_device_capability()):
+    configs = candidates(Point(experts, mean_rows, features, k), swiglu, torch.cuda.get_device_capability())
+    compile_side_by_side(configs, dtype, swiglu, k)
+    for config in configs:
         offsets = torch.randint(0, 2 * mean_rows + 1, (experts,)).mul(torch.tensor([1, 0, 3, 1, 0, 1])).cumsum(0).int()
         rows = torch.randn(int(offsets[-1]) + 3, k).to(dtype)
         torch.full((rows.shape[0], features), torch.nan, dtype=dtype, device="cuda")
@@ -233,7 +249,7 @@ def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dty
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (1000, 4, 60), (65_536, 8, 512)])
 def test_route_is_the_stable_sort(tokens, top_k, experts):
     ids = torch.randint(-1, experts + 1, (tokens, top_k))
-    for actual, expected in zip(moe_route(ids.cuda(), experts), moe_route(ids, experts), strict=True):
+    for actual, expected in zip(moe_route(ids.cuda(), experts), plain_route(ids, experts), strict=True):
         assert torch.equal(actual.cpu(), expected)
 
 

@@ -291,6 +291,7 @@ static uint32_t transpose8x8(uint32_t pair) {
   return element(2 * j, i) | element(2 * j + 1, i) << 16;
 }
 
+static void prefetch(const void*) {}
 static uint4 load_weights16(const uint8_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 16) {
     std::fprintf(stderr, "cuda_emulator: a 16-byte load from a misaligned address\n");

@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
       }
     }
 
+    prefetch_for_epilogue<SWIGLU, R, 16>(args, expert, n0, g);
     if (threadIdx.x < live) token_of[threadIdx.x] = token_of_row(args, row0 + threadIdx.x, end);
     __syncthreads();
     auto fetch = [&](int segment) {

@@ -59,6 +59,7 @@ DEVICE uint32_t transpose8x8(uint32_t pair) {
   return out;
 }
 
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not kept in L1
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -199,6 +200,19 @@ DEVICE void find_rows(Rows (&rows)[R], const Arguments& args, int expert, int n0
       rows[r].codes[half] = args.qdata + row * (args.k / 2) + k / 2;
       rows[r].scales[half] = args.scale + row * (args.k / 16) + k / 16;
     }
+  }
+}
+
+// Has the L2 cache fetch what the epilogue will read of a tile: with few rows its latency would show.
+template <bool SWIGLU, int R, int STRIDE>
+DEVICE void prefetch_for_epilogue(const Arguments& args, int expert, int n0, int g) {
+  const int features = SWIGLU ? args.n / 2 : args.n;
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int feature = min(n0 + g + (SWIGLU ? 0 : STRIDE * r), features - 1);
+    const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
+    if (r == 0 || args.global_per_row) prefetch(args.global_scale + (args.global_per_row ? index : expert));
+    if (args.bias != nullptr) prefetch(static_cast<const uint8_t*>(args.bias) + index * (args.bias_dtype == 0 ? 4 : 2));
   }
 }
 
