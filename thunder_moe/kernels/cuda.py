@@ -1,5 +1,5 @@
 """The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
-Called through kernels.select with validated operands; calls kernels.nvrtc with the cuda_*.cu files beside it.
+Called through kernels.select with validated operands, and by kernels.humming; calls kernels.nvrtc with cuda_*.cu.
 
 Float32 rows run on kernels.reference. The gradient of bf16 rows is torch's grouped GEMM with weights that are decoded
 for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.

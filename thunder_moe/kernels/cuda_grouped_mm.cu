@@ -171,6 +171,32 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   }
 }
 
+// Asynchronous copies of chunks of a tile's tokens into stages of shared memory: each thread copies one of a token's 16
+// units of 16 bytes, of every kStep-th token.
+template <bool FULL, int THREADS, int TOKENS>
+struct TokenCopies {
+  static constexpr int kStep = THREADS / 16;
+  uint4* to;               // the thread's unit of its first token in stage 0
+  const uint16_t* const* from;  // each token's row of x, from the thread's first token on
+  int first, k, end_k;     // the first token; k of the unit in a chunk; K
+
+  METHOD TokenCopies(const uint16_t* const* rows, int end_k, uint4* place)
+      : to(place), from(rows + threadIdx.x / 16), first(threadIdx.x / 16), k(threadIdx.x % 16 * 8), end_k(end_k) {}
+
+  METHOD void operator()(int stage, int chunk, bool exists) const {
+    if (exists) {
+      const bool valid = FULL || chunk * kChunk + k < end_k;
+      const int offset = valid ? chunk * kChunk + k : 0;
+#pragma unroll
+      for (int i = 0; i < TOKENS; i += kStep) {
+        if (TOKENS % kStep != 0 && first + i >= TOKENS) break;
+        copy16(to + (stage * TOKENS + i) * 16, from[i] + offset, valid);
+      }
+    }
+    commit_copies();
+  }
+};
+
 // As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>
 __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments args) {
@@ -189,7 +215,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   const int chunks = (args.k + kChunk - 1) / kChunk;
 
   const int token = threadIdx.x / 16;
-  const TokenCopies<FULL, kThreads, kTokens, 16> fetch(
+  const TokenCopies<FULL, kThreads, kTokens> fetch(
       token_of, args.k, stages + token * 16 + place_of_unit(token, threadIdx.x % 16));
   static_assert(fetch.kStep % 2 == 0, "a thread's tokens are placed alike");
 

@@ -272,32 +272,6 @@ DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x
   }
 }
 
-// Asynchronous copies of chunks of a tile's tokens into stages of shared memory, PITCH units of 16 bytes a token: each
-// thread copies one of a token's 16 units, of every kStep-th token.
-template <bool FULL, int THREADS, int TOKENS, int PITCH>
-struct TokenCopies {
-  static constexpr int kStep = THREADS / 16;
-  uint4* to;               // the thread's unit of its first token in stage 0
-  const uint16_t* const* from;  // each token's row of x, from the thread's first token on
-  int first, k, end_k;     // the first token; k of the unit in a chunk; K
-
-  METHOD TokenCopies(const uint16_t* const* rows, int end_k, uint4* place)
-      : to(place), from(rows + threadIdx.x / 16), first(threadIdx.x / 16), k(threadIdx.x % 16 * 8), end_k(end_k) {}
-
-  METHOD void operator()(int stage, int chunk, bool exists) const {
-    if (exists) {
-      const bool valid = FULL || chunk * kChunk + k < end_k;
-      const int offset = valid ? chunk * kChunk + k : 0;
-#pragma unroll
-      for (int i = 0; i < TOKENS; i += kStep) {
-        if (TOKENS % kStep != 0 && first + i >= TOKENS) break;
-        copy16(to + stage * TOKENS * 16 + i * PITCH, from[i] + offset, valid);
-      }
-    }
-    commit_copies();
-  }
-};
-
 // The next of STAGES stages, taken in turn.
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
