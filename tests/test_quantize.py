@@ -21,6 +21,7 @@ from thunder_moe import (
     NVFP4GroupedSwiGLU,
     dequantize_,
     quantize_,
+    to_layout_,
 )
 from thunder_moe import quantize as quantize_module
 from thunder_moe.nvfp4 import dequantize, quantize
@@ -362,3 +363,43 @@ def test_scale_search_lessens_the_error():
     with pytest.raises(ValueError, match="scale_search: got 'best'"):
         quantize_(block, scale_search="best")
     assert isinstance(block[0], GroupedSwiGLU), "the model is unchanged"
+
+
+def test_to_layout_of_a_quantised_model_and_back():
+    linear, humming = both(wide_model())
+    model = copy.deepcopy(linear)
+    addresses = [buffer.data_ptr() for buffer in model.buffers()]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 5, model[0].config.hidden_size, dtype=torch.bfloat16)
+    expected = compiled(x)
+    assert to_layout_(model, "humming") is model
+    assert layouts(model) == layouts(humming)
+    for buffer, wanted in zip(model.buffers(), humming.buffers(), strict=True):
+        assert torch.equal(buffer.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(compiled(x), expected)
+    to_layout_(to_layout_(model, "humming"), "linear")
+    assert_same_bits(dict(model.named_buffers()), dict(linear.named_buffers()))
+    assert [buffer.data_ptr() for buffer in model.buffers()] == addresses
+
+
+def test_to_layout_of_tied_modules_once():
+    block = GroupedLinear(2, 32, 128, dtype=torch.bfloat16)
+    model = torch.nn.ModuleList([block, GroupedLinear(2, 32, 128, dtype=torch.bfloat16)])
+    model[1].weight = block.weight
+    quantize_(model)
+    expected = model[0].nvfp4_weight.to_layout("humming").qdata
+    to_layout_(model, "humming")
+    for module in model:
+        assert module.layout == "humming"
+        assert torch.equal(module.qdata, expected)
+
+
+def test_to_layout_refuses_and_changes_nothing():
+    model = quantize_(torch.nn.ModuleList([GroupedLinear(2, 32, 128), GroupedLinear(2, 32, 64)]))
+    with pytest.raises(ValueError, match="layout: got 'humming' for '1', .* out_features 64 .* wanted out_features a"):
+        to_layout_(model, "humming")
+    assert layouts(model) == ["linear"] * 2
+    with pytest.raises(ValueError, match="layout: got 'tiled', wanted one of"):
+        to_layout_(model, "tiled")
+    with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
+        to_layout_(torch.nn.Linear(2, 2), "humming")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
-    from thunder_moe.quantize import dequantize_, quantize_
+    from thunder_moe.quantize import dequantize_, quantize_, to_layout_
 
 __version__ = "0.1.0"
 
@@ -51,7 +51,7 @@ _HOMES = {
     "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
     "ops.route": ("moe_route",),
-    "quantize": ("dequantize_", "quantize_"),
+    "quantize": ("dequantize_", "quantize_", "to_layout_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -78,6 +78,7 @@ __all__ = [
     "rewrite_report",
     "save_checkpoint",
     "simulate_w4a4",
+    "to_layout_",
     "use_backend",
 ]
 

@@ -1,4 +1,4 @@
-"""quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back.
+"""quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
 Called by users; calls nn's modules, nvfp4, and integrations.transformers where the model holds modules of its.
 """
 
@@ -20,7 +20,7 @@ from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4Gr
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, quantize
 from thunder_moe.nvfp4_layouts import layout_fits
 
-__all__ = ["dequantize_", "quantize_"]
+__all__ = ["dequantize_", "quantize_", "to_layout_"]
 
 Filter = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
@@ -61,8 +61,7 @@ def quantize_(
     """
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
-    if layout not in MODULE_LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {MODULE_LAYOUTS}")
+    _require_layout(layout)
     foreign = _integration(model)
     chosen = dict(_choose(model, filter, foreign))
     _check_choice(model, chosen, foreign)
@@ -151,6 +150,41 @@ def dequantize_(model: Model) -> Model:
     return model
 
 
+@torch.no_grad()
+def to_layout_(model: Model, layout: str) -> Model:
+    """Lays the weights of a quantised model out for other kernels, exactly, in place and at the same addresses.
+
+    For models that were quantised before, such as those of `load_checkpoint`. Compiled models compile again; CUDA
+    graphs have to be captured again, they would read the new order in the old way.
+
+    Args:
+        model: a module that holds NVFP4 modules.
+        layout: as in `quantize_`: "linear" or "humming".
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: an unknown layout, or one that a weight's shape does not fit, or the model holds no NVFP4 modules.
+            The model is unchanged then.
+    """
+    _require_layout(layout)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4GroupedLinear)}
+    if not linears:
+        raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
+    for name, module in linears.items():
+        _require_fit(layout, name, module.out_features, module.in_features)
+    done: set[int] = set()  # tied modules share their tensors
+    for module in linears.values():
+        if module.layout != layout and id(module.qdata) not in done:
+            done.add(id(module.qdata))
+            weight = module.nvfp4_weight.to_layout(layout)
+            module.qdata.copy_(weight.qdata)
+            module.scale.copy_(weight.scale)
+        module.layout = layout
+    return model
+
+
 def _integration(model: nn.Module) -> ModuleType | None:
     """integrations.transformers, if anything in the model comes from there or from code written for it."""
     if not any(type(module).__module__.startswith(_FOREIGN) for module in model.modules()):
@@ -210,12 +244,21 @@ def _check_layout(
             _, n, k = weight.shape
             if isinstance(module, GroupedSwiGLU) and module in fusible and parameter is not module.down_proj.weight:
                 n *= 2  # gate and up become one
-            needs = layout_fits(n, k, layout)
-            if needs is not None:
-                raise ValueError(
-                    f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
-                    f" wanted {needs}"
-                )
+            _require_fit(layout, name, n, k)
+
+
+def _require_layout(layout: str) -> None:
+    if layout not in MODULE_LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {MODULE_LAYOUTS}")
+
+
+def _require_fit(layout: str, name: str, n: int, k: int) -> None:
+    needs = layout_fits(n, k, layout)
+    if needs is not None:
+        raise ValueError(
+            f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
+            f" wanted {needs}"
+        )
 
 
 def _refuse_root(model: nn.Module, modules: dict[nn.Module, str]) -> None:
