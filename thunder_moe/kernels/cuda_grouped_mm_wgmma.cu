@@ -13,8 +13,8 @@ struct OrderArguments {
   int rows, k, top_k;
 };
 
-// Each row in the order of order_of_k: where the tensor cores' step 2 * i + j of a chunk has its k of number 2 * t + h and
-// 8 more (h = 0, 1), thread t has the codes of k = 32 * t + 8 * i + 4 * j + h and 2 more.
+// Gathers the rows, each chunk of them in another order of k: where step 2 * i + j of the tensor cores has its k of
+// numbers 2 * t + h and 8 more (h = 0, 1), thread t has the codes of k = 32 * t + 8 * i + 4 * j + h and 2 more.
 __global__ void __launch_bounds__(256) order_rows(const OrderArguments args) {
   await_previous_kernel();
   const int units = (args.k + kChunk - 1) / kChunk * 16;  // of 8 numbers
