@@ -26,7 +26,7 @@ from thunder_moe.kernels import cuda, nvrtc
 from thunder_moe.kernels.cuda_configs import MEASURED, Point, candidates
 from thunder_moe.nvfp4 import dequantize, quantize
 
-TOKENS = [1, 4, 8, 32, 128, 1024, 8192]
+TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 

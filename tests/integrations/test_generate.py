@@ -103,6 +103,9 @@ def test_a_quantised_model_with_the_backend(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="on torch 2.11 inductor's kernel launcher ends the process (README's limits)"
+)
 @pytest.mark.parametrize("name", ALL)
 def test_cuda_graphs(name):
     quantized = quantize_(tiny_model(name)).cuda()

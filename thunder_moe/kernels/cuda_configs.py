@@ -119,7 +119,14 @@ def choose_config(
     point = Point(live, max(rows, 1) / live, features, k)
     measured = _measured(capability, swiglu)
     if measured:
-        return min(measured, key=lambda entry: entry[0].distance(point))[1]
+        # Where a tile held an expert's rows when it was measured, it should here: a second one reads the weights again.
+        # And no warp should be left without K.
+        fits = [
+            (at, config)
+            for at, config in measured
+            if not at.rows <= 8 * config.token_blocks < point.rows and config.warps_k * CHUNK <= max(k, CHUNK)
+        ]
+        return min(fits or measured, key=lambda entry: entry[0].distance(point))[1]
     return _by_rule(point, swiglu, multiprocessors, capability)
 
 
