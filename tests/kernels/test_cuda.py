@@ -195,8 +195,9 @@ def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
     assert choose_config(8, 128, **shape) == GemmConfig(*few)
     assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
-    assert choose_config(128 * 7, 128, **shape) == GemmConfig(*few)
-    assert choose_config(128 * 7 + 200, 128, **shape) == GemmConfig(*many)  # near `few`, but it would take two tiles
+    assert choose_config(8 * 8, 8, **shape) == GemmConfig(*few)
+    assert choose_config(8 * 9, 8, **shape) == GemmConfig(*many)  # nearer to `few`, which would take two tiles
+    assert choose_config(8, 128, **{**shape, "k": 128}) == GemmConfig(*many)  # `few` has two warps along K
     assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
     for function in (cuda_configs._measured, choose_config):
         function.cache_clear()
