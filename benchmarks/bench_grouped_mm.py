@@ -32,9 +32,9 @@ BASELINE = "bf16"
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 ROWS_PER_EXPERT = [1, 2, 4, 8, 64, 256]
 TOKENS = [1, 8, 32, 128, 1024, 8192]
-# Relative Frobenius, bf16 against fp32: rounding of weights, sums and results gives about 2e-3, rounding of what SwiGLU
-# reads (humming) 5e-3.
-TOLERANCE = 7e-3
+# Relative Frobenius, bf16 against fp32: rounding of weights, sums and results gives about 2e-3.
+TOLERANCE = 5e-3
+HUMMING_SWIGLU_TOLERANCE = 7e-3  # where SwiGLU reads rounded sums it is about 5e-3
 Kernel = Callable[[Tensor, NVFP4Weight, Tensor], Tensor]
 
 
@@ -89,14 +89,18 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             for which in args.gemms:
                 bar.set_description(f"{shape.name} {which}")
                 weight, packed = _weights(shape, which, device)
+                packed_for = {
+                    name: packed.to_layout(getattr(module, "LAYOUT", "linear")) for name, module in backends.items()
+                }
                 for size in sizes:
                     case = make_load(size, shape, device)
                     rows.append({"shape": shape.name, "gemm": which, what: size, "rows": case.rows,
                                  "active_experts": case.active_experts,
-                                 **_run(which, case, weight, packed, backends, args)})  # fmt: skip
+                                 **_run(which, case, weight, packed, packed_for, backends, args)})  # fmt: skip
                     bar.update()
-                del weight, packed
-    path = save(STEM, device, rows, args.output, tolerance=TOLERANCE, notes=notes)
+                del weight, packed, packed_for
+    tolerances = dict(tolerance=TOLERANCE, humming_swiglu_tolerance=HUMMING_SWIGLU_TOLERANCE)
+    path = save(STEM, device, rows, args.output, **tolerances, notes=notes)
     image = plot(
         path,
         rows,
@@ -147,9 +151,15 @@ def _weights(shape: MoEShape, which: str, device: torch.device) -> tuple[Tensor,
 
 
 def _run(
-    which: str, case: Load, weight: Tensor, packed: NVFP4Weight, backends: dict[str, Any], args: argparse.Namespace
+    which: str,
+    case: Load,
+    weight: Tensor,
+    packed: NVFP4Weight,
+    packed_for: dict[str, NVFP4Weight],
+    backends: dict[str, Any],
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Checks every backend, then times all of them and bf16 side by side."""
+    """Checks every backend, then times all of them and bf16 side by side; `packed_for` has each one's layout."""
     generator = torch.Generator(args.device).manual_seed(1)
     x = torch.randn(case.rows, weight.shape[2], dtype=torch.bfloat16, device=args.device, generator=generator)
     wanted = _oracle(which, x, packed, case.offsets)
@@ -157,12 +167,13 @@ def _run(
     errors = {}
     for name, module in backends.items():
         kernel: Kernel = module.grouped_swiglu if which == "gate_up_swiglu" else module.grouped_mm
-        call = functools.partial(kernel, x, packed.to_layout(getattr(module, "LAYOUT", "linear")), case.offsets)
+        call = functools.partial(kernel, x, packed_for[name], case.offsets)
         errors[name] = relative_error(call(), wanted)
-        if errors[name] > TOLERANCE:
+        limit = HUMMING_SWIGLU_TOLERANCE if (name, which) == ("humming", "gate_up_swiglu") else TOLERANCE
+        if errors[name] > limit:
             raise RuntimeError(
                 f"backend {name!r} is wrong: relative error {errors[name]:.2g} on {which} {tuple(packed.shape)} with"
-                f" {case.rows} rows, wanted at most {TOLERANCE}"
+                f" {case.rows} rows, wanted at most {limit}"
             )
         functions[name] = call
     timings = measure(functions, device=args.device, rounds=args.rounds, budget=args.budget, slow=args.slow)

@@ -90,12 +90,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
     """Compiles the kernels side by side, so that the first calls find them in the cache."""
-    major, minor = torch.cuda.get_device_capability()
-    architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
+    capability = torch.cuda.get_device_capability()
 
     def one(config: Any) -> None:
-        source = "".join(file.read_text() for file in config.sources)
-        nvrtc.compile_cubin(source, config.expression(torch.bfloat16, swiglu, k), architecture)
+        nvrtc.compile_files(config.sources, config.expression(torch.bfloat16, swiglu, k), capability)
 
     with ThreadPoolExecutor() as pool:
         list(tqdm(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))

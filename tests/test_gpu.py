@@ -181,7 +181,7 @@ def test_torch_compile_with_weights_that_change_and_move(backend, mode):
         torch.randn_like(moe.routed_experts.up_proj.weight) / 16, requires_grad=False
     )
     check("cuda")
-    assert len(rewrite_report(function).rewritten) >= 3
+    assert len(rewrite_report(function).rewritten) >= (6 if backend == "reference" else 3)
     x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)
     torch.compiler.cudagraph_mark_step_begin()
     function(x)
@@ -207,18 +207,6 @@ def test_training_through_torch_compile(frozen):
             assert relative_error(parameter.grad.cpu(), reference.grad.cpu()) < 0.05, name
 
 
-def compile_side_by_side(configs, dtype, swiglu, k):
-    major, minor = torch.cuda.get_device_capability()
-
-    def one(config):
-        source = "".join(file.read_text() for file in config.sources)
-        architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
-        nvrtc.compile_cubin(source, config.expression(dtype, swiglu, k), architecture)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(one, configs))
-
-
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
@@ -230,8 +218,15 @@ def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dty
     n = 2 * features if swiglu else features
     weight = quantize(torch.randn(experts, n, k))
     exact, weight = dequantize(*weight.tensors()), weight.to("cuda")
-    configs = candidates(Point(experts, mean_rows, features, k), swiglu, torch.cuda.get_device_capability())
-    compile_side_by_side(configs, dtype, swiglu, k)
+    capability = torch.cuda.get_device_capability()
+    configs = candidates(Point(experts, mean_rows, features, k), swiglu, capability)
+    with ThreadPoolExecutor() as pool:  # the calls below find the kernels in the cache
+        list(
+            pool.map(
+                lambda config: nvrtc.compile_files(config.sources, config.expression(dtype, swiglu, k), capability),
+                configs,
+            )
+        )
     for config in configs:
         offsets = torch.randint(0, 2 * mean_rows + 1, (experts,)).mul(torch.tensor([1, 0, 3, 1, 0, 1])).cumsum(0).int()
         rows = torch.randn(int(offsets[-1]) + 3, k).to(dtype)
@@ -254,10 +249,15 @@ def test_route_is_the_stable_sort(tokens, top_k, experts):
 
 
 def test_a_layer_of_operators_on_two_streams_and_in_a_graph():
-    experts, hidden, inner, tokens = 8, 256, 128, 20
-    gate_up, down = quantize(torch.randn(experts, 2 * inner, hidden)), quantize(torch.randn(experts, hidden, inner))
+    gate_up, down = quantize(torch.randn(8, 256, 256)), quantize(torch.randn(8, 256, 128))
     exact = [dequantize(*weight.tensors()) for weight in (gate_up, down)]
-    weights = gate_up.to("cuda"), down.to("cuda")
+    check_two_streams_and_a_graph((gate_up.to("cuda"), down.to("cuda")), exact, 2 * KERNEL_TOLERANCE[BF16])
+
+
+def check_two_streams_and_a_graph(weights, exact, tolerance):
+    """`moe_experts` of gate_up and down on the device, beside the oracle of the same dequantised on the host."""
+    experts, hidden, _ = exact[1].shape
+    tokens = 20
     inputs = [
         (torch.randn(tokens, hidden, dtype=BF16), torch.randint(0, experts, (tokens, 2)), torch.rand(tokens, 2))
         for _ in range(2)
@@ -272,7 +272,7 @@ def test_a_layer_of_operators_on_two_streams_and_in_a_graph():
             outputs.append([moe_experts(*each, *weights) for _ in range(20)][-1])
     torch.cuda.synchronize()
     for out, wanted in zip(outputs, expected, strict=True):
-        assert relative_error(out.cpu(), wanted) < 2 * KERNEL_TOLERANCE[BF16]
+        assert relative_error(out.cpu(), wanted) < tolerance
     static = [tensor.clone() for tensor in on_device[0]]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -282,7 +282,7 @@ def test_a_layer_of_operators_on_two_streams_and_in_a_graph():
             to.copy_(source)
         graph.replay()
         torch.cuda.synchronize()
-        assert relative_error(captured.cpu(), wanted) < 2 * KERNEL_TOLERANCE[BF16]
+        assert relative_error(captured.cpu(), wanted) < tolerance
 
 
 def test_more_than_two_to_the_31_weights(backend):

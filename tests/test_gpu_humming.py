@@ -5,8 +5,7 @@ Called by `pytest -m gpu` on such a machine; judged by tests/oracle.py.
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
-from oracle import moe_experts as oracle_experts
-from test_gpu import no_synchronisation
+from test_gpu import check_two_streams_and_a_graph, no_synchronisation
 
 from thunder_moe import (
     Llama4MoE,
@@ -14,7 +13,6 @@ from thunder_moe import (
     dequantize_,
     f16a_nvfp4weight_grouped_swiglu,
     f16a_nvfp4weight_scaled_grouped_mm,
-    moe_experts,
     quantize_,
     use_backend,
 )
@@ -72,33 +70,8 @@ def test_result_is_the_same_every_time():
 
 
 def test_a_layer_on_two_streams_and_in_a_graph():
-    experts, hidden, inner, tokens = 8, 256, 128, 20
-    (gate_up, exact_gate_up), (down, exact_down) = make(2 * inner, hidden, experts, 2), make(hidden, inner, experts)
-    inputs = [
-        (torch.randn(tokens, hidden, dtype=BF16), torch.randint(0, experts, (tokens, 2)), torch.rand(tokens, 2))
-        for _ in range(2)
-    ]
-    expected = [oracle_experts(*each, exact_gate_up, exact_down) for each in inputs]
-    on_device = [tuple(tensor.cuda() for tensor in each) for each in inputs]
-    moe_experts(*on_device[0], gate_up, down)  # compiles
-    torch.cuda.synchronize()
-    streams, outputs = [torch.cuda.Stream() for _ in inputs], []
-    for stream, each in zip(streams, on_device, strict=True):
-        with torch.cuda.stream(stream):
-            outputs.append([moe_experts(*each, gate_up, down) for _ in range(20)][-1])
-    torch.cuda.synchronize()
-    for out, wanted in zip(outputs, expected, strict=True):
-        assert relative_error(out.cpu(), wanted) < 3 * KERNEL_TOLERANCE[BF16]
-    static = [tensor.clone() for tensor in on_device[0]]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = moe_experts(*static, gate_up, down)
-    for each, wanted in zip(on_device, expected, strict=True):
-        for to, source in zip(static, each, strict=True):
-            to.copy_(source)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert relative_error(captured.cpu(), wanted) < 3 * KERNEL_TOLERANCE[BF16]
+    (gate_up, exact_gate_up), (down, exact_down) = make(256, 256, 8, 2), make(256, 128, 8)
+    check_two_streams_and_a_graph((gate_up, down), (exact_gate_up, exact_down), 3 * KERNEL_TOLERANCE[BF16])
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -37,6 +37,7 @@ _SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
 _ELEMENTWISE_THREADS = 256
+_ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
 
 
@@ -171,8 +172,7 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tenso
     argument = _CombineArguments(
         *map(pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, dtype_code(slot_weight)
     )
-    blocks = -(-tokens * -(-n // 8) // _ELEMENTWISE_THREADS)
-    _launch(_ROUTE, f"combine<{_is_bf16(rows)}>", _ELEMENTWISE_THREADS, 0, min(blocks, 1 << 20), argument, rows.device)
+    _launch_elementwise(_ROUTE, f"combine<{_is_bf16(rows)}>", tokens * -(-n // 8), argument, rows.device)
     return out
 
 
@@ -204,9 +204,7 @@ def swiglu(
         *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
-    blocks = -(-rows * -(-features // 8) // _ELEMENTWISE_THREADS)
-    kernel = f"swiglu<{_is_bf16(gate_up)}>"
-    _launch(_SWIGLU, kernel, _ELEMENTWISE_THREADS, 0, min(blocks, 1 << 20), argument, gate_up.device)
+    _launch_elementwise(_SWIGLU, f"swiglu<{_is_bf16(gate_up)}>", rows * -(-features // 8), argument, gate_up.device)
     return out
 
 
@@ -217,9 +215,7 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
     argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
-    blocks = min(-(-out.numel() // (16 * _ELEMENTWISE_THREADS)), 1 << 20)
-    kernel = f"dequantize<{_is_bf16(out)}>"
-    _launch(_DEQUANTIZE, kernel, _ELEMENTWISE_THREADS, 0, blocks, argument, weight.device)
+    _launch_elementwise(_DEQUANTIZE, f"dequantize<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
     return out
 
 
@@ -311,8 +307,7 @@ def _ordered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: 
     k = x.shape[1]
     out = x.new_empty(rows + 8 * config.token_blocks, -(-k // CHUNK) * CHUNK)
     argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
-    blocks = min(-(-out.numel() // (8 * _ELEMENTWISE_THREADS)), 1 << 20)
-    _launch(config.sources, "order_rows", _ELEMENTWISE_THREADS, 0, blocks, argument, x.device)
+    _launch_elementwise(config.sources, "order_rows", out.numel() // 8, argument, x.device)
     return out
 
 
@@ -320,6 +315,14 @@ def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
     """(multiprocessors, compute capability)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, (properties.major, properties.minor)
+
+
+def _launch_elementwise(
+    sources: tuple[Path, ...], expression: str, items: int, argument: ctypes.Structure, device: torch.device
+) -> None:
+    """Launches a kernel whose threads take one of `items` after the other."""
+    blocks = min(-(-items // _ELEMENTWISE_THREADS), _ELEMENTWISE_BLOCKS)
+    _launch(sources, expression, _ELEMENTWISE_THREADS, 0, blocks, argument, device)
 
 
 def _launch(

@@ -35,6 +35,7 @@ _LOCKS_OF_A_KERNEL = 2048  # as many as humming.layer.HummingLayer keeps
 _CONCURRENT_KERNELS = 1024
 
 route = cuda.route
+grouped_mm_dgrad = cuda.grouped_mm_dgrad  # decodes weights of any layout
 
 
 def unavailable_reason() -> str | None:
@@ -93,11 +94,6 @@ def grouped_mm_combine(
     if bias is not None:
         rows = (rows.float() + bias[expert_of_row(offsets, rows.shape[0])]).to(rows.dtype)
     return cuda.combine(rows, slot_row, slot_weight)
-
-
-def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
-    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
-    return cuda.grouped_mm_dgrad(grad, weight.to_layout("linear"), offsets)
 
 
 def _gemm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> tuple[Tensor, Tensor | None]:

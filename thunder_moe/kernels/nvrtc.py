@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "compile_cubin", "kernel", "launch_config", "missing_reason"]
+__all__ = ["Kernel", "compile_cubin", "compile_files", "kernel", "launch_config", "missing_reason"]
 
 _OPTIONS = ("--std=c++17",)
 
@@ -83,22 +83,24 @@ def missing_reason() -> str | None:
 
 @functools.cache
 def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
-    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
-
-    Its source is the files' one after the other.
-    """
+    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
         torch.cuda.current_stream()  # makes the context that the module is loaded into
-        major, minor = torch.cuda.get_device_capability(device)
-        # The "a" gives SM90's own instructions, of which wgmma is one.
-        architecture = f"sm_{major}{minor}" + "a" * ((major, minor) == (9, 0))
-        source = "".join(file.read_text() for file in sources)
-        cubin, name = compile_cubin(source, expression, architecture)
+        capability = torch.cuda.get_device_capability(device)
+        cubin, name = compile_files(sources, expression, capability)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
-        return Kernel(function, threads, shared_bytes, overlap=major >= 9)
+        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
+
+
+def compile_files(sources: tuple[Path, ...], expression: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability."""
+    major, minor = capability
+    # The "a" gives SM90's own instructions, of which wgmma is one.
+    architecture = f"sm_{major}{minor}" + "a" * (capability == (9, 0))
+    return compile_cubin("".join(file.read_text() for file in sources), expression, architecture)
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
