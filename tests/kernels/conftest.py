@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thunder_moe.kernels import cuda
+from thunder_moe.kernels import cuda, nvrtc
 
 HERE = Path(__file__).parent
 
@@ -21,12 +21,23 @@ class Adversary(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("late_copies", "late_products", "order"))
 
 
+class MatrixMap(ctypes.Structure):
+    """`TensorMap` of cuda_emulator.h."""
+
+    _fields_ = (
+        ("matrix", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "k", "box_rows")),
+        ("unused", ctypes.c_int64 * 12),
+    )
+
+
 _ARGUMENTS = {
     "route": "RouteArguments",
     "combi": "CombineArguments",
     "dequa": "DequantizeArguments",
     "swigl": "SwigluArguments",
     "order": "OrderArguments",
+    "gathe": "GatherArguments",
 }
 
 
@@ -42,6 +53,8 @@ def emulator(tmp_path_factory):
         name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
         program = folder / f"{name}.cpp"
         argument = _ARGUMENTS.get(expression[:5], "Arguments")
+        if "tiled_wgmma" in expression:
+            argument = "TiledArguments"
         includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
         program.write_text(f"""{includes}
 extern "C" void run(const {argument}* argument, int blocks, int threads, Adversary worst) {{
@@ -72,8 +85,9 @@ def adversary():
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
+    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None, cluster=1):
         emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
 
     monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(nvrtc, "matrix_map", lambda *matrix: bytes(MatrixMap(*matrix)))
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))

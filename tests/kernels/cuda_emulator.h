@@ -21,6 +21,7 @@
 #define __device__
 #define __forceinline__ inline
 #define __shared__ static
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define DYNAMIC_SHARED(type, name)                                 \
   alignas(16) static type name[(227 << 10) / sizeof(type)];        \
@@ -67,6 +68,27 @@ struct Pending {
       for (const Work& work : groups.front()) perform(work);
   }
 };
+
+// ---- bulk copies and their barriers ----
+
+// An mbarrier: a phase is over when all have arrived and all bytes that were announced have come.
+struct Barrier {
+  int arrivals, left, phase, bytes;
+  void settle() {
+    if (left > 0 || bytes != 0) return;
+    left = arrivals;
+    ++phase;
+  }
+};
+
+struct BulkCopy {
+  void* to;
+  const void* from;
+  int bytes;
+  Barrier* barrier;
+  uint4 value;  // where `from` is null
+};
+static std::deque<BulkCopy> bulk_copies;  // issued and not done
 
 // ---- fibers ----
 
@@ -159,6 +181,10 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
         std::fprintf(stderr, "cuda_emulator: threads wait at different barriers\n");
         std::abort();
       }
+    }
+    if (!bulk_copies.empty()) {
+      std::fprintf(stderr, "cuda_emulator: a block has ended before its bulk copies were done\n");
+      std::abort();
     }
     if (block_meeting.arrived != 0) {
       std::fprintf(stderr, "cuda_emulator: a thread left the kernel while others wait at a barrier\n");
@@ -321,6 +347,125 @@ static void wait_for_copies() {
 static uint4* align_shared(uint4* memory, uint32_t to) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(memory);
   return memory + ((to - address % to) % to) / sizeof(uint4);
+}
+
+static void perform(const BulkCopy& copy) {
+  std::memcpy(copy.to, copy.from != nullptr ? copy.from : &copy.value, copy.bytes);
+  copy.barrier->bytes -= copy.bytes;
+  copy.barrier->settle();
+}
+
+static void init_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
+static void fence_barriers() {}
+static void arrive(Barrier* barrier) {
+  if (--barrier->left < 0) {
+    std::fprintf(stderr, "cuda_emulator: more arrivals at a barrier than it was made for\n");
+    std::abort();
+  }
+  barrier->settle();
+}
+static void arrive_and_expect(Barrier* barrier, int bytes) {
+  barrier->bytes += bytes;
+  arrive(barrier);
+}
+
+// Late copies come one at a time, when somebody waits for them; until then their place holds NaNs.
+static void wait(Barrier* barrier, int parity) {
+  while (barrier->phase % 2 == parity) {
+    const auto mine = [&](const BulkCopy& copy) { return copy.barrier == barrier; };
+    const auto next = std::find_if(bulk_copies.begin(), bulk_copies.end(), mine);
+    if (next != bulk_copies.end()) {
+      perform(*next);
+      bulk_copies.erase(next);
+    }
+    yield();
+  }
+}
+
+static void copy_piece(uint4* to, const void* from, Barrier* barrier) {  // 16 bytes; zeros where `from` is null
+  if (adversary.late_copies) {
+    std::memset(to, 0xFF, 16);
+    bulk_copies.push_back({to, from, 16, barrier, {}});
+  } else {
+    perform({to, from, 16, barrier, {}});
+  }
+}
+
+static void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 || reinterpret_cast<uintptr_t>(to_shared) % 16 || bytes % 16 || bytes <= 0) {
+    std::fprintf(stderr, "cuda_emulator: a bulk copy of %d bytes, or between misaligned addresses\n", bytes);
+    std::abort();
+  }
+  if (adversary.late_copies) {
+    std::memset(to_shared, 0xFF, bytes);
+    bulk_copies.push_back({to_shared, from, bytes, barrier, {}});
+  } else {
+    perform({to_shared, from, bytes, barrier, {}});
+  }
+}
+
+// A matrix of 16-bit numbers (rows, k), read in boxes of 64 k by box_rows.
+struct alignas(64) TensorMap {
+  const uint16_t* matrix;
+  int64_t rows, k, box_rows;
+  int64_t unused[12];
+};
+static void prefetch_map(const TensorMap*) {}
+static void copy_box(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier) {
+  if (reinterpret_cast<uintptr_t>(map->matrix) % 16 || reinterpret_cast<uintptr_t>(to_shared) % 1024 || map->k % 8) {
+    std::fprintf(stderr, "cuda_emulator: a box of a misaligned matrix, or to a misaligned address\n");
+    std::abort();
+  }
+  for (int r = 0; r < map->box_rows; ++r)
+    for (int unit = 0; unit < 8; ++unit) {
+      const bool exists = row + r < map->rows && k + 8 * unit < map->k;
+      const void* from = exists ? map->matrix + (row + r) * map->k + k + 8 * unit : nullptr;
+      copy_piece(static_cast<uint4*>(to_shared) + 8 * r + (unit ^ r % 8), from, barrier);
+    }
+}
+
+// Clusters are of one block here.
+static int rank_in_cluster() { return 0; }
+static void meet_cluster() { __syncthreads(); }
+static void arrive_at(Barrier* barrier, int) { arrive(barrier); }
+static void copy_box_to_all(void* to, const TensorMap* map, int k, int row, Barrier* barrier, uint16_t) {
+  copy_box(to, map, k, row, barrier);
+}
+
+template <int REGISTERS>
+static void shrink_registers() {}
+template <int REGISTERS>
+static void grow_registers() {}
+
+// What copy16 has issued and not waited for becomes work of the barrier.
+static void arrive_after_copies(Barrier* barrier) {
+  std::vector<Copy>& open = fibers[threadIdx.x].copies.open;
+  for (const Copy& copy : open) {
+    barrier->bytes += copy.bytes;
+    std::memset(copy.to, 0xFF, copy.bytes);
+    bulk_copies.push_back({copy.to, nullptr, static_cast<int>(copy.bytes), barrier, copy.value});
+  }
+  open.clear();
+  arrive(barrier);
+}
+
+static Meeting named_meetings[16];
+static void meet(int id, int threads) { named_meetings[id].wait(threads); }
+
+static uint32_t rotate_left(uint32_t value, int by) { return value << by | value >> (32 - by); }
+
+static uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) { return (mask & ones) | (~mask & zeros); }
+
+template <bool BF16, bool HIGH>
+static uint32_t multiply_by_half(uint32_t pair, uint32_t scale) {
+  return multiply2<BF16>(pair, permute_bytes(scale, 0, HIGH ? 0x3232 : 0x1010));
+}
+
+static void load_matrices(uint32_t (&out)[4], const uint4* row) {
+  const uint4* const* rows = exchange(row);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<const uint32_t*>(rows[8 * j + g])[t];
+  __syncwarp();  // nobody goes on to overwrite what another lane still reads
 }
 
 static void fence_registers() {}

@@ -53,8 +53,18 @@ class _GemmArguments(ctypes.Structure):
     )
 
 
+class _TiledArguments(ctypes.Structure):
+    """`TiledArguments` of cuda_tiled_wgmma.cu, which is aligned to 64 bytes."""
+
+    _fields_ = (
+        ("x", ctypes.c_byte * 128),
+        ("gemm", _GemmArguments),
+        ("unused", ctypes.c_byte * (-ctypes.sizeof(_GemmArguments) % 64)),
+    )
+
+
 class _OrderArguments(ctypes.Structure):
-    """`OrderArguments` of cuda_grouped_mm_wgmma.cu."""
+    """`OrderArguments` of cuda_grouped_mm_wgmma.cu, `GatherArguments` of cuda_tiled_wgmma.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
@@ -266,7 +276,6 @@ def _gemm(
     out = activation.new_empty(rows, features + features % 2)  # the kernels store pairs
     if out.numel() == 0:
         return out
-    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
     activation, offsets = _aligned(activation.detach()), offsets.contiguous()
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
@@ -274,18 +283,23 @@ def _gemm(
     swiglu, form = features != n, form or PLAIN_SWIGLU
     multiprocessors, capability = _device_facts(activation.device)
     config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability)
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(config.layout).tensors())
     if config.kernel == "wgmma":
         activation = _ordered(activation, row_slot, rows, top_k, config)
+    elif config.kernel == "tiled_wgmma" and row_slot is not None:
+        activation = _gathered(activation, row_slot, rows, top_k, config)
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out)
-    argument = _GemmArguments(
+    argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
+    if config.kernel == "tiled_wgmma":
+        argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks // config.cluster), argument)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
-    tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    tiles = tiles_m * -(-features // (config.cluster * config.tile_features(swiglu))) * config.cluster
     if tiles >= 2**31:
         raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
     expression = config.expression(activation.dtype, swiglu, k)
@@ -298,6 +312,7 @@ def _gemm(
         argument,
         activation.device,
         multiprocessors,
+        config.cluster,
     )
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
@@ -309,6 +324,20 @@ def _ordered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: 
     argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
     _launch_elementwise(config.sources, "order_rows", out.numel() // 8, argument, x.device)
     return out
+
+
+def _gathered(x: Tensor, row_slot: Tensor, rows: int, top_k: int, config: GemmConfig) -> Tensor:
+    """The rows of a GEMM, one after the other."""
+    k = x.shape[1]
+    out = x.new_empty(rows, k)
+    argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
+    _launch_elementwise(config.sources, "gather_rows", out.numel() // 8, argument, x.device)
+    return out
+
+
+def _matrix_map(x: Tensor, box_rows: int) -> ctypes.Array:
+    """`TensorMap` of cuda_tiled.cuh: a matrix (rows, K) as boxes of box_rows rows by 64 k."""
+    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.matrix_map(x.data_ptr(), *x.shape, box_rows))
 
 
 def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
@@ -334,12 +363,13 @@ def _launch(
     argument: ctypes.Structure,
     device: torch.device,
     multiprocessors: int | None = None,
+    cluster: int = 1,
 ) -> None:
     """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
     assert device.index is not None
-    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, cluster)
     if multiprocessors is not None:
-        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
+        blocks = min(blocks, kernel.resident_blocks(multiprocessors))
     with torch.cuda.device(device):
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
 

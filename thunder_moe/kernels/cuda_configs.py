@@ -19,6 +19,14 @@ __all__ = ["CHUNK", "COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "
 COMMON = Path(__file__).with_name("cuda_common.cuh")  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("cuda_configs.json")
 CHUNK = 128  # k of a step of the kernels
+_FILES = {
+    "split": ("cuda_grouped_mm.cu",),
+    "staged": ("cuda_grouped_mm.cu",),
+    "wgmma": ("cuda_wgmma.cuh", "cuda_grouped_mm_wgmma.cu"),
+    "tiled_mma": ("cuda_tiled.cuh", "cuda_tiled_mma.cu"),
+    "tiled_wgmma": ("cuda_wgmma.cuh", "cuda_tiled.cuh", "cuda_tiled_wgmma.cu"),
+}
+_TILED_BYTES = 220 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
 
@@ -28,12 +36,15 @@ class GemmConfig:
     """Which grouped GEMM kernel, and its template parameters.
 
     Attributes:
-        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90).
+        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90); for weights
+            in layout "tiled_64x64" (SM90) "tiled_mma" or "tiled_wgmma".
         token_blocks: C, blocks of 8 tokens of a tile.
         row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
-        warps_n: warps along N; warpgroups for "wgmma".
-        warps_k: warps along K; 1 but for "split".
-        depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for the others.
+        warps_n: warps along N; warpgroups for all but "split" and "staged".
+        warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
+        depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
+            64 k of a warpgroup in a stage for "tiled_mma"; 1 for "tiled_wgmma".
+        cluster: blocks of threads that share the tokens they copy; 1 but for "tiled_wgmma".
     """
 
     kernel: str
@@ -42,16 +53,45 @@ class GemmConfig:
     warps_n: int
     warps_k: int
     depth: int
+    cluster: int = 1
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files that make up the kernel's source."""
-        file = "cuda_grouped_mm_wgmma.cu" if self.kernel == "wgmma" else "cuda_grouped_mm.cu"
-        return COMMON, COMMON.with_name("cuda_grouped_mm.cuh"), COMMON.with_name(file)
+        return COMMON, *(COMMON.with_name(file) for file in ("cuda_grouped_mm.cuh", *_FILES[self.kernel]))
+
+    @property
+    def layout(self) -> str:
+        """Of the weights that the kernel reads."""
+        return "tiled_64x64" if self.kernel.startswith("tiled") else "linear"
 
     @property
     def threads(self) -> int:
+        if self.kernel == "tiled_mma":  # and two warps that copy
+            return 128 * self.warps_n * self.warps_k + 64
+        if self.kernel == "tiled_wgmma":  # and a warpgroup that copies
+            return 128 * (self.warps_n + 1)
         return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
+
+    @property
+    def stages(self) -> int:
+        """Of kernels of tiled weights: as many as shared memory holds."""
+        return min(12, (_TILED_BYTES - self._other_bytes) // self._stage_bytes)
+
+    @property
+    def _stage_bytes(self) -> int:
+        """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
+        blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
+        apart = 16 if self.kernel == "tiled_mma" else 0
+        return blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart)
+
+    @property
+    def _other_bytes(self) -> int:
+        """Sums that warpgroups of "tiled_mma" along K exchange, twice; what aligns the stages of "tiled_wgmma"."""
+        if self.kernel == "tiled_wgmma":
+            return 1024
+        share = 128 * 4 * 4 * self.row_blocks * self.token_blocks
+        return 2 * self.warps_n * self.warps_k * share if self.warps_k > 1 else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -59,6 +99,8 @@ class GemmConfig:
 
         For "wgmma" also 20 bytes per thread and row of weights, and 1 KiB to align it all.
         """
+        if self.layout != "linear":
+            return self.stages * self._stage_bytes + self._other_bytes
         chunk = 8 * self.token_blocks * 2 * CHUNK
         if self.kernel == "split":  # two segments
             return 2 * chunk * max(4 * self.warps_k, 8 // self.token_blocks)
@@ -68,11 +110,18 @@ class GemmConfig:
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""
-        return self.warps_n * (64 if self.kernel == "wgmma" else 16) * (1 if swiglu else self.row_blocks)
+        return self.warps_n * (16 if self.kernel in ("split", "staged") else 64) * (1 if swiglu else self.row_blocks)
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
         """The C++ name of the kernel."""
         flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
+        if self.kernel == "tiled_mma":
+            flags[2] = str(k % (64 * self.warps_k * self.depth) == 0).lower()
+            sizes = (self.token_blocks, self.row_blocks, self.warps_n, self.warps_k, self.depth, self.stages)
+            return f"grouped_mm_tiled_mma<{', '.join([*flags, *map(str, sizes)])}>"
+        if self.kernel == "tiled_wgmma":
+            sizes = (self.token_blocks, self.row_blocks, self.warps_n, self.cluster, self.stages)
+            return f"grouped_mm_tiled_wgmma<{', '.join([*flags[:2], *map(str, sizes)])}>"
         split = [self.warps_k] if self.kernel == "split" else []
         sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"

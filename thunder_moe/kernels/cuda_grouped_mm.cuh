@@ -276,31 +276,41 @@ DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
+// What the epilogue multiplies and adds: of a thread's rows of weights, and of the last feature where one does not exist.
+template <int R>
+struct RowFactors {
+  float factor[R][2], bias[R][2];
+
+  template <bool SWIGLU, int STRIDE>
+  METHOD void load(const Arguments& args, int expert, int n0, int g) {
+    const int features = SWIGLU ? args.n / 2 : args.n;
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int feature = min(n0 + g + 8 * half + (SWIGLU ? 0 : STRIDE * r), features - 1);
+        const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
+        factor[r][half] = args.global_scale[args.global_per_row ? index : expert];
+        bias[r][half] = args.bias != nullptr ? load_float(args.bias, index, args.bias_dtype) : 0.0f;
+      }
+  }
+};
+
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
 // STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
 // stores two features of a token.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
-DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
+DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, int row0, int end, int n0, int g, int t) {
   const int features = SWIGLU ? args.n / 2 : args.n;
-  float factor[R][2], bias[R][2];  // of the thread's rows of weights; of the last feature where one does not exist
-#pragma unroll
-  for (int r = 0; r < R; ++r)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int feature = min(n0 + g + 8 * half + (SWIGLU ? 0 : STRIDE * r), features - 1);
-      const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-      factor[r][half] = args.global_scale[args.global_per_row ? index : expert] * kUnscale;
-      bias[r][half] = args.bias != nullptr ? load_float(args.bias, index, args.bias_dtype) : 0.0f;
-    }
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     if (row0 + 8 * c >= end) break;
-    float row_scale[2] = {1.0f, 1.0f};
+    float row_scale[2] = {kUnscale, kUnscale};
     if (args.slot_scale != nullptr)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const int row = min(row0 + 8 * c + 2 * t + column, end - 1);
-        row_scale[column] = load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+        row_scale[column] *= load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
       }
     const int row = row0 + 8 * c + g;
     uint16_t* out = args.out + static_cast<int64_t>(row) * ((features + 1) & ~1) + n0 + 2 * t;
@@ -311,7 +321,7 @@ DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert
       for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int column = 0; column < 2; ++column)
-          y[r][column] = acc[r][c][2 * half + column] * factor[r][half] * row_scale[column] + bias[r][half];
+          y[r][column] = acc[r][c][2 * half + column] * rows.factor[r][half] * row_scale[column] + rows.bias[r][half];
       if constexpr (SWIGLU)
 #pragma unroll
         for (int column = 0; column < 2; ++column) y[0][column] = activate(args, y[0][column], y[1][column]);
@@ -323,4 +333,12 @@ DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert
       }
     }
   }
+}
+
+// The same, with what it needs loaded here.
+template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
+DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
+  RowFactors<R> rows;
+  rows.template load<SWIGLU, STRIDE>(args, expert, n0, g);
+  store<BF16, SWIGLU, C, R, STRIDE>(args, acc, rows, row0, end, n0, g, t);
 }

@@ -35,54 +35,6 @@ __global__ void __launch_bounds__(256) order_rows(const OrderArguments args) {
 
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-#ifndef CUDA_EMULATOR
-DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// The descriptor of a tile of [tokens][64 k] with 128-byte swizzle, 16 k at `step`: its start, and 1024 bytes from 8
-// tokens to the next 8. (PTX ISA, "Matrix descriptor"; the leading offset does not count for swizzled K-major tiles.)
-DEVICE uint64_t descriptor(const uint4* tile, int step) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + 32 * step;
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(1) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
-}
-
-#define ACC4(i) "+f"(acc[i][0]), "+f"(acc[i][1]), "+f"(acc[i][2]), "+f"(acc[i][3])
-#define ACC16(i) ACC4(i), ACC4(i + 1), ACC4(i + 2), ACC4(i + 3)
-#define ACC64(i) ACC16(i), ACC16(i + 4), ACC16(i + 8), ACC16(i + 12)
-#define OPERANDS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-#define WGMMA(TYPE, REGISTERS, A, B, ...)                                                                     \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" TYPE " {" REGISTERS "}, {" A "}, " B ", 1, 1, 1, 0;" : __VA_ARGS__ : OPERANDS)
-#define R8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define R32 R8(0,1,2,3,4,5,6,7) "," R8(8,9,10,11,12,13,14,15) "," R8(16,17,18,19,20,21,22,23) "," R8(24,25,26,27,28,29,30,31)
-#define R64 R32 "," R8(32,33,34,35,36,37,38,39) "," R8(40,41,42,43,44,45,46,47) "," R8(48,49,50,51,52,53,54,55) "," R8(56,57,58,59,60,61,62,63)
-#define R96 R64 "," R8(64,65,66,67,68,69,70,71) "," R8(72,73,74,75,76,77,78,79) "," R8(80,81,82,83,84,85,86,87) "," R8(88,89,90,91,92,93,94,95)
-#define R128 R96 "," R8(96,97,98,99,100,101,102,103) "," R8(104,105,106,107,108,109,110,111) "," R8(112,113,114,115,116,117,118,119) "," R8(120,121,122,123,124,125,126,127)
-
-// acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 in `a`) times 8 * C tokens, asynchronously.
-template <bool BF16, int C>
-DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
-  static_assert(C == 8 || C == 16 || C == 24 || C == 32, "written out for 64, 128, 192 and 256 tokens");
-  const uint64_t b = descriptor(tile, step);
-  if constexpr (C == 8) {
-    if constexpr (BF16) WGMMA("64k16.f32.bf16.bf16", R32, "%32,%33,%34,%35", "%36", ACC16(0), ACC16(4));
-    else WGMMA("64k16.f32.f16.f16", R32, "%32,%33,%34,%35", "%36", ACC16(0), ACC16(4));
-  } else if constexpr (C == 16) {
-    if constexpr (BF16) WGMMA("128k16.f32.bf16.bf16", R64, "%64,%65,%66,%67", "%68", ACC64(0));
-    else WGMMA("128k16.f32.f16.f16", R64, "%64,%65,%66,%67", "%68", ACC64(0));
-  } else if constexpr (C == 24) {
-    if constexpr (BF16) WGMMA("192k16.f32.bf16.bf16", R96, "%96,%97,%98,%99", "%100", ACC64(0), ACC16(16), ACC16(20));
-    else WGMMA("192k16.f32.f16.f16", R96, "%96,%97,%98,%99", "%100", ACC64(0), ACC16(16), ACC16(20));
-  } else {
-    if constexpr (BF16) WGMMA("256k16.f32.bf16.bf16", R128, "%128,%129,%130,%131", "%132", ACC64(0), ACC64(16));
-    else WGMMA("256k16.f32.f16.f16", R128, "%128,%129,%130,%131", "%132", ACC64(0), ACC64(16));
-  }
-}
-#endif
-
 // C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WG:
 // warpgroups; STAGES: chunks of tokens in shared memory. One block runs tile after tile.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WG, int STAGES>

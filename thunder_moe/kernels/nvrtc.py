@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "compile_cubin", "compile_files", "kernel", "launch_config", "missing_reason"]
+__all__ = ["Kernel", "compile_cubin", "compile_files", "kernel", "launch_config", "matrix_map", "missing_reason"]
 
 _OPTIONS = ("--std=c++17",)
 
@@ -29,20 +29,30 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
         overlap: the kernel may start while the one before it in the stream still runs; it waits for that one's results
             itself (`await_previous_kernel` of cuda_common.cuh). Needs SM90.
+        cluster: blocks of a cluster; more than 1 needs SM90.
     """
 
-    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
+    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool, cluster: int) -> None:
         from cuda.bindings import driver
 
         self.function = function
         self._lock = threading.Lock()
-        self._config = launch_config(threads, shared_bytes, overlap)
+        self._cluster = cluster
+        self._config = launch_config(threads, shared_bytes, overlap, cluster)
         if shared_bytes > 0:  # with what the kernel has of its own it may pass the 48 KiB that need no asking
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
-        (self.blocks_per_multiprocessor,) = _check(
-            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
-        )
+        if cluster > 1:
+            self._config.gridDimX = cluster
+            (self._clusters,) = _check(driver.cuOccupancyMaxActiveClusters(function, self._config))
+        else:
+            (self._blocks,) = _check(
+                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
+            )
+
+    def resident_blocks(self, multiprocessors: int) -> int:
+        """How many blocks a device of so many multiprocessors runs at once."""
+        return self._clusters * self._cluster if self._cluster > 1 else self._blocks * multiprocessors
 
     def __call__(self, grid: int, argument: ctypes.Structure, stream: int) -> None:
         """Launches `grid` blocks on a stream (the address that torch gives)."""
@@ -54,7 +64,7 @@ class Kernel:
             _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
 
 
-def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
+def launch_config(threads: int, shared_bytes: int, overlap: bool, cluster: int = 1) -> Any:
     """A CUlaunchConfig of one-dimensional blocks, but for the number of blocks and the stream."""
     from cuda.bindings import driver
 
@@ -62,12 +72,50 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
     config.gridDimX = config.gridDimY = config.gridDimZ = 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
+    attributes = []
     if overlap:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        shape = attribute.value.clusterDim
+        shape.x, shape.y, shape.z = cluster, 1, 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs, config.numAttrs = attributes, len(attributes)
     return config
+
+
+def matrix_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
+    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k), in boxes of box_rows by 64, swizzled by 128 bytes.
+
+    Args:
+        address: on the device, a multiple of 16.
+        rows: of the matrix.
+        k: numbers in a row, a multiple of 8.
+        box_rows: at most 256.
+    """
+    from cuda.bindings import driver
+
+    (result,) = _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [driver.cuuint64_t(k), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(2 * k)],
+            [driver.cuuint32_t(64), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(result.getPtr(), 128)
 
 
 def missing_reason() -> str | None:
@@ -82,7 +130,9 @@ def missing_reason() -> str | None:
 
 
 @functools.cache
-def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
+def kernel(
+    sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int, cluster: int = 1
+) -> Kernel:
     """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
     from cuda.bindings import driver
 
@@ -92,7 +142,7 @@ def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_byte
         cubin, name = compile_files(sources, expression, capability)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
-        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
+        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0), cluster=cluster)
 
 
 def compile_files(sources: tuple[Path, ...], expression: str, capability: tuple[int, int]) -> tuple[bytes, str]:

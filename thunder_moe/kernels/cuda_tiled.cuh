@@ -1,0 +1,160 @@
+// What the kernels of weights in layout "tiled_64x64" share: decoding, bulk copies into shared memory and their barriers.
+// Put behind cuda_grouped_mm.cuh and in front of cuda_tiled_mma.cu or cuda_tiled_wgmma.cu by kernels/cuda_configs.py.
+//
+// One warp of a block (the producer) has the copy engine fill a ring of stages, far ahead of the other warps (the
+// consumers), also across tiles. Of each stage, the barrier `full` opens when its bytes have come, `empty` when all
+// consumers are done with it. The layout is that of `to_tiled` in nvfp4_layouts.py.
+
+constexpr int kBlock = 64;             // rows and k of a block of weights
+constexpr int kBlockCodes = 2048 / 16, kBlockScales = 256 / 16;  // of a block, in units of 16 bytes
+
+#ifndef CUDA_EMULATOR
+typedef uint64_t Barrier;  // an mbarrier in shared memory
+
+DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+DEVICE void init_barrier(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void arrive_and_expect(Barrier* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+DEVICE void wait(Barrier* barrier, int parity) {  // until the phase of this parity is over
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+      "@done bra end;\nbra again;\nend:\n}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+// Asynchronous; `bytes` and both addresses are multiples of 16.
+DEVICE void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to_shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+
+// A view of a matrix of 16-bit numbers (rows, K) as boxes of 64 k by some rows; the driver makes it.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// Asynchronous: a box from (row, k) on to [rows][64 k] with 128-byte swizzle; zeros where the matrix has ended.
+DEVICE void copy_box(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to_shared)),
+               "l"(map), "r"(k), "r"(row), "r"(shared_address(barrier)) : "memory");
+}
+// The same, to the same place and with the same barrier of all blocks of the cluster that `blocks` has a bit for.
+DEVICE void copy_box_to_all(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier, uint16_t blocks) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+               ::"r"(shared_address(to_shared)), "l"(map), "r"(k), "r"(row), "r"(shared_address(barrier)), "h"(blocks) : "memory");
+}
+DEVICE int rank_in_cluster() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE void arrive_at(Barrier* barrier, int rank) {  // the barrier of another block of the cluster
+  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
+               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+}
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Gives registers of the warpgroup back, or takes more.
+template <int REGISTERS>
+DEVICE void shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+DEVICE void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+// Arrives when the thread's copies so far (copy16) have come.
+DEVICE void arrive_after_copies(Barrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// The barrier `id` (1 to 15) of `threads` threads, warps of which meet there.
+DEVICE void meet(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
+DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // of `ones` where the mask has a bit
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(ones), "r"(zeros));
+  return out;
+}
+
+// Products with the low (high) half of `scale`; the multiplier takes a half by itself.
+template <bool BF16, bool HIGH>
+DEVICE uint32_t multiply_by_half(uint32_t pair, uint32_t scale) {
+  uint32_t out;
+  if constexpr (BF16 && HIGH) asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.bf16x2 %0, %1, s;}" : "=r"(out) : "r"(pair), "r"(scale));
+  else if constexpr (BF16) asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.bf16x2 %0, %1, s;}" : "=r"(out) : "r"(pair), "r"(scale));
+  else if constexpr (HIGH) asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {h, h}; mul.f16x2 %0, %1, s;}" : "=r"(out) : "r"(pair), "r"(scale));
+  else asm("{.reg .b16 l, h; .reg .b32 s; mov.b32 {l, h}, %2; mov.b32 s, {l, l}; mul.f16x2 %0, %1, s;}" : "=r"(out) : "r"(pair), "r"(scale));
+  return out;
+}
+
+// Lane l gives the address of row l % 8 of matrix l / 8, eight 16-bit numbers; out[j] is the lane's pair of matrix j: row
+// g, columns 2 t and 2 t + 1.
+DEVICE void load_matrices(uint32_t (&out)[4], const uint4* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
+}
+#endif
+
+// The stages of a ring, taken in turn: `index`, and the parity of how often it has come round.
+template <int STAGES>
+struct Stage {
+  int index = 0, parity = 0;
+  METHOD void advance() {
+    if (++index == STAGES) index = 0, parity ^= 1;
+  }
+};
+
+// ---- decoding ----
+
+// A pair of codes where a bf16 has its sign and exponent, everything else zero, times the low or high half of a pair of
+// scales -> two 16-bit floats, 2**-8 of the values. For fp16 the exponent moves up by three bits.
+template <bool BF16, bool HIGH>
+DEVICE uint32_t scale_pair(uint32_t pair, uint32_t scales) {
+  if constexpr (!BF16) pair += 7 * (pair & 0x01C001C0);
+  return multiply_by_half<BF16, HIGH>(pair, scales);
+}
+
+// Byte 0 (odd: 1) and byte 2 (odd: 3) of a word of scales -> two 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
+// 5 bits of exponent and 3 of mantissa stand where a 16-bit float has the lowest of its exponent; `top`: 0x70007000.
+template <bool BF16>
+DEVICE uint32_t decode_scales_of_step(uint32_t word, bool odd, uint32_t top) {
+  if constexpr (BF16) return ((odd ? word >> 4 : word << 4) & 0x0FF00FF0) | top;
+  else return (odd ? word >> 1 : word << 7) & 0x7F807F80;
+}
+
+// Two words of codes and their word of scales -> the left operands of two steps of 16 k.
+template <bool BF16>
+DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd, uint32_t scales, uint32_t top) {
+  constexpr uint32_t kPair = 0x81C081C0;
+  const uint32_t fourths = select_bits(0x60306030, even, rotate_left(odd, 2));  // both words hold half of both fourth pairs
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    uint32_t(&a)[4] = step ? second : first;
+    const uint32_t word = step ? odd : even;
+    const uint32_t scale = decode_scales_of_step<BF16>(scales, step, top);  // of rows g and g + 8
+    a[0] = scale_pair<BF16, false>(word & kPair, scale);
+    a[1] = scale_pair<BF16, true>(rotate_left(word, 28) & kPair, scale);
+    a[2] = scale_pair<BF16, false>((word << 6) & kPair, scale);
+    a[3] = scale_pair<BF16, true>((step ? fourths << 2 : rotate_left(fourths, 24)) & kPair, scale);
+  }
+}
+
+// ---- tiles ----
+
+// Block `block` of the 64-row blocks of a tile, as a number among those of its expert: with SwiGLU gate and up take
+// turns. Blocks that do not exist are read from the last that does, and not stored.
+template <bool SWIGLU>
+DEVICE int block_of_expert(const Arguments& args, int first_feature, int block) {
+  const int blocks = args.n / kBlock;
+  if constexpr (SWIGLU) return min(first_feature / kBlock + block / 2, blocks / 2 - 1) + (block % 2 ? blocks / 2 : 0);
+  else return min(first_feature / kBlock + block, blocks - 1);
+}

@@ -1,0 +1,189 @@
+// Grouped GEMM of few 16-bit rows per expert with NVFP4 weights in layout "tiled_64x64", by mma.sync (SM90).
+// Compiled at run time by kernels/cuda.py behind cuda_tiled.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
+//
+// Memory is the limit here: the producer keeps the stages full, and what a consumer does for 16 rows by 16 k is little
+// more than decoding them.
+
+// C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK:
+// warpgroups along N and along K; SUB: 64 k of a warpgroup in a stage; FULL: K is a multiple of a stage.
+template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int SUB, int STAGES>
+__global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(const Arguments args) {
+  await_previous_kernel();
+  static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
+  static_assert(C <= 4, "a lane finds one token");
+  constexpr int kConsumers = 128 * WN * WK, kThreads = kConsumers + 64, kTokens = 8 * C;
+  constexpr int kBlocks = WN * R, kSubs = WK * SUB;  // of weights in a stage, along N and along K
+  constexpr int kTileRows = 64 * WN * (SWIGLU ? 1 : R);  // output features
+  // A stage in units of 16 bytes: codes [kBlocks][kSubs][128], scales [kBlocks][kSubs][16], tokens [kTokens][kPitch].
+  constexpr int kScales = kBlocks * kSubs * kBlockCodes, kInput = kScales + kBlocks * kSubs * kBlockScales;
+  constexpr int kPitch = 8 * kSubs + 1;  // odd, for the banks of load_matrices
+  constexpr int kStage = kInput + kTokens * kPitch;
+  DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
+  __shared__ Barrier full[STAGES], empty[STAGES];
+  __shared__ Tile tile_of_stage[STAGES];
+  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ const uint16_t* token_of[kTokens];
+  __shared__ uint32_t scale_top;
+  __shared__ int warp_total[kThreads / 32];
+
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
+  const int features = SWIGLU ? args.n / 2 : args.n;
+  const int tiles_n = (features + kTileRows - 1) / kTileRows;
+  const int subs = args.k / kBlock;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) init_barrier(&full[i], 33), init_barrier(&empty[i], kConsumers / 32);
+    fence_barriers();
+    scale_top = 0x70007000;
+  }
+  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);  // ends with a barrier
+  const int tiles = tile_start[args.experts] * tiles_n;
+  Stage<STAGES> stage;
+
+  if (warp == kConsumers / 32) {  // copies weights
+    if (lane != 0) return;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const Tile at = tile_of(args, tile_start, tile, tiles_n, kTokens);
+      const uint8_t *codes[kBlocks], *scales[kBlocks];
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const int row_block = block_of_expert<SWIGLU>(args, at.tile_n * kTileRows, block);
+        const int64_t from = (static_cast<int64_t>(at.expert) * (args.n / kBlock) + row_block) * subs;
+        codes[block] = args.qdata + from * (16 * kBlockCodes);
+        scales[block] = args.scale + from * (16 * kBlockScales);
+      }
+      for (int sub = 0; sub < subs; sub += kSubs) {
+        const int count = min(subs - sub, kSubs);
+        wait(&empty[stage.index], stage.parity ^ 1);
+        Barrier* const barrier = &full[stage.index];
+        uint4* const to = memory + stage.index * kStage;
+        tile_of_stage[stage.index] = at;
+        arrive_and_expect(barrier, count * kBlocks * 16 * (kBlockCodes + kBlockScales));
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          copy_bulk(to + block * kSubs * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier);
+          copy_bulk(to + kScales + block * kSubs * kBlockScales, scales[block], count * 16 * kBlockScales, barrier);
+          codes[block] += kSubs * 16 * kBlockCodes, scales[block] += kSubs * 16 * kBlockScales;
+        }
+        stage.advance();
+      }
+    }
+    return;
+  }
+  if (warp == kConsumers / 32 + 1) {  // copies tokens
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const Tile at = tile_of(args, tile_start, tile, tiles_n, kTokens);
+      const int live = min(at.end - at.row0, kTokens);
+      __syncwarp();
+      if (lane < live) token_of[lane] = token_of_row(args, at.row0 + lane, at.end) ;
+      __syncwarp();
+      for (int sub = 0; sub < subs; sub += kSubs) {
+        const int units = min(subs - sub, kSubs) * 8;  // of a token
+        wait(&empty[stage.index], stage.parity ^ 1);
+        uint4* const to = memory + stage.index * kStage + kInput;
+        for (int row = 0; row < live; ++row) {
+          const uint16_t* const from = token_of[row] + sub * kBlock;
+#pragma unroll
+          for (int unit = 0; unit < 8 * kSubs; unit += 32)
+            if (unit + lane < units) copy16(to + row * kPitch + unit + lane, from + 8 * (unit + lane), true);
+        }
+        arrive_after_copies(&full[stage.index]);
+        stage.advance();
+      }
+    }
+    return;
+  }
+
+  const int g = lane / 4, t = lane % 4;
+  const int group = warp / 4, warp_k = group % WK, warp_n = group / WK;  // warpgroup
+  float* const partial = reinterpret_cast<float*>(memory + STAGES * kStage);
+  // Where this thread reads in a stage.
+  const int from_codes = ((warp_n * R * kSubs + warp_k) * kBlockCodes + warp % 4 * 32 + lane);
+  const int from_scales = (2 * (kScales + (warp_n * R * kSubs + warp_k) * kBlockScales) + warp % 4 * 8 + g);
+  const int from_tokens = (kInput + lane % 8 * kPitch + 8 * warp_k + lane / 8);
+  const uint32_t top = scale_top;  // from memory, so that it stays in a register
+  int turn = 0;  // tiles that this block has done
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+    wait(&full[stage.index], stage.parity);
+    const Tile at = tile_of_stage[stage.index];
+    const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
+    RowFactors<R> rows;  // asked for here, needed behind the loop
+    rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
+    float acc[R][C][4] = {};
+    for (int sub = 0; sub < subs; sub += kSubs) {
+      wait(&full[stage.index], stage.parity);
+      const uint4* const from = memory + stage.index * kStage;
+      const uint4* const codes_from = from + from_codes;
+      const uint2* const scales_from = reinterpret_cast<const uint2*>(from) + from_scales;
+      const uint4* const tokens_from = from + from_tokens;
+      // Every other 64 k is loaded before the one before it is multiplied.
+      uint32_t x[2][C][2][4];
+      uint4 codes[2][R];
+      uint2 scales[2][R];
+      auto load = [&](int i) {
+        if (i >= SUB || (!FULL && sub + WK * i + warp_k >= subs)) return;
+#pragma unroll
+        for (int r = 0; r < R; ++r) {
+          codes[i % 2][r] = codes_from[(r * kSubs + WK * i) * kBlockCodes];
+          scales[i % 2][r] = scales_from[(r * kSubs + WK * i) * 2 * kBlockScales];
+        }
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            load_matrices(x[i % 2][c][half], tokens_from + 8 * c * kPitch + 8 * WK * i + 4 * half);
+      };
+      load(0);
+#pragma unroll
+      for (int i = 0; i < SUB; ++i) {
+        load(i + 1);
+        if (!FULL && sub + WK * i + warp_k >= subs) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+            const uint4& code = codes[i % 2][r];
+            const uint2& scale = scales[i % 2][r];
+            uint32_t a[2][4];
+            decode_steps<BF16>(a[0], a[1], half ? code.z : code.x, half ? code.w : code.y, half ? scale.y : scale.x, top);
+#pragma unroll
+            for (int c = 0; c < C; ++c) {
+              mma<BF16>(acc[r][c], a[0], x[i % 2][c][half][0], x[i % 2][c][half][1]);
+              mma<BF16>(acc[r][c], a[1], x[i % 2][c][half][2], x[i % 2][c][half][3]);
+            }
+          }
+      }
+      __syncwarp();
+      if (lane == 0) arrive(&empty[stage.index]);
+      stage.advance();
+    }
+
+    if constexpr (WK > 1) {  // add the shares of K, always in the same order; the warpgroups take turns at the epilogue
+      constexpr int kShare = R * C * 128 * 4;  // of a warpgroup
+      const int last = turn % WK, thread = threadIdx.x % 128;
+      float* const shares = partial + (turn % 2 * WN + warp_n) * WK * kShare;
+      if (warp_k != last) {
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int c = 0; c < C; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) shares[warp_k * kShare + ((r * C + c) * 4 + i) * 128 + thread] = acc[r][c][i];
+      }
+      meet(1 + warp_n, 128 * WK);
+      if (warp_k != last) continue;
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int other = 0; other < WK; ++other)
+              sum += other == last ? acc[r][c][i] : shares[other * kShare + ((r * C + c) * 4 + i) * 128 + thread];
+            acc[r][c][i] = sum;
+          }
+    }
+    store<BF16, SWIGLU, C, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
+  }
+}
