@@ -53,8 +53,8 @@ def quantize_(
         layout: how the weights lie in memory. "auto": each as the default kernels read it best where it is now,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
             in_features are multiples of 64, else "linear". Or one of these for all, or "humming" for the kernels of
-            humming-kernels (CUDA), which wants out_features of a multiple of 128 and in_features of 32. Every layout
-            computes the same on every device, and state dicts are the same.
+            humming-kernels (CUDA), which wants out_features of a multiple of 128 and in_features of 32. State dicts
+            are the same.
 
     Returns:
         The same model.
