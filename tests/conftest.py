@@ -1,4 +1,5 @@
-"""Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantisations.
+"""Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantisations, a
+GPU's preference of layouts.
 Called by pytest; imports moe_executor first, which makes `import thunder` work on torch >= 2.13.
 """
 
@@ -7,7 +8,9 @@ import torch
 
 from thunder_moe import moe_executor  # noqa: F401
 from thunder_moe.compilers import weight_cache
+from thunder_moe.kernels import select
 from thunder_moe.nvfp4 import quantize
+from thunder_moe.nvfp4_layouts import layout_fits
 
 # Rows of each of four experts.
 ROUTINGS = {
@@ -57,3 +60,16 @@ def count(monkeypatch):
 
     monkeypatch.setattr(weight_cache, "quantize", spy)
     return calls
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """`preferred_layout` of a GPU of compute capability 9.0, on this CPU; the list of what it was asked."""
+    asked = []
+
+    def preferred(device, n, k):
+        asked.append((device.type, n, k))
+        return "tiled_64x64" if layout_fits(n, k, "tiled_64x64") is None else "linear"
+
+    monkeypatch.setattr(select, "preferred_layout", preferred)
+    return asked

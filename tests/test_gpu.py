@@ -28,7 +28,7 @@ from thunder_moe import (
 from thunder_moe.kernels import cuda, nvrtc
 from thunder_moe.kernels.cuda_configs import Point, candidates
 from thunder_moe.kernels.epilogues import route as plain_route
-from thunder_moe.kernels.select import use_backend
+from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
@@ -112,6 +112,34 @@ def test_quantize_is_the_same_on_both_devices(dtype):
     weight = (torch.randn(3, 96, 128) * 0.02).to(dtype)
     for cpu, gpu in zip(quantize(weight).tensors(), quantize(weight.cuda()).tensors(), strict=True):
         assert torch.equal(cpu.view(torch.uint8), gpu.cpu().view(torch.uint8))
+
+
+def test_tiles_are_laid_out_on_the_device():
+    weight = quantize(torch.randn(3, 128, 192) * torch.rand(3, 128, 1) ** 20)
+    expected, on_device = weight.to_layout("tiled_64x64"), weight.to("cuda")
+    with no_synchronisation():
+        tiled = on_device.to_layout("tiled_64x64")
+        back = tiled.to_layout("linear")
+    for ours, cpu in ((tiled, expected), (back, weight)):
+        for tensor, wanted in zip(ours.tensors(), cpu.tensors(), strict=True):
+            assert torch.equal(tensor.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_every_layout_computes_on_a_gpu(offsets):
+    weight, exact = make(128, 128)
+    rows = int(offsets[-1])
+    activation, ends = torch.randn(rows + 2, 128, device="cuda", dtype=BF16), offsets.cuda()
+    preferred = preferred_layout(activation.device, 128, 128)
+    assert preferred == ("tiled_64x64" if torch.cuda.get_device_capability() == (9, 0) else "linear")
+    for layout in ("linear", "tiled_64x64"):
+        packed = operands(weight.to_layout(layout))
+        f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends, layout=layout)  # compiles
+        with no_synchronisation():
+            out = f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends, layout=layout)
+            hidden = f16a_nvfp4weight_grouped_swiglu(activation, *packed, ends, layout=layout)
+        host = activation.cpu()
+        assert relative_error(out[:rows].cpu(), grouped_mm(host, exact, offsets)) < KERNEL_TOLERANCE[BF16]
+        assert relative_error(hidden[:rows].cpu(), grouped_swiglu(host, exact, offsets)) < 2 * KERNEL_TOLERANCE[BF16]
 
 
 def test_layer_never_synchronises():

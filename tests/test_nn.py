@@ -17,7 +17,8 @@ from thunder_moe import (
     NVFP4GroupedSwiGLU,
     SwiGLU,
 )
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 CONFIG = Llama4MoEConfig(64, 32, 4)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -112,15 +113,23 @@ def test_from_transformers_refuses():
         Llama4MoE.from_transformers(torch.nn.Linear(2, 2))
 
 
-# ---- 4-bit linears in layout "humming", against the same weight in layout "linear"
+# ---- 4-bit linears in another layout, against the same weight in layout "linear"
 
 
-def both(seed=0, n=256, k=64):
-    """(linear, humming): modules of one weight, with global scales per row."""
+OTHERS = [layout for layout in MODULE_LAYOUTS if layout != "linear"]
+
+
+@pytest.fixture(params=OTHERS)
+def layout(request):
+    return request.param
+
+
+def both(layout, seed=0, n=256, k=64):
+    """(linear, other): modules of one weight, with global scales per row."""
     torch.manual_seed(seed)
     halves = (quantize(torch.randn(4, n // 2, k) * scale) for scale in (1, 3))
     weight = NVFP4Weight.concatenate(*halves)
-    return NVFP4GroupedLinear(weight), NVFP4GroupedLinear(weight.to_layout("humming"))
+    return NVFP4GroupedLinear(weight), NVFP4GroupedLinear(weight.to_layout(layout))
 
 
 def bits(state):
@@ -132,16 +141,16 @@ def assert_same_bits(state, other):
     assert all(torch.equal(a, b) for a, b in zip(bits(state).values(), bits(other).values(), strict=True))
 
 
-def test_a_linear_keeps_its_layout(offsets):
-    linear, humming = both()
-    assert (linear.layout, humming.layout) == ("linear", "humming")
-    assert humming.nvfp4_weight.layout == "humming"
-    assert not torch.equal(humming.qdata, linear.qdata)
-    assert NVFP4GroupedLinear(humming.nvfp4_weight.to_layout("swizzled_128x4")).layout == "linear"
-    assert repr(humming) == repr(linear)[:-1] + ", layout='humming')"
+def test_a_linear_keeps_its_layout(layout, offsets):
+    linear, other = both(layout)
+    assert (linear.layout, other.layout) == ("linear", layout)
+    assert other.nvfp4_weight.layout == layout
+    assert not torch.equal(other.qdata, linear.qdata)
+    assert NVFP4GroupedLinear(other.nvfp4_weight.to_layout("swizzled_128x4")).layout == "linear"
+    assert repr(other) == repr(linear)[:-1] + f", layout={layout!r})"
     x = torch.randn(int(offsets[-1]), 64)
     results = []
-    for module in (linear, humming):
+    for module in (linear, other):
         leaf = x.clone().requires_grad_()
         out = module(leaf, offsets)
         out.square().sum().backward()
@@ -149,33 +158,33 @@ def test_a_linear_keeps_its_layout(offsets):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_a_block_takes_a_layout_for_each_of_its_linears(offsets):
-    (gate_up, humming_gate_up), (down, humming_down) = both(), both(n=128, k=128)
+def test_a_block_takes_a_layout_for_each_of_its_linears(layout, offsets):
+    (gate_up, other_gate_up), (down, other_down) = both(layout), both(layout, n=128, k=128)
     x = torch.randn(int(offsets[-1]), 64, dtype=torch.bfloat16)
     expected = NVFP4GroupedSwiGLU(gate_up, down)(x, offsets)
-    for pair in ((humming_gate_up, humming_down), (humming_gate_up, down), (gate_up, humming_down)):
+    for pair in ((other_gate_up, other_down), (other_gate_up, down), (gate_up, other_down)):
         assert torch.equal(NVFP4GroupedSwiGLU(*pair)(x, offsets), expected)
 
 
 def test_modules_pickled_before_there_were_layouts_are_linear():
-    linear, _ = both()
+    linear, _ = both("humming")
     del linear.__dict__["layout"]
     assert linear.nvfp4_weight.layout == "linear"
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])
-def test_state_dicts_are_linear(keep_vars):
-    linear, humming = both()
-    state = humming.state_dict(prefix="a.", keep_vars=keep_vars)
+def test_state_dicts_are_linear(layout, keep_vars):
+    linear, other = both(layout)
+    state = other.state_dict(prefix="a.", keep_vars=keep_vars)
     assert_same_bits(state, linear.state_dict(prefix="a."))
-    assert state["a.global_scale"].data_ptr() == humming.global_scale.data_ptr()
+    assert state["a.global_scale"].data_ptr() == other.global_scale.data_ptr()
     for name, tensor in linear.state_dict(keep_vars=keep_vars).items():
         assert tensor.data_ptr() == getattr(linear, name).data_ptr()
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_state_dicts_load_into_either_layout(assign):
-    source, target = both(1), both(2)
+def test_state_dicts_load_into_either_layout(layout, assign):
+    source, target = both(layout, 1), both(layout, 2)
     for one in source:
         for other in target:
             before = {name: tensor.data_ptr() for name, tensor in other.named_buffers()}
@@ -195,43 +204,58 @@ def test_state_dicts_load_into_either_layout(assign):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_parts_of_a_state_dict_load(assign):
-    source, _ = both(1)
+def test_parts_of_a_state_dict_load(layout, assign):
+    source, _ = both(layout, 1)
     for name in ("qdata", "scale", "global_scale"):
-        linear, humming = both(2)
-        before = dict(humming.named_buffers())
-        for module in (linear, humming):
+        linear, other = both(layout, 2)
+        before = dict(other.named_buffers())
+        for module in (linear, other):
             part = {name: source.state_dict()[name].clone(), "other": torch.zeros(1)}
             keys = module.load_state_dict(part, strict=False, assign=assign)
             assert keys.unexpected_keys == ["other"]
             assert keys.missing_keys == [key for key in before if key != name]
-        assert_same_bits(humming.state_dict(), linear.state_dict())
-        for key, tensor in humming.named_buffers():
+        assert_same_bits(other.state_dict(), linear.state_dict())
+        for key, tensor in other.named_buffers():
             assert (tensor is before[key]) == (key != name or not assign)
 
 
-def test_a_module_without_data_loads():
-    (source, expected), (_, humming) = both(1), both(2)
-    humming.to("meta")
-    assert humming.state_dict()["scale"].is_meta
+def test_scales_of_zero_load_alone(layout, offsets):
+    linear, other = both(layout)
+    scale = linear.scale.clone()
+    scale.view(torch.uint8)[:, ::3, 1::2] = 0
+    x = torch.randn(int(offsets[-1]), 64)
+    for module in (linear, other):
+        module.load_state_dict({"scale": scale}, strict=False)
+    assert torch.equal(dequantize(other.nvfp4_weight), dequantize(linear.nvfp4_weight))
+    assert torch.equal(other(x, offsets), linear(x, offsets))
+    linear.load_state_dict(other.state_dict())
+    assert_same_bits(
+        dict(NVFP4GroupedLinear(linear.nvfp4_weight.to_layout(layout)).named_buffers()), dict(other.named_buffers())
+    )
+
+
+def test_a_module_without_data_loads(layout):
+    (source, expected), (_, other) = both(layout, 1), both(layout, 2)
+    other.to("meta")
+    assert other.state_dict()["scale"].is_meta
     with pytest.warns(UserWarning, match="is a no-op"):
-        humming.load_state_dict(source.state_dict())
-    humming.load_state_dict(source.state_dict(), assign=True)
-    assert_same_bits(dict(humming.named_buffers()), dict(expected.named_buffers()))
+        other.load_state_dict(source.state_dict())
+    other.load_state_dict(source.state_dict(), assign=True)
+    assert_same_bits(dict(other.named_buffers()), dict(expected.named_buffers()))
 
 
-def test_state_dicts_that_do_not_fit_leave_the_module_as_it_was():
-    (source, _), (linear, humming) = both(1), both(2)
+def test_state_dicts_that_do_not_fit_leave_the_module_as_it_was(layout):
+    (source, _), (linear, other) = both(layout, 1), both(layout, 2)
     state = source.state_dict()
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "qdata", "scale"'):
-        humming.load_state_dict({"global_scale": linear.global_scale})
+        other.load_state_dict({"global_scale": linear.global_scale})
     with pytest.raises(RuntimeError, match="size mismatch for scale"):
-        humming.load_state_dict({**linear.state_dict(), "scale": state["scale"][:, :128]})
+        other.load_state_dict({**linear.state_dict(), "scale": state["scale"][:, :128]})
     for wrong in (state["scale"].float(), state["scale"].to("meta")):
         with pytest.raises(ValueError, match="scale: got .*, wanted (dtype float8_e4m3fn|device cpu)"):
-            humming.load_state_dict({**state, "scale": wrong}, assign=True)
-    assert humming.layout == "humming"
-    assert_same_bits(humming.state_dict(), linear.state_dict())
+            other.load_state_dict({**state, "scale": wrong}, assign=True)
+    assert other.layout == layout
+    assert_same_bits(other.state_dict(), linear.state_dict())
 
 
 def test_refuses():

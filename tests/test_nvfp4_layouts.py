@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import decode_e4m3
 
 from thunder_moe import nvfp4_layouts
 from thunder_moe.nvfp4 import LAYOUTS, NVFP4Weight, dequantize, quantize
@@ -22,7 +23,7 @@ def bits(scale: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
 def test_every_conversion_is_exact(source, target):
-    packed = quantize(torch.randn(2, 256, 96))
+    packed = quantize(torch.randn(2, 256, 192))
     converted = packed.to_layout(source).to_layout(target)
     assert converted.layout == target
     assert converted.shape == packed.shape
@@ -116,13 +117,112 @@ extern "C" void run(const uint32_t* in, uint32_t* out, int experts, int n, int k
     assert torch.equal(packed.to_layout("humming").qdata, out)
 
 
-@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 128, 48)])
-def test_shapes_that_humming_cannot_take(shape):
+# The registers of a word of "tiled_64x64" as the comments of `to_tiled` and its kernel have them, in Python integers.
+MASK, FIRST, WORD = 0x81C081C0, 0x60306030, 0xFFFFFFFF
+
+
+def rotl(word, count):
+    count %= 32
+    return (word << count | word >> 32 - count) & WORD
+
+
+def register(low, high):
+    halves = [(code & 7) << 6 | (code >> 3) << 15 for code in (low, high)]
+    return halves[0] | halves[1] << 16
+
+
+def joined(*parts):
+    assert sum(parts) == parts[0] | parts[1] | parts[2] | parts[3], "the bits are disjoint"
+    return sum(parts)
+
+
+def test_tiled_layout_by_index():
+    packed = quantize(torch.randn(2, 128, 192))
+    codes = torch.stack([packed.qdata & 15, packed.qdata >> 4], -1).view(2, 128, 192).tolist()
+    tiled = packed.to_layout("tiled_64x64")
+    words = tiled.qdata.view(torch.int32).view(2, 2, 3, 4, 32, 4).tolist()  # [E, N/64, K/64, w, lane, s]
+    for place in itertools.product(range(2), range(2), range(3), range(4), range(8), range(4)):
+        expert, n64, k64, w, g, t = place
+        row, k0 = 64 * n64 + 16 * w + g, 64 * k64 + 2 * t
+        own = [word & WORD for word in words[expert][n64][k64][w][4 * g + t]]
+        for s in (0, 2):
+            r, other = (
+                [
+                    register(*codes[expert][row + 8 * (i % 2)][k : k + 2])
+                    for i in range(4)
+                    for k in [k0 + 16 * step + 8 * (i // 2)]
+                ]
+                for step in (s, s + 1)
+            )
+            assert not rotl(r[3], 8) & rotl(other[3], -2)
+            u = rotl(r[3], 8) | rotl(other[3], -2)
+            assert own[s] == joined(r[0], rotl(r[1], 4), rotl(r[2], -6), u & FIRST)
+            assert own[s + 1] == joined(other[0], rotl(other[1], 4), rotl(other[2], -6), rotl(u & ~FIRST, -2))
+            # As the kernel decodes them.
+            u = own[s] & FIRST | rotl(own[s + 1], 2) & ~FIRST
+            for registers, word in ((r, own[s]), (other, own[s + 1])):
+                assert registers[:3] == [word & MASK, rotl(word, -4) & MASK, word << 6 & MASK]
+            assert (r[3], other[3]) == (rotl(u, -8) & MASK, u << 2 & MASK)
+
+
+def test_tiled_scales_by_index():
+    packed = quantize(torch.randn(2, 128, 192) * torch.rand(2, 128, 1) ** 20)
+    blocks = bits(packed.to_layout("tiled_64x64").scale).view(2, 2, 3, 4, 8, 2, 2, 2).tolist()
+    scales = bits(packed.scale).tolist()
+    for place in itertools.product(range(2), range(2), range(3), range(4), range(8), range(2), range(2), range(2)):
+        expert, n64, k64, w, g, p, eight_rows, step = place
+        byte = scales[expert][64 * n64 + 16 * w + 8 * eight_rows + g][4 * k64 + 2 * p + step]
+        exponent, mantissa = divmod(blocks[expert][n64][k64][w][g][p][eight_rows][step], 8)
+        value = (1 + mantissa / 8) * 2.0 ** (exponent - 21) if exponent else mantissa
+        assert value == decode_e4m3(byte)
+
+
+def test_tiled_scales_of_every_byte():
+    scale = torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
+    codes = torch.randint(1, 256, (1, 64, 32), dtype=torch.uint8)
+    packed = NVFP4Weight(codes, scale.view(torch.float8_e4m3fn), torch.ones(1))
+    tiled = packed.to_layout("tiled_64x64")
+    back = tiled.to_layout("linear")
+    assert torch.equal(bits(back.scale), scale)
+    assert not back.qdata[0, 0, :8].any(), "of a block whose scale is 0"
+    assert torch.equal(back.qdata.flatten()[8:], codes.flatten()[8:])
+    given = scale.view(4, 2, 8, 2, 2).permute(0, 2, 3, 1, 4).flatten().tolist()  # [w, g, two steps, 8 rows, step]
+    code = dict(zip(given, bits(tiled.scale).flatten().tolist(), strict=True))
+    known = [0, 96, 104, 108, 112, 114, 116, 118, *range(120, 240)]
+    assert [code[byte] for byte in range(256)] == [*known, *sorted({*range(256)} - {*known})]
+
+
+def test_tiled_layout_of_any_strides_and_without_data():
+    packed = quantize(torch.randn(2, 128, 64))
+    tiled = packed.to_layout("tiled_64x64")
+    for weight, layout, expected in ((packed, "tiled_64x64", tiled), (tiled, "linear", packed)):
+        qdata, scale = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in weight.tensors()[:2])
+        other = NVFP4Weight(qdata, scale, weight.global_scale, weight.layout).to_layout(layout)
+        assert torch.equal(other.qdata, expected.qdata)
+        assert torch.equal(bits(other.scale), bits(expected.scale))
+        shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), weight.qdata.flatten()])[1:].view(weight.qdata.shape)
+        other = NVFP4Weight(shifted, weight.scale, weight.global_scale, weight.layout).to_layout(layout)
+        assert torch.equal(other.qdata, expected.qdata)
+        empty = weight.to("meta").to_layout(layout)
+        assert empty.shape == weight.shape
+        assert empty.qdata.is_meta
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "needs"),
+    [
+        ("humming", (2, 64, 64), "out_features a multiple of 128 and in_features of 32"),
+        ("humming", (2, 128, 48), "out_features a multiple of 128 and in_features of 32"),
+        ("tiled_64x64", (2, 96, 64), "out_features and in_features multiples of 64"),
+        ("tiled_64x64", (2, 64, 96), "out_features and in_features multiples of 64"),
+    ],
+)
+def test_shapes_that_a_layout_cannot_take(layout, shape, needs):
     packed = quantize(torch.randn(shape))
-    with pytest.raises(ValueError, match=r"layout: got 'humming' .* needs out_features a multiple of 128"):
-        packed.to_layout("humming")
-    with pytest.raises(ValueError, match="qdata: .* wanted out_features a multiple of 128 and in_features of 32"):
-        NVFP4Weight(*packed.tensors(), layout="humming")
+    with pytest.raises(ValueError, match=f"layout: got '{layout}' .* needs {needs}"):
+        packed.to_layout(layout)
+    with pytest.raises(ValueError, match=f"qdata: .* wanted {needs}"):
+        NVFP4Weight(*packed.tensors(), layout=layout)
 
 
 def test_unknown_layout():

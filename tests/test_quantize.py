@@ -24,6 +24,7 @@ from thunder_moe import (
     to_layout_,
 )
 from thunder_moe import quantize as quantize_module
+from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nvfp4 import dequantize, quantize
 
 BF16 = torch.bfloat16
@@ -217,12 +218,20 @@ def test_refuses_and_leaves_the_model_unchanged():
         dequantize_(nn.Linear(2, 2))
 
 
-# ---- layout "humming", against layout "linear"
+# ---- other layouts, against layout "linear"
 
 
-def both(original):
-    """(the model quantised in layout "linear", in layout "humming")."""
-    return quantize_(copy.deepcopy(original)), quantize_(copy.deepcopy(original), layout="humming")
+OTHERS = [layout for layout in MODULE_LAYOUTS if layout != "linear"]
+
+
+@pytest.fixture(params=OTHERS)
+def layout(request):
+    return request.param
+
+
+def both(original, layout):
+    """(the model quantised in layout "linear", in another one)."""
+    return tuple(quantize_(copy.deepcopy(original), layout=name) for name in ("linear", layout))
 
 
 def layouts(model):
@@ -230,7 +239,7 @@ def layouts(model):
 
 
 def wide_model(layers=1, dtype=BF16):
-    """Sizes that fit layout "humming": gate and up together have 128 rows."""
+    """Sizes that fit every layout: gate and up together have 128 rows."""
     return nn.Sequential(*(Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=dtype) for _ in range(layers)))
 
 
@@ -241,49 +250,49 @@ def assert_same_bits(state, other):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_layouts_compute_the_same(dtype):
-    linear, humming = both(wide_model(dtype=dtype))
+def test_layouts_compute_the_same(layout, dtype):
+    linear, laid_out = both(wide_model(dtype=dtype), layout)
     assert layouts(linear) == ["linear"] * 2
-    assert layouts(humming) == ["humming"] * 2
-    assert not torch.equal(*(model[0].routed_experts.down_proj.qdata for model in (linear, humming)))
+    assert layouts(laid_out) == [layout] * 2
+    assert not torch.equal(*(model[0].routed_experts.down_proj.qdata for model in (linear, laid_out)))
     results = []
-    for model in (linear, humming):
+    for model in (linear, laid_out):
         x = torch.linspace(-3, 3, 2 * 5 * 128).sin().view(2, 5, 128).to(dtype).requires_grad_()
         out = model(x)
         out.float().square().sum().backward()
         results.append((out, x.grad, model[0].router.weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert_same_bits(dequantize_(humming).state_dict(), dequantize_(linear).state_dict())
+    assert_same_bits(dequantize_(laid_out).state_dict(), dequantize_(linear).state_dict())
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_layouts_compute_the_same_compiled(backend):
+def test_layouts_compute_the_same_compiled(layout, backend):
     x = torch.randn(2, 5, 128, dtype=BF16)
     with torch.no_grad():
-        linear, humming = (torch.compile(m, fullgraph=True, backend=backend)(x) for m in both(wide_model()))
-    assert torch.equal(linear, humming)
+        linear, laid_out = (torch.compile(m, fullgraph=True, backend=backend)(x) for m in both(wide_model(), layout))
+    assert torch.equal(linear, laid_out)
 
 
-def test_layouts_compute_the_same_exported():
-    linear, humming = both(wide_model())
+def test_layouts_compute_the_same_exported(layout):
+    linear, laid_out = both(wide_model(), layout)
     x = torch.randn(2, 5, 128, dtype=BF16)
-    assert torch.equal(torch.export.export(humming, (x,)).module()(x), linear(x))
+    assert torch.equal(torch.export.export(laid_out, (x,)).module()(x), linear(x))
 
 
-def test_a_layout_survives_copies_casts_and_pickles():
-    linear, humming = both(wide_model())
+def test_a_layout_survives_copies_casts_and_pickles(layout):
+    linear, laid_out = both(wide_model(), layout)
     whole = io.BytesIO()
-    torch.save(humming, whole)
+    torch.save(laid_out, whole)
     whole.seek(0)
     x = torch.randn(1, 4, 128, dtype=BF16)
-    for other in (copy.deepcopy(humming), torch.load(whole, weights_only=False), copy.deepcopy(humming).to("cpu")):
-        assert layouts(other) == ["humming"] * 2
+    for other in (copy.deepcopy(laid_out), torch.load(whole, weights_only=False), copy.deepcopy(laid_out).to("cpu")):
+        assert layouts(other) == [layout] * 2
         assert torch.equal(other(x), linear(x))
-    assert torch.equal(copy.deepcopy(humming).half()(x.half()), linear.half()(x.half()))
+    assert torch.equal(copy.deepcopy(laid_out).half()(x.half()), linear.half()(x.half()))
 
 
-def test_state_dicts_load_across_layouts():
-    source, target = both(wide_model()), both(wide_model())
+def test_state_dicts_load_across_layouts(layout):
+    source, target = both(wide_model(), layout), both(wide_model(), layout)
     x = torch.randn(1, 4, 128, dtype=BF16)
     assert not torch.equal(target[1](x), source[0](x))
     assert_same_bits(source[1].state_dict(), source[0].state_dict())
@@ -293,42 +302,42 @@ def test_state_dicts_load_across_layouts():
             assert torch.equal(other(x), source[0](x))
 
 
-def test_tied_modules_stay_tied_in_layout_humming():
+def test_tied_modules_stay_tied_in_other_layouts(layout):
     tied = wide_model(3)
     tied[1].routed_experts = tied[0].routed_experts
     for name in ("gate_proj", "up_proj", "down_proj"):
         getattr(tied[2].routed_experts, name).weight = getattr(tied[0].routed_experts, name).weight
-    _, humming = both(tied)
+    _, laid_out = both(tied, layout)
     with torch.no_grad():
         for parameter in tied.parameters():
             parameter.neg_()
-    linear, _ = both(tied)
+    linear, _ = both(tied, layout)
     x = torch.randn(1, 4, 128, dtype=BF16)
-    for model in (humming, copy.deepcopy(humming)):
+    for model in (laid_out, copy.deepcopy(laid_out)):
         assert not torch.equal(model(x), linear(x))
         model.load_state_dict(linear.state_dict())
         assert model[0].routed_experts is model[1].routed_experts
         for a, b in zip(model[0].routed_experts.buffers(), model[2].routed_experts.buffers(), strict=True):
             assert a.data_ptr() == b.data_ptr()
         assert torch.equal(model(x), linear(x))
-    dequantize_(humming)
-    assert humming[0].routed_experts.gate_proj.weight is humming[2].routed_experts.gate_proj.weight
+    dequantize_(laid_out)
+    assert laid_out[0].routed_experts.gate_proj.weight is laid_out[2].routed_experts.gate_proj.weight
 
 
-def test_linears_that_are_not_fused_take_a_layout_too():
+def test_linears_that_are_not_fused_take_a_layout_too(layout):
     only = dict(filter=lambda module, name: name.endswith(("up_proj", "down_proj")))
     original = nn.Sequential(Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16))
-    humming = quantize_(copy.deepcopy(original), layout="humming", **only)
-    assert layouts(humming) == ["humming"] * 2
+    laid_out = quantize_(copy.deepcopy(original), layout=layout, **only)
+    assert layouts(laid_out) == [layout] * 2
     x = torch.randn(1, 4, 128, dtype=BF16)
-    assert torch.equal(humming(x), quantize_(original, **only)(x))
+    assert torch.equal(laid_out(x), quantize_(original, layout="linear", **only)(x))
 
 
 def test_refuses_layouts_and_leaves_the_model_unchanged():
     apart = wide_model()  # gate alone has 64 rows
     thin = nn.Sequential(*wide_model(), GroupedSwiGLU(2, 128, 80, dtype=BF16))  # down has in_features 80
     bad = [
-        (wide_model(), None, "tiled", r"layout: got 'tiled', wanted one of \('linear', 'humming'\)"),
+        (wide_model(), None, "tiled", r"layout: got 'tiled', wanted one of \('auto', 'linear', 'humming', 'til"),
         (wide_model(), None, "swizzled_128x4", "layout: got 'swizzled_128x4', wanted one of"),
         (wide_model(), None, None, "layout: got None, wanted one of"),
         (
@@ -337,6 +346,13 @@ def test_refuses_layouts_and_leaves_the_model_unchanged():
             "humming",
             "layout: got 'humming' for '0.routed_experts', which has a weight of out_features 64 and in_features 64,"
             " wanted out_features a multiple of 128 and in_features of 32",
+        ),
+        (
+            nn.Sequential(*wide_model(), GroupedSwiGLU(2, 128, 48, dtype=BF16)),
+            None,
+            "tiled_64x64",
+            "got 'tiled_64x64' for '1', which has a weight of out_features 96 and in_features 128, wanted out_features"
+            " and in_features multiples of 64",
         ),
         (thin, None, "humming", "got 'humming' for '1', which has a weight of out_features 160 and in_features 128"),
         (
@@ -365,32 +381,32 @@ def test_scale_search_lessens_the_error():
     assert isinstance(block[0], GroupedSwiGLU), "the model is unchanged"
 
 
-def test_to_layout_of_a_quantised_model_and_back():
-    linear, humming = both(wide_model())
+def test_to_layout_of_a_quantised_model_and_back(layout):
+    linear, laid_out = both(wide_model(), layout)
     model = copy.deepcopy(linear)
     addresses = [buffer.data_ptr() for buffer in model.buffers()]
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, model[0].config.hidden_size, dtype=torch.bfloat16)
     expected = compiled(x)
-    assert to_layout_(model, "humming") is model
-    assert layouts(model) == layouts(humming)
-    for buffer, wanted in zip(model.buffers(), humming.buffers(), strict=True):
+    assert to_layout_(model, layout) is model
+    assert layouts(model) == layouts(laid_out)
+    for buffer, wanted in zip(model.buffers(), laid_out.buffers(), strict=True):
         assert torch.equal(buffer.view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(compiled(x), expected)
-    to_layout_(to_layout_(model, "humming"), "linear")
+    to_layout_(to_layout_(model, layout), "linear")
     assert_same_bits(dict(model.named_buffers()), dict(linear.named_buffers()))
     assert [buffer.data_ptr() for buffer in model.buffers()] == addresses
 
 
-def test_to_layout_of_tied_modules_once():
-    block = GroupedLinear(2, 32, 128, dtype=torch.bfloat16)
-    model = torch.nn.ModuleList([block, GroupedLinear(2, 32, 128, dtype=torch.bfloat16)])
+def test_to_layout_of_tied_modules_once(layout):
+    block = GroupedLinear(2, 64, 128, dtype=torch.bfloat16)
+    model = torch.nn.ModuleList([block, GroupedLinear(2, 64, 128, dtype=torch.bfloat16)])
     model[1].weight = block.weight
     quantize_(model)
-    expected = model[0].nvfp4_weight.to_layout("humming").qdata
-    to_layout_(model, "humming")
+    expected = model[0].nvfp4_weight.to_layout(layout).qdata
+    to_layout_(model, layout)
     for module in model:
-        assert module.layout == "humming"
+        assert module.layout == layout
         assert torch.equal(module.qdata, expected)
 
 
@@ -403,3 +419,30 @@ def test_to_layout_refuses_and_changes_nothing():
         to_layout_(model, "tiled")
     with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
         to_layout_(torch.nn.Linear(2, 2), "humming")
+
+
+# ---- layout "auto", as if a CPU preferred another one
+
+
+def test_auto_takes_the_preferred_layout_where_it_fits(tiles):
+    original = model(2)
+    quantized = quantize_(copy.deepcopy(original))
+    assert layouts(quantized) == ["tiled_64x64", "linear"] * 2  # down has in_features 32
+    assert tiles[:2] == [("cpu", 64, 64), ("cpu", 64, 32)]
+    linear = quantize_(original, layout="linear")
+    assert layouts(linear) == ["linear"] * 4
+    x = torch.randn(1, 4, 64, dtype=BF16)
+    assert torch.equal(quantized(x), linear(x))
+    assert_same_bits(quantized.state_dict(), linear.state_dict())
+    to_layout_(linear)
+    assert layouts(linear) == layouts(quantized)
+    assert_same_bits(dict(linear.named_buffers()), dict(quantized.named_buffers()))
+    quantized.to("meta")
+    assert layouts(to_layout_(quantized, "linear")) == ["linear"] * 4
+
+
+def test_auto_is_linear_on_a_cpu():
+    quantized = quantize_(wide_model(), layout="auto")
+    assert layouts(quantized) == ["linear"] * 2
+    to_layout_(quantized, "tiled_64x64")
+    assert layouts(to_layout_(quantized)) == ["linear"] * 2

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # Layouts of `nvfp4.LAYOUTS` that modules keep their weights in; nvFuser's route lays its own out.
-MODULE_LAYOUTS = ("linear", "humming")
+MODULE_LAYOUTS = ("linear", "humming", "tiled_64x64")
 _FIELDS = ("qdata", "scale", "global_scale")
 
 
@@ -204,11 +204,9 @@ class NVFP4GroupedLinear(nn.Module):
             self._buffers.update(own)
         assign = local_metadata.get("assign_to_params_buffers", False)
         for field, tensor in zip(_FIELDS, loaded.tensors(), strict=True):
-            if f"{prefix}{field}" not in state_dict:
-                continue
-            if assign:
+            if assign and f"{prefix}{field}" in state_dict:
                 self._buffers[field] = tensor
-            else:
+            else:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
                 own[field].copy_(tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:

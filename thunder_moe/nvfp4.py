@@ -17,10 +17,12 @@ from thunder_moe.nvfp4_layouts import (
     BLOCK_SIZE,
     LAYOUTS,
     from_humming,
+    from_tiled,
     layout_fits,
     scale_shape,
     swizzle_scale,
     to_humming,
+    to_tiled,
     unswizzle_scale,
 )
 
@@ -44,9 +46,10 @@ class NVFP4Weight:
     """The 4-bit weights of E experts.
 
     Attributes:
-        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layout "humming" in
-            another order).
-        scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4).
+        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layouts "humming" and
+            "tiled_64x64" the same bits in another order).
+        scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4);
+            "tiled_64x64": the bytes are of another code than E4M3.
         global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
         layout: how `qdata` and `scale` lie in memory, one of `LAYOUTS` (nvfp4_layouts describes them).
 
@@ -116,7 +119,8 @@ class NVFP4Weight:
         return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
 
     def to_layout(self, layout: str) -> NVFP4Weight:
-        """The same weight in another layout of `LAYOUTS`; exact both ways.
+        """The same weight in another layout of `LAYOUTS`; exact both ways ("tiled_64x64" clears codes whose block scale
+        is 0, which stand for 0 whatever they are).
 
         Raises:
             ValueError: the layout is unknown, or its kernels cannot take this shape.
@@ -134,10 +138,14 @@ class NVFP4Weight:
             scale = unswizzle_scale(scale, n, k)
         elif self.layout == "humming":
             qdata, scale = from_humming(qdata, scale)
+        elif self.layout == "tiled_64x64":
+            qdata, scale = from_tiled(qdata, scale)
         if layout == "swizzled_128x4":
             scale = swizzle_scale(scale)
         elif layout == "humming":
             qdata, scale = to_humming(qdata, scale)
+        elif layout == "tiled_64x64":
+            qdata, scale = to_tiled(qdata, scale)
         return replace(self, qdata=qdata, scale=scale, layout=layout)
 
     @staticmethod

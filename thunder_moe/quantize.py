@@ -1,5 +1,6 @@
 """quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
-Called by users; calls nn's modules, nvfp4, and integrations.transformers where the model holds modules of its.
+Called by users; calls nn's modules, nvfp4, kernels.select for the layout, and integrations.transformers where the model
+holds modules of its.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from thunder_moe.kernels.select import resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, quantize
 from thunder_moe.nvfp4_layouts import layout_fits
@@ -27,13 +29,14 @@ Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Packages of Hugging Face models: transformers, and transformers_modules for the code that comes with a checkpoint.
 _FOREIGN = ("transformers", "thunder_moe.integrations.transformers")
+_LAYOUTS = ("auto", *MODULE_LAYOUTS)
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
 
 
 @torch.no_grad()
 def quantize_(
-    model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "linear"
+    model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "auto"
 ) -> Model:
     """Replaces the experts of a model by their NVFP4 form, in place.
 
@@ -47,8 +50,11 @@ def quantize_(
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
-        layout: how the weights lie in memory: "linear", or "humming" for the kernels of humming-kernels (CUDA), which
-            wants out_features of a multiple of 128 and in_features of 32. State dicts are the same.
+        layout: how the weights lie in memory. "auto": each as the default kernels read it best where it is now,
+            "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
+            in_features are multiples of 64, else "linear". Or one of these for all, or "humming" for the kernels of
+            humming-kernels (CUDA), which wants out_features of a multiple of 128 and in_features of 32. State dicts
+            are the same.
 
     Returns:
         The same model.
@@ -74,7 +80,9 @@ def quantize_(
         # All weights live when the first is converted, so an id names one weight for the whole run.
         key = tuple(id(linear.weight) for linear in linears)
         if key not in packed:
-            packed[key] = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears)).to_layout(layout)
+            stacked = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears))
+            _, n, k = stacked.shape
+            packed[key] = stacked.to_layout(resolve_layout(layout, stacked.device, n, k))
         weight = linears[0].weight
         module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
         return module.train(linears[0].training)
@@ -151,15 +159,15 @@ def dequantize_(model: Model) -> Model:
 
 
 @torch.no_grad()
-def to_layout_(model: Model, layout: str) -> Model:
+def to_layout_(model: Model, layout: str = "auto") -> Model:
     """Lays the weights of a quantised model out for other kernels, exactly, in place and at the same addresses.
 
-    For models that were quantised before, such as those of `load_checkpoint`. Compiled models compile again; CUDA
-    graphs have to be captured again, they would read the new order in the old way.
+    For models that were loaded quantised, such as those of `load_checkpoint`, or have moved to another device. Compiled
+    models compile again; CUDA graphs have to be captured again, they would read the new order in the old way.
 
     Args:
         model: a module that holds NVFP4 modules.
-        layout: as in `quantize_`: "linear" or "humming".
+        layout: as in `quantize_`: "auto", "linear", "humming" or "tiled_64x64".
 
     Returns:
         The same model.
@@ -172,16 +180,19 @@ def to_layout_(model: Model, layout: str) -> Model:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4GroupedLinear)}
     if not linears:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
+    wanted = {}
     for name, module in linears.items():
-        _require_fit(layout, name, module.out_features, module.in_features)
+        n, k = module.out_features, module.in_features
+        wanted[module] = resolve_layout(layout, module.qdata.device, n, k)
+        _require_fit(wanted[module], name, n, k)
     done: set[int] = set()  # tied modules share their tensors
-    for module in linears.values():
-        if module.layout != layout and id(module.qdata) not in done:
+    for module, own in wanted.items():
+        if module.layout != own and id(module.qdata) not in done:
             done.add(id(module.qdata))
-            weight = module.nvfp4_weight.to_layout(layout)
+            weight = module.nvfp4_weight.to_layout(own)
             module.qdata.copy_(weight.qdata)
             module.scale.copy_(weight.scale)
-        module.layout = layout
+        module.layout = own
     return model
 
 
@@ -244,12 +255,12 @@ def _check_layout(
             _, n, k = weight.shape
             if isinstance(module, GroupedSwiGLU) and module in fusible and parameter is not module.down_proj.weight:
                 n *= 2  # gate and up become one
-            _require_fit(layout, name, n, k)
+            _require_fit(layout, name, n, k)  # "auto" fits all
 
 
 def _require_layout(layout: str) -> None:
-    if layout not in MODULE_LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {MODULE_LAYOUTS}")
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
 
 
 def _require_fit(layout: str, name: str, n: int, k: int) -> None:

@@ -11,6 +11,7 @@ from oracle import relative_error
 from torch import nn
 
 from thunder_moe import RewriteWarning, rewrite_report
+from thunder_moe.kernels import select
 from thunder_moe.nvfp4 import dequantize, quantize
 
 BF16 = torch.bfloat16
@@ -88,6 +89,16 @@ def test_rewrites(inner, top_k):
     assert torch.equal(logits, module(x)[1])
     assert [entry.decision for entry in rewrite_report(function)] == ["nvfp4 + swiglu", "nvfp4"]
     assert [entry.gemm.weight for entry in rewrite_report(function)] == ["gate_up_proj", "down_proj"]
+
+
+def test_weights_are_packed_in_the_layout_that_the_device_prefers(tiles):
+    module, x = Dense(intermediate=64), rows()
+    out = compiled(module)(x)[0]
+    assert set(tiles) == {("cpu", 128, 64), ("cpu", 64, 64)}
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(select, "preferred_layout", lambda *weight: "linear")
+        assert torch.equal(compiled(module)(x)[0], out)
 
 
 def test_one_block_behind_another():

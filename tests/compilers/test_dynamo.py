@@ -24,6 +24,8 @@ from thunder_moe import (
 )
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import dequantize, quantize
+from thunder_moe.ops import grouped_mm as grouped_mm_operator
+from thunder_moe.ops import grouped_swiglu as grouped_swiglu_operator
 
 BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
@@ -230,6 +232,48 @@ def test_frozen_experts_pass_gradients_on(moe, x, inner):
     for name, grad in got.items():
         assert relative_error(grad, expected[name]) < 0.03, name
     assert decisions(function) == BOTH
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor", "thunder"])
+def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles, monkeypatch, inner):
+    called = []
+
+    def spy(device, *, layout):
+        called.append(layout)
+        return select(device, layout=layout)
+
+    for module in (grouped_mm_operator, grouped_swiglu_operator):
+        monkeypatch.setattr(module, "select", spy)
+    moe.requires_grad_(False)
+    function = compiled(moe, inner)
+    with torch.no_grad():
+        out = function(x)
+    assert decisions(function) == BOTH
+    assert set(tiles) == {("cpu", 64, 64), ("cpu", 64, 32)}  # gate and up together, and down, which does not fit
+    assert called == ["tiled_64x64", "linear"]
+    assert relative_error(out, llama4_moe(decoded(moe), x)) < 0.01
+    with torch.no_grad():
+        for parameter in moe.routed_experts.parameters():
+            parameter.mul_(-0.5)
+        assert not torch.equal(function(x), out)
+        assert relative_error(function(x), llama4_moe(decoded(moe), x)) < 0.01
+    assert called[2:] == ["tiled_64x64", "linear"] * 2
+
+
+def test_training_passes_through_the_preferred_layout(moe, x, tiles):
+    moe.routed_experts.requires_grad_(False)
+    reference = quantize_(copy.deepcopy(moe), layout="linear")
+    results = []
+    for model in (compiled(moe), reference):
+        leaf = x.clone().requires_grad_()
+        out = model(leaf)
+        out.float().square().sum().backward()
+        results.append((out, leaf.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) < 0.02
 
 
 # ---- modules that quantize_ has swapped already

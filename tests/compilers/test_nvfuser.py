@@ -273,13 +273,14 @@ def test_blocks_quantised_beforehand(fusions, implementation):
     assert 0.01 < relative_error(out, model(x, offsets)) < 0.2
 
 
-def test_layouts_of_other_kernels_are_not_nvfusers(fusions, implementation):
+@pytest.mark.parametrize("layout", ["humming", "tiled_64x64"])
+def test_layouts_of_other_kernels_are_not_nvfusers(fusions, implementation, layout):
     torch.manual_seed(0)
     experts = torch.nn.ModuleList([block(), GroupedLinear(4, 128, 128, dtype=BF16)])
-    linear, humming = quantize_(copy.deepcopy(experts)), quantize_(experts, layout="humming")
+    linear, other = (quantize_(copy.deepcopy(experts), layout=name) for name in ("linear", layout))
     x, offsets = torch.randn(16, 128, dtype=BF16), EVEN.clone()
-    reason = "layout is 'humming', wanted 'swizzled_128x4', which is made of buffers in layout 'linear'"
-    for plain, module in zip(linear, humming, strict=True):
+    reason = f"layout is {layout!r}, wanted 'swizzled_128x4', which is made of buffers in layout 'linear'"
+    for plain, module in zip(linear, other, strict=True):
         model = Call(module)
         out, compiled = run_as_cuda(model, x, offsets, executors=[moe_executor, implementation.ex])
         assert {e.reason for e in rewrite_report(compiled)} == {f"quantised beforehand; not by nvFuser: {reason}"}

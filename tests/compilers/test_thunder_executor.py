@@ -244,24 +244,53 @@ def test_quantized_modules(moe, x):
     assert relative_error(got["router.weight"], expected["router.weight"]) < 0.03
 
 
-def test_layouts_compute_the_same():
+@pytest.mark.parametrize("layout", ["humming", "tiled_64x64"])
+def test_layouts_compute_the_same(layout):
     moe = Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=BF16)
-    linear, humming = quantize_(nn.Sequential(copy.deepcopy(moe))), quantize_(nn.Sequential(moe), layout="humming")
+    linear, other = (quantize_(nn.Sequential(copy.deepcopy(moe)), layout=name) for name in ("linear", layout))
     x = torch.randn(1, 5, 128, dtype=BF16)
-    grads, compiled = zip(*(compiled_gradients(model, x) for model in (linear, humming)), strict=True)
+    grads, compiled = zip(*(compiled_gradients(model, x) for model in (linear, other)), strict=True)
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
     assert [entry.reason for entry in rewrite_report(compiled[1])] == ["quantised beforehand"] * 2
     traces = [traces(compiled[1])[-1] for traces in (thunder.last_traces, thunder.last_backward_traces)]
     calls = [bsym for trace in traces for bsym in trace.bound_symbols if "f16a_nvfp4weight" in bsym.sym.name]
-    assert [bsym.kwargs["layout"] for bsym in calls] == ["humming"] * 4
+    assert [bsym.kwargs["layout"] for bsym in calls] == [layout] * 4
     results = []
-    for model in (linear, humming):  # the experts alone, by the operators without routing
+    for model in (linear, other):  # the experts alone, by the operators without routing
         leaf = torch.linspace(-3, 3, 8 * 128).sin().view(8, 128).to(BF16).requires_grad_()
         out = jit(model[0].routed_experts)(leaf, EVEN)
         out.square().sum().backward()
         results.append((out, leaf.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles):
+    moe.requires_grad_(False)
+    compiled = jit(moe)
+    out = compiled(x)
+    assert relative_error(out, llama4_moe(decoded(moe), x)) < KERNEL_TOLERANCE[BF16] * 2
+    gate_up, down = [b for b in thunder.last_traces(compiled)[-1].bound_symbols if "grouped" in b.sym.name]
+    assert (gate_up.kwargs["layout"], down.kwargs["layout"]) == ("tiled_64x64", "linear")  # down: in_features 32
+    packs = [b for b in thunder.last_prologue_traces(compiled)[-1].bound_symbols if b.sym.name == "nvfp4_pack"]
+    assert sorted(pack.kwargs["layout"] for pack in packs) == ["linear", "tiled_64x64"]
+    with torch.no_grad():
+        for parameter in moe.routed_experts.parameters():
+            parameter.mul_(-0.5)
+    assert relative_error(compiled(x), llama4_moe(decoded(moe), x)) < KERNEL_TOLERANCE[BF16] * 2
+    assert set(tiles) == {("cpu", 64, 64), ("cpu", 64, 32)}
+
+
+def test_gradients_pass_through_the_preferred_layout(moe, x, tiles):
+    moe.routed_experts.requires_grad_(False)
+    got, compiled = compiled_gradients(moe, x)
+    assert [
+        b.kwargs["layout"]
+        for b in thunder.last_backward_traces(compiled)[-1].bound_symbols
+        if "f16a_nvfp4weight" in b.sym.name
+    ] == ["linear", "tiled_64x64"]
+    expected = gradients(decoded(moe).float(), x.float(), oracle=True)
+    assert relative_error(got["router.weight"], expected["router.weight"]) < 0.03
 
 
 # ---- what is recognised, and what is left alone

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thunder_moe.compilers import weight_cache
-from thunder_moe.compilers.weight_cache import WeightCache
+from thunder_moe.compilers.weight_cache import WeightCache, stacked_layout
 from thunder_moe.nvfp4 import dequantize, quantize
 
 
@@ -60,6 +60,47 @@ def test_stacks_and_transposes(cache):
     expected = torch.cat([dequantize(quantize(w.mT)) for w in (gate, up)], 1)
     assert torch.equal(dequantize(both), expected)
     assert cache.get(gate, up, transposed=True) is both
+
+
+def test_layouts(cache, count):
+    gate, up = parameter(2, 32, 64), parameter(2, 32, 64)
+    linear, tiled = cache.get(gate, up), cache.get(gate, up, layout="tiled_64x64")
+    assert (linear.layout, tiled.layout) == ("linear", "tiled_64x64")
+    assert cache.get(gate, up, layout="tiled_64x64") is tiled
+    fp4_weight, scale, _ = cache.operands(gate, up, layout="tiled_64x64")
+    assert fp4_weight.dtype == torch.uint8
+    assert fp4_weight.shape == (2, 32, 64)
+    assert (fp4_weight.data_ptr(), scale.data_ptr()) == (tiled.qdata.data_ptr(), tiled.scale.data_ptr())
+    addresses = [tensor.data_ptr() for tensor in tiled.tensors()]
+    with torch.no_grad():
+        up.mul_(-3)
+    again = cache.get(gate, up, layout="tiled_64x64")
+    assert again.layout == "tiled_64x64"
+    assert [tensor.data_ptr() for tensor in again.tensors()] == addresses
+    assert torch.equal(dequantize(again), torch.cat([dequantize(quantize(w)) for w in (gate, up)], 1))
+    assert len(count) == 6
+    with pytest.raises(ValueError, match="layout: got 'tiled_64x64' .* needs out_features and in_features multiples"):
+        cache.get(gate, layout="tiled_64x64")
+
+
+def test_stacked_layout(tiles):
+    gate, up = parameter(2, 64, 96), parameter(2, 64, 32)
+    assert stacked_layout(gate, up, transposed=False) == "linear"
+    assert stacked_layout(gate, up, transposed=True) == "tiled_64x64"
+    assert stacked_layout(gate, transposed=True, device=torch.device("meta")) == "linear"
+    assert tiles == [("cpu", 128, 96), ("cpu", 128, 64), ("meta", 96, 64)]
+
+
+def test_weights_that_have_moved_leave_nothing_behind(cache):
+    weight, other = parameter(2, 64, 64), parameter(2, 64, 64)
+    for one in (weight, other):
+        cache.get(one, layout="tiled_64x64")
+    entry = cache._entries["quantize", False, False, "tiled_64x64", id(weight)]
+    entry.packed = entry.packed.to("meta")  # as if the weight had been there
+    cache.get(weight, layout="linear")
+    assert len(cache) == 2
+    cache.get(weight, layout="tiled_64x64")
+    assert len(cache) == 3
 
 
 def test_entries_die_with_their_weights(cache):

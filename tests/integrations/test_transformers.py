@@ -22,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 from thunder_moe import dequantize_, quantize_, rewrite_report  # noqa: E402
 from thunder_moe.integrations.experts_form import form_of  # noqa: E402
 from thunder_moe.integrations.transformers import NVFP4Experts, expert_blocks, put_experts  # noqa: E402
+from thunder_moe.nn import MODULE_LAYOUTS  # noqa: E402
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
 
 BF16 = torch.bfloat16
@@ -256,44 +257,68 @@ def test_every_kind_compiles(kind):
         assert relative_error(compiled(*inputs), decoded(*inputs)) < 1e-5
 
 
-# Layout "humming".
+# Layouts other than "linear".
 
 
 def wide_model(name, dtype=torch.float32):
-    """Sizes that fit layout "humming"."""
+    """Sizes that fit every layout."""
     config = tiny_config(name)
     config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
     return tiny_model(name, dtype, config=config)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
-def test_layouts_compute_the_same(name):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_moe", "humming"), ("qwen3_moe", "tiled_64x64"), ("gpt_oss", "tiled_64x64"), ("llama4", "humming")],
+)
+def test_layouts_compute_the_same(name, layout):
     model = wide_model(name)
-    linear, humming = quantize_(copy.deepcopy(model)), quantize_(copy.deepcopy(model), layout="humming")
-    for experts in nvfp4_experts(humming).values():
-        assert experts.gate_up_proj.layout == experts.down_proj.layout == "humming"
-    assert torch.equal(logits(humming), logits(linear))
-    assert torch.equal(logits(copy.deepcopy(humming).to(BF16)), logits(copy.deepcopy(linear).to(BF16)))
-    compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (linear, humming)]
+    linear, other = (quantize_(copy.deepcopy(model), layout=each) for each in ("linear", layout))
+    for experts in nvfp4_experts(other).values():
+        assert experts.gate_up_proj.layout == experts.down_proj.layout == layout
+    assert torch.equal(logits(other), logits(linear))
+    assert torch.equal(logits(copy.deepcopy(other).to(BF16)), logits(copy.deepcopy(linear).to(BF16)))
+    compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (linear, other)]
     assert torch.equal(*map(logits, compiled))
     state = {key: tensor.view(torch.uint8) for key, tensor in linear.state_dict().items()}
-    assert all(torch.equal(tensor.view(torch.uint8), state[key]) for key, tensor in humming.state_dict().items())
+    assert all(torch.equal(tensor.view(torch.uint8), state[key]) for key, tensor in other.state_dict().items())
     decoded = dequantize_(linear).state_dict()
-    for key, tensor in dequantize_(humming).state_dict().items():
+    for key, tensor in dequantize_(other).state_dict().items():
         assert torch.equal(tensor, decoded[key]), key
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_computes_the_same_in_either_layout(kind):
+def test_every_kind_computes_the_same_in_every_layout(kind):
     config = dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128, moe_hidden_size=128)
     experts = make_experts(*KINDS[kind], **config)
-    linear, humming = (
-        quantize_(nn.ModuleList([copy.deepcopy(experts)]), layout=layout)[0] for layout in ("linear", "humming")
-    )
-    assert humming.gate_up_proj.layout == humming.down_proj.layout == "humming"
     _, ids, weights = routing()
     x = torch.randn(7, 128)
-    assert torch.equal(humming(x, ids, weights), linear(x, ids, weights))
+    results = []
+    for layout in MODULE_LAYOUTS:
+        module = quantize_(nn.ModuleList([copy.deepcopy(experts)]), layout=layout)[0]
+        assert module.gate_up_proj.layout == module.down_proj.layout == layout
+        results.append(module(x, ids, weights))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_auto_takes_the_preferred_layout_where_it_fits(tiles, name):
+    model = wide_model(name)
+    linear = quantize_(copy.deepcopy(model), layout="linear")
+    quantized = quantize_(model)
+    assert {("cpu", 128, 128), ("cpu", 128, 64)} == set(tiles)
+    for experts in nvfp4_experts(quantized).values():
+        assert experts.gate_up_proj.layout == experts.down_proj.layout == "tiled_64x64"
+    assert torch.equal(logits(quantized), logits(linear))
+
+
+def test_the_experts_implementation_takes_the_preferred_layout(tiles):
+    model = wide_model("qwen3_moe", BF16).requires_grad_(False)
+    model.set_experts_implementation("thunder_moe")
+    out = logits(model)
+    assert {("cpu", 128, 128), ("cpu", 128, 64)} == set(tiles)
+    model.set_experts_implementation("grouped_mm")
+    assert torch.equal(out, logits(quantize_(model)))
 
 
 def test_a_layout_that_does_not_fit_is_refused():

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import cpu, humming, reference
+from thunder_moe.kernels import cpu, cuda, humming, reference
 from thunder_moe.kernels import select as module
-from thunder_moe.kernels.select import select
+from thunder_moe.kernels.select import preferred_layout, resolve_layout, select, use_backend
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,37 @@ def test_a_layout_of_its_own_is_never_run_by_something_slower_on_cuda():
             select(torch.device("cuda"), layout="humming")
     assert select(torch.device("cuda"), layout="humming", backend="reference") is reference
     assert select(CPU, layout="humming") is select(CPU)
+
+
+def test_the_cuda_backend_runs_its_tiles(monkeypatch):
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda: None)
+    for layout in ("linear", "tiled_64x64"):
+        assert select(torch.device("cuda"), layout=layout) is cuda
+    assert select(CPU, layout="tiled_64x64") is select(CPU)
+
+
+def test_preferred_layout(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda: None)
+    assert preferred_layout(gpu, 128, 192) == "tiled_64x64"
+    assert preferred_layout(gpu, 96, 192) == "linear"
+    assert preferred_layout(gpu, 128, 96) == "linear"
+    for other in (CPU, torch.device("meta")):
+        assert preferred_layout(other, 128, 192) == "linear"
+    with use_backend("reference"):
+        assert preferred_layout(gpu, 128, 192) == "tiled_64x64"
+    assert resolve_layout("auto", gpu, 128, 192) == "tiled_64x64"
+    assert resolve_layout("humming", gpu, 128, 192) == "humming"
+    for capability[0] in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        assert preferred_layout(gpu, 128, 192) == "linear"
+
+
+def test_nothing_is_preferred_to_linear_where_our_kernels_cannot_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda: "NVRTC is missing")
+    assert preferred_layout(torch.device("cuda", 0), 128, 192) == "linear"
 
 
 def test_refuses():

@@ -3,7 +3,8 @@ Called by torch.compile through the entry point `torch_dynamo_backends`; calls f
 compiler, inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 
 graph of dynamo -> find grouped GEMMs -> replace a frozen weight by three inputs (its packed form), its GEMM by the
-operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones -> inner compiler. At each
+operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones -> inner compiler. The
+layout of the packed weights is that which the kernels of their device read best, an argument of the operator. At each
 call the packed weights come from the cache, so one graph serves all layers that share it, changed and replaced weights
 are seen, and addresses stay (CUDA graphs).
 """
@@ -31,7 +32,7 @@ from thunder_moe.compilers.fx_sites import (
     traced_frame,
 )
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
-from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
+from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 
 __all__ = ["thunder_moe_backend"]
@@ -46,18 +47,22 @@ _QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu", _COMBINE:
 
 @dataclass(frozen=True, eq=False)
 class _Pack:
-    """Which weights one set of packed inputs is made of: positions among the graph's inputs, or tensors it holds."""
+    """Which weights one set of packed inputs is made of: positions among the graph's inputs, or tensors it holds.
+    `layout`: of the packed inputs."""
 
     names: str
     weights: tuple[int | Tensor, ...]
     transposed: bool
     interleaved: bool
+    layout: str
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """The operators' three weight arguments."""
         weights = [inputs[weight] if isinstance(weight, int) else weight for weight in self.weights]
         try:
-            return WEIGHT_CACHE.operands(*weights, transposed=self.transposed, interleaved=self.interleaved)
+            return WEIGHT_CACHE.operands(
+                *weights, transposed=self.transposed, interleaved=self.interleaved, layout=self.layout
+            )
         except ValueError as error:
             raise ValueError(f"cannot quantise {self.names}: {error}") from error
 
@@ -101,6 +106,14 @@ def thunder_moe_backend(
     gm.recompile()
     compiled = _compile(inner, gm, rewritten.inputs(example_inputs), mode, options, dynamic)
     return rewritten.runner(compiled) if rewritten.packs else compiled
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed weight in the graph: the operators' three weight arguments, and their keyword argument."""
+
+    nodes: list[fx.Node]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -149,14 +162,15 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
         if site.reason is not None and _trains(site):
             _replace(graph, site.node, _OPS.trainable_grouped_mm.default, site.operands)
     packs: dict[tuple, _Pack] = {}
-    packed: dict[tuple, list[fx.Node]] = {}
+    packed: dict[tuple, _Packed] = {}
 
-    def packed_inputs(call: Site | SwiGLU) -> list[fx.Node]:
+    def packed_inputs(call: Site | SwiGLU) -> _Packed:
         pack = _pack(call, tensors, placeholders)
         key = (pack.names, pack.transposed, pack.interleaved, *map(id, pack.weights))
         if key not in packs:
             packs[key] = pack
-            packed[key] = _add_inputs(graph, f"nvfp4_{len(packs)}", pack(example_inputs))
+            nodes = _add_inputs(graph, f"nvfp4_{len(packs)}", pack(example_inputs))
+            packed[key] = _Packed(nodes, dict(layout=pack.layout))
         return packed[key]
 
     calls: list[Site | SwiGLU] = [*blocks, *(site for site in eligible if id(site) not in fused)]
@@ -164,10 +178,10 @@ def _rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], owner: Any) -> _
         weight = packed_inputs(call)
         if isinstance(call, Site):
             rows, _, offsets = call.operands
-            _replace(graph, call.node, _GROUPED_MM, (rows, *weight, offsets))
+            _replace(graph, call.node, _GROUPED_MM, (rows, *weight.nodes, offsets), weight.options)
         else:
             rows, _, offsets = call.sites[0].operands
-            _replace(graph, call.product, _GROUPED_SWIGLU, (rows, *weight, offsets))
+            _replace(graph, call.product, _GROUPED_SWIGLU, (rows, *weight.nodes, offsets), weight.options)
     for block in dense:
         if block.routing is not None:
             gate_up, down = map(packed_inputs, block.sites)
@@ -236,11 +250,13 @@ def _trains(site: Site) -> bool:
 def _pack(call: Site | SwiGLU, tensors: dict[fx.Node, Tensor], placeholders: list[fx.Node]) -> _Pack:
     sites = (call,) if isinstance(call, Site) else call.sites
     nodes = [site.weight for site in sites if site.weight is not None]
+    transposed = sites[0].transposed
     return _Pack(
         " and ".join(str(site.gemm.weight) for site in sites),
         tuple(placeholders.index(node) if node.op == "placeholder" else tensors[node] for node in nodes),
-        sites[0].transposed,
+        transposed,
         isinstance(call, SwiGLU) and call.interleaved,
+        stacked_layout(*(tensors[node] for node in nodes), transposed=transposed),
     )
 
 
@@ -280,16 +296,18 @@ def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[f
     return nodes
 
 
-def _replace(graph: fx.Graph, old: fx.Node, operator: Any, arguments: tuple) -> None:
+def _replace(
+    graph: fx.Graph, old: fx.Node, operator: Any, arguments: tuple, options: dict[str, Any] | None = None
+) -> None:
     """Puts a call in the place of a node, and erases the node with what it alone used."""
     with graph.inserting_before(old):
-        new = graph.call_function(operator, arguments)
+        new = graph.call_function(operator, arguments, options)
     new.meta = dict(old.meta)
     old.replace_all_uses_with(new)
     _erase(graph, old)
 
 
-def _route(graph: fx.Graph, routing: Routing, num_experts: int, gate_up: list[fx.Node], down: list[fx.Node]) -> None:
+def _route(graph: fx.Graph, routing: Routing, num_experts: int, gate_up: _Packed, down: _Packed) -> None:
     """Puts routing, gather and the two fused operators in the place of batched GEMMs over all experts."""
     tokens, indices, scale = routing.operands
     with graph.inserting_before(routing.rows):
@@ -297,8 +315,9 @@ def _route(graph: fx.Graph, routing: Routing, num_experts: int, gate_up: list[fx
             scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)
         route = graph.call_function(_OPS.moe_route.default, (indices, num_experts))
         row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
-        rows = graph.call_function(_GROUPED_SWIGLU, (tokens, *gate_up, offsets, row_slot, scale))
-    _replace(graph, routing.total, _COMBINE, (rows, *down, offsets, slot_row))
+        arguments = (tokens, *gate_up.nodes, offsets, row_slot, scale)
+        rows = graph.call_function(_GROUPED_SWIGLU, arguments, gate_up.options)
+    _replace(graph, routing.total, _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options)
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:

@@ -226,7 +226,7 @@ def pack_meta(*weights, transposed: bool = False, layout: str = "linear", names:
     experts, n, k = weights[0].shape
     if transposed:
         n, k = k, n
-    if layout != "linear":
+    if layout == "swizzled_128x4":
         return _swizzled(weights[0], experts, len(weights) * pad_rows(n), k, (experts,))
     n *= len(weights)
     global_shape = (experts,) if len(weights) == 1 else (experts, n)

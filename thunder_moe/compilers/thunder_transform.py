@@ -2,8 +2,8 @@
 Called by Thunder (thunder_executor attaches it while tracing); calls eligibility, thunder_symbols, nvfuser and report.
 
 find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
-takes them where it runs the GEMM -> rewrite the computation -> record what was done. It runs before autodiff, so the
-backward is made from the rewritten trace.
+takes them where it runs the GEMM, else as our kernels read them best -> rewrite the computation -> record what was
+done. It runs before autodiff, so the backward is made from the rewritten trace.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import thunder.core.dtypes as dtypes  # noqa: E402
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core import prims, utils  # noqa: E402
 from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
+from thunder.core.devices import to_torch_device  # noqa: E402
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.pytree import tree_iter  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
@@ -37,6 +38,7 @@ from thunder_moe.compilers.thunder_symbols import (  # noqa: E402
     nvfp4_pack,
     nvfp4_swizzle,
 )
+from thunder_moe.compilers.weight_cache import stacked_layout  # noqa: E402
 
 __all__ = ["NVFP4Rewrite"]
 
@@ -118,12 +120,14 @@ def _replace(
     """(what computes the output of `replaced` in NVFP4, what the report adds on its kernel)."""
     a, _, offsets = sites[0].bsym.args[:3]
     weights = tuple(site.weight for site in sites if site.weight is not None)
-    options = dict(transposed=sites[0].transposed, names=" and ".join(str(site.gemm.weight) for site in sites))
+    transposed = sites[0].transposed
+    options = dict(transposed=transposed, names=" and ".join(str(site.gemm.weight) for site in sites))
     swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
     calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, replaced.output, sites[0].gemm)
     if not calls:
-        packed = _pack(packs, _Pack(nvfp4_pack, weights, options))
-        calls = [symbol.bind(a, *packed, offsets, output=replaced.output)]
+        layout = stacked_layout(*weights, transposed=transposed, device=to_torch_device(weights[0].device))
+        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout)))
+        calls = [symbol.bind(a, *packed, offsets, layout=layout, output=replaced.output)]
     return calls, route
 
 

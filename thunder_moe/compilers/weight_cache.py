@@ -1,5 +1,6 @@
 """One NVFP4 copy of each 16-bit weight, however many graphs and compilers use it.
-Called by the prologue or runner of compiled graphs, at every call; calls nvfp4 when a weight has changed.
+Called by the prologue or runner of compiled graphs, at every call; calls nvfp4 when a weight has changed. Compilers
+ask it for the layout (`stacked_layout`), which is an argument of the operators and part of their graphs.
 """
 
 from __future__ import annotations
@@ -7,14 +8,16 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
+from thunder_moe.kernels import select
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
-__all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows"]
+__all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows", "stacked_layout"]
 
 # Version counter and address: addresses of a process are unique across its devices.
 Stamp = tuple[int | None, int]
@@ -33,29 +36,37 @@ class WeightCache:
 
     A weight is known by its identity; its version counter and address tell changes, in place (an optimiser step) or
     by assignment to ``.data``. Changed weights are quantised into the tensors that exist already, so that their
-    addresses stay (CUDA graphs). Entries die with their weights. Tensors made under `torch.inference_mode` have no
-    version counter: a change of theirs in place goes unseen.
+    addresses stay (CUDA graphs). Entries die with their weights, or when these have moved to another device. Tensors
+    made under `torch.inference_mode` have no version counter: a change of theirs in place goes unseen.
     """
 
     def __init__(self) -> None:
         self._entries: dict[tuple, _Entry] = {}
         self._lock = threading.RLock()
 
-    def get(self, *weights: torch.Tensor, transposed: bool = False, interleaved: bool = False) -> NVFP4Weight:
+    def get(
+        self,
+        *weights: torch.Tensor,
+        transposed: bool = False,
+        interleaved: bool = False,
+        layout: str = "linear",
+    ) -> NVFP4Weight:
         """The NVFP4 form of weights stacked along their rows.
 
         Args:
             weights: each (E, N, K), or (E, K, N) when transposed.
             transposed: K is the middle dimension.
             interleaved: gate and up are the even and odd rows of the weight: sort them into halves.
+            layout: of the result, one of `nvfp4.LAYOUTS`.
 
         Returns:
-            (E, sum of N, K), layout "linear".
+            (E, sum of N, K). In layout "swizzled_128x4" it is what nvFuser's kernel wants: the rows of each weight are
+            padded with zeros to a multiple of 128, and stacked weights share one global scale per expert.
 
         Raises:
-            ValueError: as `nvfp4.quantize`.
+            ValueError: as `nvfp4.quantize`, or the stacked weight does not fit the layout.
         """
-        return self._entry(weights, "quantize", transposed, interleaved, "linear").packed
+        return self._entry(weights, "quantize", transposed, interleaved, layout).packed
 
     def operands(
         self,
@@ -66,8 +77,7 @@ class WeightCache:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale).
 
-        In layout "swizzled_128x4" it is what nvFuser's kernel wants: fp4_weight is float4_e2m1fn_x2, the rows of each
-        weight are padded with zeros to a multiple of 128, and stacked weights share one global scale per expert.
+        In layout "swizzled_128x4" fp4_weight is float4_e2m1fn_x2.
         """
         return self._entry(weights, "quantize", transposed, interleaved, layout).operands
 
@@ -111,8 +121,12 @@ class WeightCache:
 
         refs = tuple(weakref.ref(weight, forget) for weight in weights)
         fp4_weight, scale, global_scale = operands(packed)
-        if packed.layout != "linear":
+        if packed.layout == "swizzled_128x4":
             fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+        ids = key[-len(weights) :]
+        for other, kept_entry in list(self._entries.items()):
+            if other[-len(weights) :] == ids and kept_entry.packed.device != packed.device:
+                self._entries.pop(other, None)  # the weights have moved, and want another layout here
         new_entry = self._entries[key] = _Entry(refs, stamps, packed, (fp4_weight, scale, global_scale))
         return new_entry
 
@@ -125,13 +139,26 @@ def pad_rows(n: int) -> int:
     return -(-n // 128) * 128
 
 
+def stacked_layout(*weights: Any, transposed: bool, device: torch.device | None = None) -> str:
+    """The layout that the default kernels read best of weights stacked along their rows, see `WeightCache.get`.
+
+    Args:
+        weights: tensors, or others with a shape.
+        transposed: each is (E, K, N), not (E, N, K).
+        device: of the weights; when None it is that of the tensors.
+    """
+    rows, columns = (2, 1) if transposed else (1, 2)
+    n, k = sum(int(weight.shape[rows]) for weight in weights), int(weights[0].shape[columns])
+    return select.preferred_layout(weights[0].device if device is None else device, n, k)
+
+
 def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool, layout: str) -> NVFP4Weight:
     parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
     if interleaved:
         parts = [torch.cat([part[:, 0::2], part[:, 1::2]], 1) for part in parts]
-    if layout == "linear":
-        return NVFP4Weight.concatenate(*map(quantize, parts))
-    return _quantize_together(parts).to_layout(layout)
+    if layout == "swizzled_128x4":
+        return _quantize_together(parts).to_layout(layout)
+    return NVFP4Weight.concatenate(*map(quantize, parts)).to_layout(layout)
 
 
 def _swizzle(weights: tuple[torch.Tensor, ...], parts: int) -> NVFP4Weight:

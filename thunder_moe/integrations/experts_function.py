@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.compilers.weight_cache import WEIGHT_CACHE
+from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
 from thunder_moe.integrations.experts_form import ExpertsForm, apply_gate, halves, require_form, stored_weights
 from thunder_moe.kernels.epilogues import expert_of_row, gather_rows, live_rows
 from thunder_moe.nn import invert, sort_by_expert
@@ -100,8 +100,9 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     biases: list[Tensor] = [*stored_biases]
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
         return grouped_mm_experts_forward(self, *inputs)
-    gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved)
-    down = WEIGHT_CACHE.get(second, transposed=form.transposed)
+    layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
+    gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
+    down = WEIGHT_CACHE.get(second, transposed=form.transposed, layout=layouts[1])
     if biases and form.interleaved:
         biases[0] = halves(biases[0])
     return run_experts(self, type(self), form, inputs, gate_up, down, *(biases or (None, None)))

@@ -1,5 +1,6 @@
-"""The only dispatch: which backend runs an NVFP4 grouped GEMM on a device.
-Called by ops, tests and benchmarks; calls kernels.cpu, .cuda, .humming and .reference (plain torch, anywhere).
+"""The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, and which layout of weights it reads best.
+Called by ops, quantize, compilers, tests and benchmarks; calls kernels.cpu, .cuda, .humming and .reference (plain
+torch, anywhere).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["BACKENDS", "SIMULATIONS", "select", "simulate_w4a4", "use_backend"]
+from thunder_moe.nvfp4_layouts import layout_fits
+
+__all__ = ["BACKENDS", "SIMULATIONS", "preferred_layout", "resolve_layout", "select", "simulate_w4a4", "use_backend"]
 
 # In order of preference; each has the devices that it serves (None: all). "humming" is never chosen by itself: it reads
 # a layout of its own.
@@ -26,6 +29,8 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 }
 # Who runs on CUDA what was laid out for it; all others bring it into "linear" at every call.
 _OWN_LAYOUT = {"humming": "humming"}
+# What the backend "cuda" reads best on devices of a compute capability, where it fits; elsewhere "linear".
+_PREFERRED_ON_CUDA = {(9, 0): "tiled_64x64"}
 # These compute something else on purpose, and run when asked for.
 SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
@@ -61,6 +66,24 @@ def select(device: torch.device, *, layout: str = "linear", backend: str | None 
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run here: {reason}")
     return module
+
+
+def preferred_layout(device: torch.device, n: int, k: int) -> str:
+    """The layout of (E, n, k) weights that the default backend of a device reads best.
+
+    "tiled_64x64" on CUDA devices of compute capability 9.0 where our kernels can run, for n and k that are multiples of
+    64; else "linear". Whoever quantises weights decides by it, `use_backend` makes no difference: weights stay, and
+    every backend but "humming" takes both.
+    """
+    if device.type != "cuda" or _load("cuda")[1] is not None:
+        return "linear"
+    layout = _PREFERRED_ON_CUDA.get(torch.cuda.get_device_capability(device), "linear")
+    return layout if layout_fits(n, k, layout) is None else "linear"
+
+
+def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:
+    """What "auto" means for (E, n, k) weights on a device, `preferred_layout`; other layouts are what they say."""
+    return preferred_layout(device, n, k) if layout == "auto" else layout
 
 
 @contextlib.contextmanager
