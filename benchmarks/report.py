@@ -240,7 +240,7 @@ def plot_lines(
     title: str,
     log: bool = True,
 ) -> pathlib.Path:
-    """Draws panels of lines with a dashed one at the reference; a label has one colour in all of them.
+    """Draws panels of lines with a dashed one at the reference; a label has one colour in all, the legend is below.
 
     Args:
         path: of the PNG.
@@ -258,13 +258,18 @@ def plot_lines(
     colors = {label: f"C{index}" for index, label in enumerate(labels)}
     columns = min(4, len(panels))
     lines_of_panels = -(-len(panels) // columns)
-    size = (4.6 * columns, 3.8 * lines_of_panels)
-    figure, axes = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, sharey=True)
+    legend_columns = 2 * columns
+    size = (4.6 * columns, 3.8 * lines_of_panels + 0.2 * -(-len(labels) // legend_columns))
+    figure, axes = plt.subplots(
+        lines_of_panels, columns, figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (name, lines) in zip(axes.flat, panels.items(), strict=False):
         for text, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, color=colors[text], label=text)
+            x_y = zip(*sorted(points), strict=True)
+            (handles[text],) = axis.plot(*x_y, marker="o", markersize=4, color=colors[text])
         ticks = sorted({point for points in lines.values() for point, _ in points})
         axis.set_xscale("log", base=2)
         if log:
@@ -274,13 +279,12 @@ def plot_lines(
         axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
         axis.set(title=name, xlabel=x.replace("_", " "))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
     for axis in axes[:, 0]:
         axis.set_ylabel(y)
     if not log:
         axes[0, 0].set_ylim(bottom=0)
     figure.suptitle(title)
-    figure.tight_layout()
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=legend_columns, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path
