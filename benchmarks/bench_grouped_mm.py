@@ -1,9 +1,12 @@
 """Times one NVFP4 expert GEMM by every kernel backend that runs here, beside bf16 torch._grouped_mm.
-Called from the command line and by `make bench`; calls kernels.select, and timing, report and shapes beside it.
+Called from the command line and by `make bench`; calls kernels.select; beside it timing, report, roofline, shapes.
 
 Three GEMMs of a layer: gate_up (E, 2I, H); gate_up with its SwiGLU behind it (one operator in NVFP4, GEMM, silu and
 product in bf16); down (E, H, I). Each backend's result is compared with an fp32 loop over experts that reads the
 dequantised weights before anything is timed; a wrong result ends the run.
+
+The device's read bandwidth and matrix rate are measured first: each time is also given as a share of the least one that
+they allow (roofline.py). `--peers` draws other kernels' shares beside ours, from a separate yardstick's file.
 
 On a CPU every expert has the same number of rows; on CUDA tokens are routed at random.
 """
@@ -13,12 +16,13 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
+from report import comma_list, one_of, parser, plot, plot_lines, positive, relative_error, save, table, timed
+from roofline import Limits, missing, panels, read_peers, summary
 from shapes import CUDA_SHAPES, SHAPES, MoEShape
 from timing import measure
 from torch import Tensor
@@ -62,7 +66,7 @@ class Load:
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Runs the benchmark; prints the table, writes JSON and plot.
+    """Runs the benchmark; prints the tables, writes JSON and plots.
 
     Args:
         argv: command-line arguments, those of the process when None.
@@ -83,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         what, make_load, sizes = "tokens", Load.routed, args.tokens
     else:
         what, make_load, sizes = "rows_per_expert", Load.even, args.rows_per_expert
+    how = dict(rounds=args.rounds, budget=args.budget, slow=args.slow)
+    limits = Limits.measured(device, **how)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(args.shapes) * len(args.gemms) * len(sizes), unit="row") as bar:
         for shape in args.shapes:
@@ -94,13 +100,17 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
                 }
                 for size in sizes:
                     case = make_load(size, shape, device)
-                    rows.append({"shape": shape.name, "gemm": which, what: size, "rows": case.rows,
-                                 "active_experts": case.active_experts,
-                                 **_run(which, case, weight, packed, packed_for, backends, args)})  # fmt: skip
+                    row = {"shape": shape.name, "gemm": which, what: size, "rows": case.rows,
+                           "active_experts": case.active_experts,
+                           **_run(which, case, weight, packed, packed_for, backends, how)}  # fmt: skip
+                    rows.append({**row, **_floor(limits, shape, row)})
                     bar.update()
                 del weight, packed, packed_for
     tolerances = dict(tolerance=TOLERANCE, humming_swiglu_tolerance=HUMMING_SWIGLU_TOLERANCE)
-    path = save(STEM, device, rows, args.output, **tolerances, notes=notes)
+    means, peers, notes = summary(rows, what), summary(args.peers, "tokens"), [*notes, *missing(args.peers)]
+    more = {**tolerances, **asdict(limits), "summary": means, **({"peers": peers} if peers else {}), "notes": notes}
+    path = save(STEM, device, rows, args.output, **more)
+    title = f"One expert GEMM with NVFP4 weights, {device.type}"
     image = plot(
         path,
         rows,
@@ -108,9 +118,22 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         panel=lambda row: row["shape"],
         label=lambda name, row: f"{name}, {row['gemm']}",
         baseline=BASELINE,
-        title=f"One expert GEMM with NVFP4 weights, {device.type}",
+        title=title,
     )
-    print(table(rows, ("shape", "gemm", what), BASELINE), *notes, path, image, sep="\n")
+    roofline = plot_lines(
+        path.with_name(f"{path.stem}_roofline.png"),
+        panels(rows, what, args.peers),
+        x=what,
+        y="share of the floor [%]",
+        reference=100,
+        title=f"{title}: how close it comes to what the hardware allows",
+        log=False,
+    )
+    print(table(rows, ("shape", "gemm", what), BASELINE), limits, sep="\n")
+    print("", table(means, ("gemm", what), BASELINE, of="geometric means over the shapes"), sep="\n")
+    if peers:
+        print("", table(peers, ("gemm", "tokens"), BASELINE, of="peers, geometric means over the shapes"), sep="\n")
+    print(*notes, path, image, roofline, sep="\n")
     return rows
 
 
@@ -123,11 +146,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     load = result.add_mutually_exclusive_group()
     load.add_argument("--rows-per-expert", type=comma_list(positive), help=f"default on a CPU: {ROWS_PER_EXPERT}")
     load.add_argument("--tokens", type=comma_list(positive), help=f"routed at random; default on CUDA: {TOKENS}")
+    result.add_argument(
+        "--peers", type=read_peers, default=[], metavar="FILE", help="JSON of a yardstick's rows, in microseconds"
+    )
     args = result.parse_args(argv)
     on_cuda = args.device.type == "cuda"
     args.shapes = args.shapes or (list(CUDA_SHAPES) if on_cuda else [SHAPES["qwen3-30b-a3b/4"]])
     if not args.rows_per_expert and not args.tokens:
         args.tokens, args.rows_per_expert = (TOKENS, None) if on_cuda else (None, ROWS_PER_EXPERT)
+    if args.peers and not args.tokens:
+        result.error("argument --peers: the file's rows are by tokens, wanted --tokens too")
     return args
 
 
@@ -157,11 +185,11 @@ def _run(
     packed: NVFP4Weight,
     packed_for: dict[str, NVFP4Weight],
     backends: dict[str, Any],
-    args: argparse.Namespace,
+    how: dict[str, Any],
 ) -> dict[str, Any]:
     """Checks every backend, then times all of them and bf16 side by side; `packed_for` has each one's layout."""
-    generator = torch.Generator(args.device).manual_seed(1)
-    x = torch.randn(case.rows, weight.shape[2], dtype=torch.bfloat16, device=args.device, generator=generator)
+    generator = torch.Generator(weight.device).manual_seed(1)
+    x = torch.randn(case.rows, weight.shape[2], dtype=torch.bfloat16, device=weight.device, generator=generator)
     wanted = _oracle(which, x, packed, case.offsets)
     functions: dict[str, Callable[[], Tensor]] = {BASELINE: functools.partial(_bf16, which, x, weight, case.offsets)}
     errors = {}
@@ -176,8 +204,17 @@ def _run(
                 f" {case.rows} rows, wanted at most {limit}"
             )
         functions[name] = call
-    timings = measure(functions, device=args.device, rounds=args.rounds, budget=args.budget, slow=args.slow)
+    timings = measure(functions, device=weight.device, **how)
     return {**timed(timings, BASELINE), "relative_error": errors}
+
+
+def _floor(limits: Limits, shape: MoEShape, row: dict[str, Any]) -> dict[str, Any]:
+    """The least time of a row, and each candidate's share of it."""
+    _, n, k = shape.gemm(row["gemm"])
+    outputs = n // 2 if row["gemm"] == "gate_up_swiglu" else n
+    floor = limits.floor_seconds(experts=row["active_experts"], n=n, k=k, rows=row["rows"], outputs=outputs)
+    share = {name: floor / timing["median"] for name, timing in row["seconds"].items()}
+    return {"floor_seconds": floor, "floor_share": share}
 
 
 def _bf16(which: str, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

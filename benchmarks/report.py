@@ -29,6 +29,7 @@ __all__ = [
     "comma_list",
     "parser",
     "plot",
+    "plot_lines",
     "positive",
     "relative_error",
     "save",
@@ -124,32 +125,37 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str) -> str:
-    """Aligned text: the keys of each row, milliseconds of each candidate, times faster than the baseline.
+def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str, *, of: str = "medians") -> str:
+    """Aligned text: the keys of each row, milliseconds of each candidate, times faster than the baseline, % of floor.
 
     Args:
-        rows: each has `keys`, and what `timed` gives.
+        rows: each has `keys`, and any of what `timed` gives and "floor_share".
         keys: the columns in front.
         baseline: the candidate that the others are compared with.
+        of: what the numbers are.
     """
-    names = list(dict.fromkeys(name for row in rows for name in row["seconds"]))
-    others = [name for name in names if name != baseline]
-    cells = [
-        [*(key.replace("_", " ") for key in keys), *(f"{name} [ms]" for name in names), *(f"x {n}" for n in others)]
-    ]
-    for row in rows:
-        times = [_milliseconds(row["seconds"].get(name)) for name in names]
-        ratios = [_number(row["times_faster"][name]) if name in row["times_faster"] else "-" for name in others]
-        cells.append([*(str(row[key]) for key in keys), *times, *ratios])
-    legend = [f"medians; x: times faster than {baseline}"]
-    timings = [timing for row in rows for timing in row["seconds"].values()]
+    columns = [[key.replace("_", " "), *(str(row[key]) for row in rows)] for key in keys]
+    columns += _columns(rows, "seconds", "{} [ms]", _milliseconds)
+    columns += _columns(rows, "times_faster", "x {}", _number)
+    columns += _columns(rows, "floor_share", "% of floor {}", lambda share: f"{100 * share:.1f}")
+    legend = [f"{of}; x: times faster than {baseline}"]
+    if any("floor_share" in row for row in rows):
+        legend[0] += "; % of floor: the least time that the hardware allows NVFP4 weights, over the candidate's"
+    timings = [timing for row in rows for timing in row.get("seconds", {}).values()]
     noisy = sum(t["quartiles"][1] - t["quartiles"][0] > NOISY * t["median"] for t in timings)
     if noisy:
         legend.append(
             f"NOISY: {noisy} of {len(timings)} timings have quartiles more than {NOISY:.0%} of the median apart; "
             "run again on an idle machine"
         )
-    return "\n".join([aligned(cells), *legend])
+    return "\n".join([aligned(list(zip(*columns, strict=True))), *legend])
+
+
+def _columns(rows: Sequence[dict[str, Any]], key: str, header: str, text: Callable[[Any], str]) -> list[list[str]]:
+    """A column for each candidate in row[key], "-" where a row lacks it."""
+    names = dict.fromkeys(name for row in rows for name in row.get(key, ()))
+    found = {name: [row.get(key, {}).get(name) for row in rows] for name in names}
+    return [[header.format(name), *("-" if v is None else text(v) for v in values)] for name, values in found.items()]
 
 
 def aligned(cells: Sequence[Sequence[str]]) -> str:
@@ -159,9 +165,7 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _milliseconds(timing: dict[str, Any] | None) -> str:
-    if timing is None:
-        return "-"
+def _milliseconds(timing: dict[str, Any]) -> str:
     mark = {"one call": " (one call)", "cuda events": " (no graph)", "own": " (own graph)"}
     return _number(timing["median"] * 1e3) + next(
         (text for m, text in mark.items() if timing["method"].startswith(m)), ""
@@ -222,29 +226,65 @@ def plot(
         lines = panels.setdefault(panel(row), {})
         for name, ratio in row["times_faster"].items():
             lines.setdefault(label(name, row), []).append((row[x], ratio))
+    path = path.with_suffix(".png")
+    return plot_lines(path, panels, x=x, y=f"times faster than {baseline}", reference=1.0, title=title)
+
+
+def plot_lines(
+    path: pathlib.Path,
+    panels: dict[str, dict[str, list[tuple[float, float]]]],
+    *,
+    x: str,
+    y: str,
+    reference: float,
+    title: str,
+    log: bool = True,
+) -> pathlib.Path:
+    """Draws panels of lines with a dashed one at the reference; a label has one colour in all, the legend is below.
+
+    Args:
+        path: of the PNG.
+        panels: title -> label -> points.
+        x: name of the horizontal axis, which is logarithmic.
+        y: name of the vertical axis.
+        reference: height of the dashed line.
+        title: of the figure.
+        log: whether the vertical axis is logarithmic too, otherwise it starts at 0.
+
+    Returns:
+        The path of the PNG.
+    """
+    labels = dict.fromkeys(label for lines in panels.values() for label in lines)
+    colors = {label: f"C{index}" for index, label in enumerate(labels)}
     columns = min(4, len(panels))
     lines_of_panels = -(-len(panels) // columns)
-    size = (4.6 * columns, 3.8 * lines_of_panels)
-    figure, axes = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, sharey=True)
+    legend_columns = 2 * columns
+    size = (4.6 * columns, 3.8 * lines_of_panels + 0.2 * -(-len(labels) // legend_columns))
+    figure, axes = plt.subplots(
+        lines_of_panels, columns, figsize=size, squeeze=False, sharey=True, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (name, lines) in zip(axes.flat, panels.items(), strict=False):
         for text, points in lines.items():
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=text)
+            x_y = zip(*sorted(points), strict=True)
+            (handles[text],) = axis.plot(*x_y, marker="o", markersize=4, color=colors[text])
         ticks = sorted({point for points in lines.values() for point, _ in points})
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
+        if log:
+            axis.set_yscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axis.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
         axis.set(title=name, xlabel=x.replace("_", " "))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
     for axis in axes[:, 0]:
-        axis.set_ylabel(f"times faster than {baseline}")
+        axis.set_ylabel(y)
+    if not log:
+        axes[0, 0].set_ylim(bottom=0)
     figure.suptitle(title)
-    figure.tight_layout()
-    path = path.with_suffix(".png")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=legend_columns, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

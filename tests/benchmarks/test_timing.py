@@ -3,10 +3,8 @@ Called by pytest; calls benchmarks/timing.py, report.py, layers.py and the bench
 """
 
 import dataclasses
-import importlib
 import itertools
 import json
-import pathlib
 import time
 
 import pytest
@@ -15,18 +13,7 @@ import torch
 from thunder_moe.kernels import reference
 
 pytest.importorskip("matplotlib")
-BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 TINY = ["--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05"]
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of benchmarks/, which is no package. One thread: on a busy machine two wait for each other."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield importlib.import_module
-    torch.set_num_threads(threads)
 
 
 def test_measure_orders_a_slow_and_a_fast_function(load):
@@ -121,7 +108,12 @@ def test_grouped_mm_runs_end_to_end(load, tmp_path, capsys):
         (gemm, count) for gemm in ("gate_up_swiglu", "down") for count in (1, 2)
     ]
     assert all({"bf16", "reference"} == set(row["seconds"]) for row in rows)
-    assert (tmp_path / "bench_grouped_mm_cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert content["flops_per_second"] > 0
+    assert content["read_bytes_per_second"] > 0
+    assert content["summary"]
+    assert "peers" not in content
+    for name in ("bench_grouped_mm_cpu.png", "bench_grouped_mm_cpu_roofline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert "x reference" in capsys.readouterr().out
 
 

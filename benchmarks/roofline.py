@@ -1,0 +1,167 @@
+"""How close a kernel comes to what the hardware allows: limits measured in the same run, floors, means, peers.
+Called by bench_grouped_mm.py; calls timing.measure.
+
+The floor of a GEMM with NVFP4 weights is the larger of the time that reading and writing takes (the weights of experts
+that have rows at 4.5 bits, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share
+of it is floor / median: 1 is the best there is. bf16 has the same floor, which its weights alone keep it away from.
+More than 1 is possible where weights stay in a cache, as on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+from timing import measure
+
+__all__ = ["Limits", "missing", "panels", "read_peers", "summary"]
+
+BYTES_PER_WEIGHT = 4.5 / 8
+# Bytes that are read, and the size of the square matrices that are multiplied.
+SIZES = {"cuda": (2**32, 8192), "cpu": (2**29, 2048)}
+# Keys of a peers' file -> labels.
+PEERS = {
+    "bf16": "bf16",
+    "marlin": "Marlin (vLLM)",
+    "ogs": "matmul_ogs (triton_kernels)",
+    "humming": "Humming",
+    "ours": "thunder_moe",
+}
+Points = dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device does at most: `read_bytes_per_second`, and `flops_per_second` of a dense product."""
+
+    read_bytes_per_second: float
+    flops_per_second: float
+
+    @staticmethod
+    def measured(device: torch.device, **how: Any) -> Limits:
+        """Times the sum of a large int64 tensor, and a bf16 product (on a CPU the faster of bf16 and fp32).
+
+        Args:
+            device: to measure.
+            how: arguments of `timing.measure`.
+        """
+        read_bytes, size = SIZES[device.type]
+        data = torch.empty(read_bytes // 8, dtype=torch.int64, device=device).random_()
+        functions: dict[str, Callable[[], Any]] = {"read": data.sum}
+        for dtype in (torch.bfloat16,) if device.type == "cuda" else (torch.bfloat16, torch.float32):
+            operands = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+            functions[str(dtype)] = functools.partial(torch.mm, *operands)
+        medians = {name: timing.median for name, timing in measure(functions, device=device, **how).items()}
+        return Limits(data.nbytes / medians.pop("read"), 2 * size**3 / min(medians.values()))
+
+    def __str__(self) -> str:
+        read, flops = self.read_bytes_per_second, self.flops_per_second
+        return f"measured limits: read {read / 1e9:,.4g} GB/s, dense product {flops / 1e12:.3g} TFLOP/s"
+
+    def floor_seconds(self, *, experts: int, n: int, k: int, rows: int, outputs: int) -> float:
+        """The least time of a GEMM of (rows, k) with `experts` weights (n, k), of which (rows, outputs) is written."""
+        traffic = experts * n * k * BYTES_PER_WEIGHT + rows * (k + outputs) * 2
+        return max(traffic / self.read_bytes_per_second, 2 * rows * n * k / self.flops_per_second)
+
+
+def summary(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:
+    """Geometric means over the shapes, of "all" GEMMs together and then of each.
+
+    Args:
+        rows: each has "gemm", row[x], and "times_faster" and "floor_share" by candidate.
+        x: the key to keep apart, "tokens" or "rows_per_expert".
+
+    Returns:
+        Rows of "gemm", x, "times_faster" and "floor_share". A candidate's mean is over the rows that have it.
+    """
+    chosen = {"all": rows, **{gemm: _where(rows, "gemm", gemm) for gemm in _values(rows, "gemm")}}
+    return [{"gemm": gemm, **mean} for gemm, some in chosen.items() for mean in _means(some, x)]
+
+
+def missing(peers: Sequence[dict[str, Any]]) -> list[str]:
+    """A line on each peer that not all rows have: its means are of fewer rows than the others'."""
+    names = dict.fromkeys(name for row in peers for name in row["floor_share"])
+    counts = {name: sum(name not in row["floor_share"] for row in peers) for name in names}
+    return [f"peers: {name} is missing in {count} of {len(peers)} rows" for name, count in counts.items() if count]
+
+
+def panels(rows: Sequence[dict[str, Any]], x: str, peers: Sequence[dict[str, Any]] = ()) -> dict[str, Points]:
+    """What `report.plot_lines` draws, percent of the floor: each shape, all shapes, and the peers, who have "tokens".
+
+    Each line is a candidate's geometric mean over what its panel holds.
+    """
+    result = {shape: _points(_where(rows, "shape", shape), x) for shape in _values(rows, "shape")}
+    result["geometric mean"] = _points(rows, x)
+    if peers:
+        result["GEMM alone, geometric mean"] = _points(peers, "tokens")
+        for gemm in _values(peers, "gemm"):
+            result[f"GEMM alone, {gemm}, geometric mean"] = _points(_where(peers, "gemm", gemm), "tokens")
+    return result
+
+
+def read_peers(text: str) -> list[dict[str, Any]]:
+    """An argparse type: the rows of a yardstick's JSON file, as `summary` and `panels` take them.
+
+    The file is a list of {"shape", "gemm", "tokens", "floor", and any of PEERS}, times in microseconds.
+    """
+    try:
+        rows = json.loads(pathlib.Path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+    if not isinstance(rows, list) or not rows:
+        raise argparse.ArgumentTypeError(f"{text}: got no rows, wanted a JSON list of them")
+    try:
+        return [_peers_row(row) for row in rows]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def _peers_row(row: Any) -> dict[str, Any]:
+    times = {key: row.get(key) for key in PEERS if row.get(key) is not None} if isinstance(row, dict) else {}
+    if not times:
+        raise ValueError(f"got {row!r:.200}, wanted an object with a time of one of {', '.join(PEERS)}")
+    if not isinstance(row.get("shape"), str) or row.get("gemm") not in ("gate_up", "down"):
+        raise ValueError(f"got {row!r:.200}, wanted a shape's name and the gemm gate_up or down")
+    numbers = {"tokens": row.get("tokens"), "floor": row.get("floor"), **times}
+    for key, value in numbers.items():
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(f"{key}: got {value!r} in {row!r:.200}, wanted a number above 0")
+    faster = {PEERS[key]: row["bf16"] / time for key, time in times.items() if "bf16" in times and key != "bf16"}
+    share = {PEERS[key]: row["floor"] / time for key, time in times.items()}
+    return {**{key: row[key] for key in ("shape", "gemm", "tokens")}, "times_faster": faster, "floor_share": share}
+
+
+def _values(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _where(rows: Sequence[dict[str, Any]], key: str, value: Any) -> list[dict[str, Any]]:
+    return [row for row in rows if row[key] == value]
+
+
+def _means(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:
+    return [
+        {x: size, **{key: _geometric_means(_where(rows, x, size), key) for key in ("times_faster", "floor_share")}}
+        for size in sorted(_values(rows, x))
+    ]
+
+
+def _geometric_means(rows: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row[key])
+    return {name: geometric_mean(row[key][name] for row in rows if name in row[key]) for name in names}
+
+
+def _points(rows: Sequence[dict[str, Any]], x: str) -> Points:
+    result: Points = {}
+    for mean in _means(rows, x):
+        for name, share in mean["floor_share"].items():
+            result.setdefault(name, []).append((mean[x], 100 * share))
+    return result
