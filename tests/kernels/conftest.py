@@ -85,7 +85,7 @@ def adversary():
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None, cluster=1):
+    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
         emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
 
     monkeypatch.setattr(cuda, "_launch", launch)

@@ -355,6 +355,11 @@ static void perform(const BulkCopy& copy) {
   copy.barrier->settle();
 }
 
+typedef Barrier* Barriers;  // some, one after the other
+typedef Barrier* BarrierAt;
+static Barriers barriers(Barrier* first) { return first; }
+static Barrier* barrier_of(Barriers all, int index) { return all + index; }
+
 static void init_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
 static void fence_barriers() {}
 static void arrive(Barrier* barrier) {
@@ -424,14 +429,6 @@ static void copy_box(void* to_shared, const TensorMap* map, int k, int row, Barr
     }
 }
 
-// Clusters are of one block here.
-static int rank_in_cluster() { return 0; }
-static void meet_cluster() { __syncthreads(); }
-static void arrive_at(Barrier* barrier, int) { arrive(barrier); }
-static void copy_box_to_all(void* to, const TensorMap* map, int k, int row, Barrier* barrier, uint16_t) {
-  copy_box(to, map, k, row, barrier);
-}
-
 template <int REGISTERS>
 static void shrink_registers() {}
 template <int REGISTERS>
@@ -476,13 +473,18 @@ static void wait_for_products() {
 }
 static void fence_shared() {}
 
-// A warp's 16 of 64 rows times the tokens of a swizzled tile in shared memory.
-template <bool BF16, int C>
+template <int NUMBER>
+static void keep_apart() {}
+typedef const uint4* TileDescriptor;
+static TileDescriptor describe(const uint4* tile) { return tile; }
+
+// A warp's 16 of 64 rows times the first 8 * N tokens of a swizzled tile in shared memory.
+template <bool BF16, int N, int C>
 static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
   struct Operand { uint32_t a[4]; };
   const Operand* lanes = exchange(Operand{{a[0], a[1], a[2], a[3]}});
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int c = 0; c < C; ++c)
+  for (int c = 0; c < N; ++c)
     for (int i = 0; i < 4; ++i) {
       const int row = g + 8 * (i / 2), token = 8 * c + 2 * t + i % 2;
       float sum = 0;
@@ -495,10 +497,10 @@ static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint
     }
 }
 
-template <bool BF16, int C>
-static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
+template <bool BF16, int N, int C>
+static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor tile, int step) {
   if (adversary.late_products)
-    fibers[threadIdx.x].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, C>(acc, a, tile, step); });
+    fibers[threadIdx.x].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, N>(acc, a, tile, step); });
   else
-    multiply_tile<BF16, C>(acc, a, tile, step);
+    multiply_tile<BF16, N>(acc, a, tile, step);
 }

@@ -295,14 +295,14 @@ def _gemm(
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
     if config.kernel == "tiled_wgmma":
-        argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks // config.cluster), argument)
+        argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
-    tiles = tiles_m * -(-features // (config.cluster * config.tile_features(swiglu))) * config.cluster
+    tiles = tiles_m * -(-features // config.tile_features(swiglu))
     if tiles >= 2**31:
         raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
-    expression = config.expression(activation.dtype, swiglu, k)
+    expression = config.expression(activation.dtype, swiglu, k, slot_scale is not None)
     _launch(
         config.sources,
         expression,
@@ -312,7 +312,6 @@ def _gemm(
         argument,
         activation.device,
         multiprocessors,
-        config.cluster,
     )
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
@@ -363,13 +362,12 @@ def _launch(
     argument: ctypes.Structure,
     device: torch.device,
     multiprocessors: int | None = None,
-    cluster: int = 1,
 ) -> None:
     """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
     assert device.index is not None
-    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, cluster)
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
     if multiprocessors is not None:
-        blocks = min(blocks, kernel.resident_blocks(multiprocessors))
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     with torch.cuda.device(device):
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
 

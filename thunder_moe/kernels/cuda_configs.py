@@ -44,7 +44,6 @@ class GemmConfig:
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma"; 1 for "tiled_wgmma".
-        cluster: blocks of threads that share the tokens they copy; 1 but for "tiled_wgmma".
     """
 
     kernel: str
@@ -53,7 +52,6 @@ class GemmConfig:
     warps_n: int
     warps_k: int
     depth: int
-    cluster: int = 1
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -112,20 +110,20 @@ class GemmConfig:
         """Output features of a tile."""
         return self.warps_n * (16 if self.kernel in ("split", "staged") else 64) * (1 if swiglu else self.row_blocks)
 
-    def expression(self, dtype: torch.dtype, swiglu: bool, k: int) -> str:
-        """The C++ name of the kernel."""
+    def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
+        """The C++ name of the kernel; `scaled`: with a slot_scale."""
         flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
-        if self.kernel == "tiled_mma":
-            flags[2] = str(k % (64 * self.warps_k * self.depth) == 0).lower()
-            sizes = (self.token_blocks, self.row_blocks, self.warps_n, self.warps_k, self.depth, self.stages)
-            return f"grouped_mm_tiled_mma<{', '.join([*flags, *map(str, sizes)])}>"
-        if self.kernel == "tiled_wgmma":
-            sizes = (self.token_blocks, self.row_blocks, self.warps_n, self.cluster, self.stages)
-            return f"grouped_mm_tiled_wgmma<{', '.join([*flags[:2], *map(str, sizes)])}>"
+        if self.layout == "tiled_64x64":
+            flags[2] = str(scaled).lower()
+            sizes = (self.token_blocks, self.row_blocks, self.warps_n)
+            if self.kernel == "tiled_mma":
+                flags.append(str(k % (64 * self.warps_k * self.depth) == 0).lower())
+                sizes += (self.warps_k, self.depth)
+            return f"grouped_mm_{self.kernel}<{', '.join([*flags, *map(str, sizes), str(self.stages)])}>"
         split = [self.warps_k] if self.kernel == "split" else []
-        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
+        numbers = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
-        return f"{name}<{', '.join([*flags, *sizes])}>"
+        return f"{name}<{', '.join([*flags, *numbers])}>"
 
 
 class Point(NamedTuple):

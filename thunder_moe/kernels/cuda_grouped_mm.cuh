@@ -298,15 +298,15 @@ struct RowFactors {
 
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
 // STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
-// stores two features of a token.
-template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
+// stores two features of a token. SCALED: whether there may be a slot_scale.
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int STRIDE>
 DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, int row0, int end, int n0, int g, int t) {
   const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     if (row0 + 8 * c >= end) break;
     float row_scale[2] = {kUnscale, kUnscale};
-    if (args.slot_scale != nullptr)
+    if (SCALED && args.slot_scale != nullptr)
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
         const int row = min(row0 + 8 * c + 2 * t + column, end - 1);
@@ -340,5 +340,5 @@ template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
 DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   RowFactors<R> rows;
   rows.template load<SWIGLU, STRIDE>(args, expert, n0, g);
-  store<BF16, SWIGLU, C, R, STRIDE>(args, acc, rows, row0, end, n0, g, t);
+  store<BF16, SWIGLU, true, C, R, STRIDE>(args, acc, rows, row0, end, n0, g, t);
 }

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
           decode_half_chunk<BF16>(a[half], now, half);
           fence_registers();
 #pragma unroll
-          for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], stage + half * kTokens * 8, step);
+          for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], describe(stage + half * kTokens * 8), step);
           commit_products();
         }
       }

@@ -13,26 +13,29 @@ typedef uint64_t Barrier;  // an mbarrier in shared memory
 
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-DEVICE void init_barrier(Barrier* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+// Barriers by their address, which is found once.
+typedef uint32_t Barriers, BarrierAt;
+DEVICE Barriers barriers(Barrier* first) { return shared_address(first); }
+DEVICE BarrierAt barrier_of(Barriers all, int index) { return all + 8 * index; }
+
+DEVICE void init_barrier(BarrierAt barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 DEVICE void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void arrive(Barrier* barrier) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void arrive(BarrierAt barrier) { asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+DEVICE void arrive_and_expect(BarrierAt barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-DEVICE void arrive_and_expect(Barrier* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-DEVICE void wait(Barrier* barrier, int parity) {  // until the phase of this parity is over
+DEVICE void wait(BarrierAt barrier, int parity) {  // until the phase of this parity is over
   asm volatile(
       "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1, 0x989680;\n"
-      "@done bra end;\nbra again;\nend:\n}" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+      "@done bra end;\nbra again;\nend:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
 // Asynchronous; `bytes` and both addresses are multiples of 16.
-DEVICE void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier) {
+DEVICE void copy_bulk(void* to_shared, const void* from, int bytes, BarrierAt barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to_shared)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // A view of a matrix of 16-bit numbers (rows, K) as boxes of 64 k by some rows; the driver makes it.
@@ -41,26 +44,9 @@ struct alignas(64) TensorMap {
 };
 
 // Asynchronous: a box from (row, k) on to [rows][64 k] with 128-byte swizzle; zeros where the matrix has ended.
-DEVICE void copy_box(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier) {
+DEVICE void copy_box(void* to_shared, const TensorMap* map, int k, int row, BarrierAt barrier) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to_shared)),
-               "l"(map), "r"(k), "r"(row), "r"(shared_address(barrier)) : "memory");
-}
-// The same, to the same place and with the same barrier of all blocks of the cluster that `blocks` has a bit for.
-DEVICE void copy_box_to_all(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier, uint16_t blocks) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-               ::"r"(shared_address(to_shared)), "l"(map), "r"(k), "r"(row), "r"(shared_address(barrier)), "h"(blocks) : "memory");
-}
-DEVICE int rank_in_cluster() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE void arrive_at(Barrier* barrier, int rank) {  // the barrier of another block of the cluster
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}"
-               ::"r"(shared_address(barrier)), "r"(rank) : "memory");
+               "l"(map), "r"(k), "r"(row), "r"(barrier) : "memory");
 }
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
@@ -71,8 +57,8 @@ template <int REGISTERS>
 DEVICE void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
 // Arrives when the thread's copies so far (copy16) have come.
-DEVICE void arrive_after_copies(Barrier* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+DEVICE void arrive_after_copies(BarrierAt barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // The barrier `id` (1 to 15) of `threads` threads, warps of which meet there.

@@ -4,9 +4,9 @@
 // Memory is the limit here: the producer keeps the stages full, and what a consumer does for 16 rows by 16 k is little
 // more than decoding them.
 
-// C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK:
+// SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK:
 // warpgroups along N and along K; SUB: 64 k of a warpgroup in a stage; FULL: K is a multiple of a stage.
-template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int SUB, int STAGES>
+template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int STAGES>
 __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(const Arguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
@@ -19,19 +19,20 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   constexpr int kPitch = 8 * kSubs + 1;  // odd, for the banks of load_matrices
   constexpr int kStage = kInput + kTokens * kPitch;
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
-  __shared__ Barrier full[STAGES], empty[STAGES];
+  __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
   __shared__ Tile tile_of_stage[STAGES];
   __shared__ int tile_start[kMaxExperts + 1];
   __shared__ const uint16_t* token_of[kTokens];
   __shared__ uint32_t scale_top;
   __shared__ int warp_total[kThreads / 32];
 
+  const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int tiles_n = (features + kTileRows - 1) / kTileRows;
   const int subs = args.k / kBlock;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) init_barrier(&full[i], 33), init_barrier(&empty[i], kConsumers / 32);
+    for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 33), init_barrier(barrier_of(empty, i), kConsumers / 32);
     fence_barriers();
     scale_top = 0x70007000;
   }
@@ -53,8 +54,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
       }
       for (int sub = 0; sub < subs; sub += kSubs) {
         const int count = min(subs - sub, kSubs);
-        wait(&empty[stage.index], stage.parity ^ 1);
-        Barrier* const barrier = &full[stage.index];
+        wait(barrier_of(empty, stage.index), stage.parity ^ 1);
+        const BarrierAt barrier = barrier_of(full, stage.index);
         uint4* const to = memory + stage.index * kStage;
         tile_of_stage[stage.index] = at;
         arrive_and_expect(barrier, count * kBlocks * 16 * (kBlockCodes + kBlockScales));
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
       __syncwarp();
       for (int sub = 0; sub < subs; sub += kSubs) {
         const int units = min(subs - sub, kSubs) * 8;  // of a token
-        wait(&empty[stage.index], stage.parity ^ 1);
+        wait(barrier_of(empty, stage.index), stage.parity ^ 1);
         uint4* const to = memory + stage.index * kStage + kInput;
         for (int row = 0; row < live; ++row) {
           const uint16_t* const from = token_of[row] + sub * kBlock;
@@ -86,7 +87,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
           for (int unit = 0; unit < 8 * kSubs; unit += 32)
             if (unit + lane < units) copy16(to + row * kPitch + unit + lane, from + 8 * (unit + lane), true);
         }
-        arrive_after_copies(&full[stage.index]);
+        arrive_after_copies(barrier_of(full, stage.index));
         stage.advance();
       }
     }
@@ -103,14 +104,14 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   int turn = 0;  // tiles that this block has done
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    wait(&full[stage.index], stage.parity);
+    wait(barrier_of(full, stage.index), stage.parity);
     const Tile at = tile_of_stage[stage.index];
     const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
     float acc[R][C][4] = {};
     for (int sub = 0; sub < subs; sub += kSubs) {
-      wait(&full[stage.index], stage.parity);
+      wait(barrier_of(full, stage.index), stage.parity);
       const uint4* const from = memory + stage.index * kStage;
       const uint4* const codes_from = from + from_codes;
       const uint2* const scales_from = reinterpret_cast<const uint2*>(from) + from_scales;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
           }
       }
       __syncwarp();
-      if (lane == 0) arrive(&empty[stage.index]);
+      if (lane == 0) arrive(barrier_of(empty, stage.index));
       stage.advance();
     }
 
@@ -184,6 +185,6 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
             acc[r][c][i] = sum;
           }
     }
-    store<BF16, SWIGLU, C, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
+    store<BF16, SWIGLU, SCALED, C, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
   }
 }

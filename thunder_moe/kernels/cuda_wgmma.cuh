@@ -9,10 +9,17 @@ template <int PENDING>
 DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The descriptor of a tile of [tokens][64 k] with 128-byte swizzle, 16 k at `step`: its start, and 1024 bytes from 8
-// tokens to the next 8. (PTX ISA, "Matrix descriptor"; the leading offset does not count for swizzled K-major tiles.)
-DEVICE uint64_t descriptor(const uint4* tile, int step) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(tile)) + 32 * step;
+// Two codes that differ in this are not merged: sums of one would move to the registers of the other, and ptxas would
+// have the tensor cores wait for each product (its warning C7512).
+template <int NUMBER>
+DEVICE void keep_apart() { asm volatile("// %0" ::"n"(NUMBER) : "memory"); }
+
+// How the tensor cores are told of a tile of [tokens][64 k] with 128-byte swizzle: where it starts, and that there are
+// 1024 bytes from 8 tokens to the next 8. A number more is 16 bytes further. (PTX ISA, "Matrix descriptor"; the leading
+// offset does not count for swizzled K-major tiles.)
+typedef uint64_t TileDescriptor;
+DEVICE TileDescriptor describe(const uint4* tile) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(1) << 16 |
          static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
 }
@@ -63,25 +70,33 @@ DEVICE uint64_t descriptor(const uint4* tile, int step) {
 #define R124 R120 ",%120,%121,%122,%123"
 #define R128 R124 ",%124,%125,%126,%127"
 
-// acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 in `a`) times 8 * C tokens, asynchronously.
-template <bool BF16, int C>
-DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], const uint4* tile, int step) {
-  const uint64_t b = descriptor(tile, step);
-  if constexpr (C == 1) WGMMA(8, R4, "%4,%5,%6,%7", "%8", ACC1(0));
-  else if constexpr (C == 2) WGMMA(16, R8, "%8,%9,%10,%11", "%12", ACC2(0));
-  else if constexpr (C == 3) WGMMA(24, R12, "%12,%13,%14,%15", "%16", ACC2(0), ACC1(2));
-  else if constexpr (C == 4) WGMMA(32, R16, "%16,%17,%18,%19", "%20", ACC4(0));
-  else if constexpr (C == 6) WGMMA(48, R24, "%24,%25,%26,%27", "%28", ACC4(0), ACC2(4));
-  else if constexpr (C == 8) WGMMA(64, R32, "%32,%33,%34,%35", "%36", ACC8(0));
-  else if constexpr (C == 10) WGMMA(80, R40, "%40,%41,%42,%43", "%44", ACC8(0), ACC2(8));
-  else if constexpr (C == 12) WGMMA(96, R48, "%48,%49,%50,%51", "%52", ACC8(0), ACC4(8));
-  else if constexpr (C == 16) WGMMA(128, R64, "%64,%65,%66,%67", "%68", ACC16(0));
-  else if constexpr (C == 18) WGMMA(144, R72, "%72,%73,%74,%75", "%76", ACC16(0), ACC2(16));
-  else if constexpr (C == 20) WGMMA(160, R80, "%80,%81,%82,%83", "%84", ACC16(0), ACC4(16));
-  else if constexpr (C == 22) WGMMA(176, R88, "%88,%89,%90,%91", "%92", ACC16(0), ACC4(16), ACC2(20));
-  else if constexpr (C == 24) WGMMA(192, R96, "%96,%97,%98,%99", "%100", ACC16(0), ACC8(16));
-  else if constexpr (C == 28) WGMMA(224, R112, "%112,%113,%114,%115", "%116", ACC16(0), ACC8(16), ACC4(24));
-  else if constexpr (C == 32) WGMMA(256, R128, "%128,%129,%130,%131", "%132", ACC16(0), ACC16(16));
-  else static_assert(C < 0, "not written out for so many tokens");
+// acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 in `a`) times the first 8 * N tokens, asynchronously; `step`: which
+// 16 of the tile's 64 k.
+template <bool BF16, int N, int C>
+DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor tile, int step) {
+  static_assert(N <= C, "there are so many tokens");
+  const uint64_t b = tile + 2 * step;
+  if constexpr (N == 2) WGMMA(16, R8, "%8,%9,%10,%11", "%12", ACC2(0));
+  else if constexpr (N == 3) WGMMA(24, R12, "%12,%13,%14,%15", "%16", ACC2(0), ACC1(2));
+  else if constexpr (N == 4) WGMMA(32, R16, "%16,%17,%18,%19", "%20", ACC4(0));
+  else if constexpr (N == 5) WGMMA(40, R20, "%20,%21,%22,%23", "%24", ACC4(0), ACC1(4));
+  else if constexpr (N == 6) WGMMA(48, R24, "%24,%25,%26,%27", "%28", ACC4(0), ACC2(4));
+  else if constexpr (N == 7) WGMMA(56, R28, "%28,%29,%30,%31", "%32", ACC4(0), ACC2(4), ACC1(6));
+  else if constexpr (N == 8) WGMMA(64, R32, "%32,%33,%34,%35", "%36", ACC8(0));
+  else if constexpr (N == 9) WGMMA(72, R36, "%36,%37,%38,%39", "%40", ACC8(0), ACC1(8));
+  else if constexpr (N == 10) WGMMA(80, R40, "%40,%41,%42,%43", "%44", ACC8(0), ACC2(8));
+  else if constexpr (N == 11) WGMMA(88, R44, "%44,%45,%46,%47", "%48", ACC8(0), ACC2(8), ACC1(10));
+  else if constexpr (N == 12) WGMMA(96, R48, "%48,%49,%50,%51", "%52", ACC8(0), ACC4(8));
+  else if constexpr (N == 13) WGMMA(104, R52, "%52,%53,%54,%55", "%56", ACC8(0), ACC4(8), ACC1(12));
+  else if constexpr (N == 14) WGMMA(112, R56, "%56,%57,%58,%59", "%60", ACC8(0), ACC4(8), ACC2(12));
+  else if constexpr (N == 16) WGMMA(128, R64, "%64,%65,%66,%67", "%68", ACC16(0));
+  else if constexpr (N == 18) WGMMA(144, R72, "%72,%73,%74,%75", "%76", ACC16(0), ACC2(16));
+  else if constexpr (N == 20) WGMMA(160, R80, "%80,%81,%82,%83", "%84", ACC16(0), ACC4(16));
+  else if constexpr (N == 22) WGMMA(176, R88, "%88,%89,%90,%91", "%92", ACC16(0), ACC4(16), ACC2(20));
+  else if constexpr (N == 24) WGMMA(192, R96, "%96,%97,%98,%99", "%100", ACC16(0), ACC8(16));
+  else if constexpr (N == 26) WGMMA(208, R104, "%104,%105,%106,%107", "%108", ACC16(0), ACC8(16), ACC2(24));
+  else if constexpr (N == 28) WGMMA(224, R112, "%112,%113,%114,%115", "%116", ACC16(0), ACC8(16), ACC4(24));
+  else if constexpr (N == 32) WGMMA(256, R128, "%128,%129,%130,%131", "%132", ACC16(0), ACC16(16));
+  else static_assert(N < 0, "not written out for so many tokens");
 }
 #endif

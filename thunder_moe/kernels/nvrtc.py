@@ -17,7 +17,7 @@ import torch
 
 __all__ = ["Kernel", "compile_cubin", "compile_files", "kernel", "launch_config", "matrix_map", "missing_reason"]
 
-_OPTIONS = ("--std=c++17",)
+_OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
 
 
 class Kernel:
@@ -29,30 +29,20 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
         overlap: the kernel may start while the one before it in the stream still runs; it waits for that one's results
             itself (`await_previous_kernel` of cuda_common.cuh). Needs SM90.
-        cluster: blocks of a cluster; more than 1 needs SM90.
     """
 
-    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool, cluster: int) -> None:
+    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
         from cuda.bindings import driver
 
         self.function = function
         self._lock = threading.Lock()
-        self._cluster = cluster
-        self._config = launch_config(threads, shared_bytes, overlap, cluster)
+        self._config = launch_config(threads, shared_bytes, overlap)
         if shared_bytes > 0:  # with what the kernel has of its own it may pass the 48 KiB that need no asking
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
-        if cluster > 1:
-            self._config.gridDimX = cluster
-            (self._clusters,) = _check(driver.cuOccupancyMaxActiveClusters(function, self._config))
-        else:
-            (self._blocks,) = _check(
-                driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
-            )
-
-    def resident_blocks(self, multiprocessors: int) -> int:
-        """How many blocks a device of so many multiprocessors runs at once."""
-        return self._clusters * self._cluster if self._cluster > 1 else self._blocks * multiprocessors
+        (self.blocks_per_multiprocessor,) = _check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
+        )
 
     def __call__(self, grid: int, argument: ctypes.Structure, stream: int) -> None:
         """Launches `grid` blocks on a stream (the address that torch gives)."""
@@ -64,7 +54,7 @@ class Kernel:
             _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
 
 
-def launch_config(threads: int, shared_bytes: int, overlap: bool, cluster: int = 1) -> Any:
+def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
     """A CUlaunchConfig of one-dimensional blocks, but for the number of blocks and the stream."""
     from cuda.bindings import driver
 
@@ -72,20 +62,11 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool, cluster: int =
     config.gridDimX = config.gridDimY = config.gridDimZ = 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
-    attributes = []
     if overlap:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        shape = attribute.value.clusterDim
-        shape.x, shape.y, shape.z = cluster, 1, 1
-        attributes.append(attribute)
-    if attributes:
-        config.attrs, config.numAttrs = attributes, len(attributes)
+        config.attrs, config.numAttrs = [attribute], 1
     return config
 
 
@@ -130,9 +111,7 @@ def missing_reason() -> str | None:
 
 
 @functools.cache
-def kernel(
-    sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int, cluster: int = 1
-) -> Kernel:
+def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
     """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
     from cuda.bindings import driver
 
@@ -142,7 +121,7 @@ def kernel(
         cubin, name = compile_files(sources, expression, capability)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
-        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0), cluster=cluster)
+        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
 
 
 def compile_files(sources: tuple[Path, ...], expression: str, capability: tuple[int, int]) -> tuple[bytes, str]:
