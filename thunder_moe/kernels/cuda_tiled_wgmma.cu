@@ -112,55 +112,47 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
 
-    // All k of the tile's first 8 * N tokens. `a` has the left operands of 64 k by 64 rows; one is multiplied while the other
-    // is decoded: with R = 1 they belong to stages in turn, with R = 2 to the two blocks of a stage.
+    // All k of the tile's first 8 * N tokens. `a` has the left operands of 32 k by 64 rows: one is multiplied while the other
+    // is decoded.
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
       float acc[R][N][4] = {};
       keep_apart<N>();
-      uint32_t a[2][4][4];
+      uint32_t a[2][2][4];
       uint4 code;
       uint2 scale;
-      auto load = [&](int r) {
+      auto load = [&](int r) {  // 64 k of a block of the stage
         code = codes_from[(stage.index * kBlocks + r) * kBlockCodes];
         scale = scales_from[(stage.index * kBlocks + r) * 2 * kBlockScales];
       };
-      auto decode = [&](uint32_t (&to)[4][4]) {
-        decode_steps<BF16>(to[0], to[1], code.x, code.y, scale.x, 0x70007000);
-        decode_steps<BF16>(to[2], to[3], code.z, code.w, scale.y, 0x70007000);
-      };
-      auto multiply = [&](const uint32_t (&left)[4][4], int r) {
-        fence_registers();
-#pragma unroll
-        for (int step = 0; step < 4; ++step) wgmma<BF16, N>(acc[r], left[step], described + stage.index * kTokenUnits, step);
-        commit_products();
-      };
       load(0);
-      decode(a[0]);
+      decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, 0x70007000);
       int before = stage.index;  // the stage before this one
-      for (int sub = 0; sub < subs; sub += 3 - R) {
+      for (int sub = 0; sub < subs; ++sub) {
+        const int now = stage.index;
+        const bool more = sub + 1 < subs;
 #pragma unroll
-        for (int turn = 0; turn < 3 - R; ++turn) {
-          if (sub + turn >= subs) break;
-          multiply(a[R == 1 ? turn : 0], 0);
-          if constexpr (R == 2) {
-            load(1);
-            wait_for_products<1>();
-            decode(a[1]);
-            multiply(a[1], 1);
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            fence_registers();
+#pragma unroll
+            for (int step = 0; step < 2; ++step) wgmma<BF16, N>(acc[r], a[half][step], described + now * kTokenUnits, 2 * half + step);
+            commit_products();
+            if (half == 1 && r + 1 < R) load(r + 1);
+            if (half == 1 && r + 1 == R) {
+              stage.advance();
+              if (more) {
+                wait(barrier_of(full, stage.index), stage.parity);
+                load(0);
+              }
+            }
+            wait_for_products<1>();  // those that read the other operand
+            if (r == 0 && half == 0 && sub > 0) release(before);
+            if (half == 0) decode_steps<BF16>(a[1][0], a[1][1], code.z, code.w, scale.y, 0x70007000);
+            else if (r + 1 < R || more) decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, 0x70007000);
           }
-          const int now = stage.index;
-          stage.advance();
-          const bool more = sub + turn + 1 < subs;
-          if (more) {
-            wait(barrier_of(full, stage.index), stage.parity);
-            load(0);
-          }
-          wait_for_products<1>();  // so all of the stage before are done
-          if (sub + turn > 0) release(before);
-          before = now;
-          if (more) decode(a[R == 1 ? 1 - turn : 0]);
-        }
+        before = now;
       }
       wait_for_products<0>();
       keep_apart<-N>();
@@ -168,7 +160,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       store<BF16, SWIGLU, SCALED, N, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
     };
     // A tile that is half empty is multiplied by half, where registers suffice for both codes.
-    if constexpr (C % 2 == 0 && (WG < 3 || C * R <= 20)) {
+    if constexpr (C % 2 == 0 && C * R <= (WG < 3 ? 32 : 20)) {
       if (at.end - at.row0 <= 4 * C) {
         multiply_tokens(Number<C / 2>());
         continue;
