@@ -28,7 +28,7 @@ from timing import measure
 from torch import Tensor
 from tqdm import tqdm
 
-from thunder_moe.kernels.select import BACKENDS, select
+from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 STEM = "bench_grouped_mm"
@@ -95,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             for which in args.gemms:
                 bar.set_description(f"{shape.name} {which}")
                 weight, packed = _weights(shape, which, device)
-                packed_for = {
-                    name: packed.to_layout(getattr(module, "LAYOUT", "linear")) for name, module in backends.items()
-                }
+                packed_for = {name: packed.to_layout(_layout(name, packed)) for name in backends}
                 for size in sizes:
                     case = make_load(size, shape, device)
                     row = {"shape": shape.name, "gemm": which, what: size, "rows": case.rows,
@@ -168,6 +166,13 @@ def _backends(device: torch.device, wanted: list[str] | None) -> tuple[dict[str,
         except (ValueError, ImportError) as error:
             notes.append(f"{name}: not run: {error}")
     return modules, notes
+
+
+def _layout(backend: str, weight: NVFP4Weight) -> str:
+    """The layout that a backend is timed with: its own, or what `quantize_` chooses for the default one."""
+    if backend == "humming":
+        return "humming"
+    return preferred_layout(weight.device, *weight.shape[1:]) if backend == "cuda" else "linear"
 
 
 def _weights(shape: MoEShape, which: str, device: torch.device) -> tuple[Tensor, NVFP4Weight]:

@@ -2,11 +2,12 @@
 Called from the command line on a machine with a GPU; calls kernels.cuda, and timing, report and shapes beside it.
 
 Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed.
-Entries of other devices stay in the file.
+Entries of other devices and layouts stay in the file.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -17,14 +18,15 @@ from typing import Any
 
 import torch
 from bench_grouped_mm import Load
-from report import comma_list, parser, positive, relative_error
+from report import comma_list, one_of, parser, positive, relative_error
 from shapes import CUDA_SHAPES
 from timing import environment, measure
+from torch import Tensor
 from tqdm import tqdm
 
 from thunder_moe.kernels import cuda, nvrtc
-from thunder_moe.kernels.cuda_configs import MEASURED, Point, candidates
-from thunder_moe.nvfp4 import dequantize, quantize
+from thunder_moe.kernels.cuda_configs import LAYOUTS, MEASURED, GemmConfig, Point, candidates
+from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     result = parser(__doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
+    result.add_argument("--layouts", type=comma_list(one_of(LAYOUTS)), default=list(LAYOUTS), help=f"of: {LAYOUTS}")
     result.add_argument("--file", type=Path, default=MEASURED, help="where to write (default: %(default)s)")
     args = result.parse_args(argv)
     capability = torch.cuda.get_device_capability()
@@ -54,38 +57,55 @@ def main(argv: Sequence[str] | None = None) -> None:
             weight = torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda", generator=generator).mul_(k**-0.5)
             packed = quantize(weight)
             weight = dequantize(packed)
-            for tokens in args.tokens:
-                load = Load.routed(tokens, shape, torch.device("cuda"))
-                x = torch.randn(load.rows, k, dtype=torch.bfloat16, device="cuda", generator=generator)
-                live = min(load.rows, experts)
-                point = Point(live, load.rows / live, n // 2 if swiglu else n, k)
-                configs = candidates(point, swiglu, capability)
-                _compile(configs, swiglu, k)
-                wanted = torch._grouped_mm(x, weight.transpose(1, 2), load.offsets)
-                if swiglu:
-                    gate, up = wanted.float().chunk(2, -1)
-                    wanted = torch.nn.functional.silu(gate) * up
-                functions: dict[str, Callable[[], Any]] = {}
-                for config in configs:
-                    kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
-                    call = functools.partial(kernel, x, packed, load.offsets, config=config)
-                    error = relative_error(call(), wanted)
-                    if error > TOLERANCE:
-                        raise RuntimeError(
-                            f"{config} is wrong: relative error {error:.2g} on {shape.name} {which} {tokens}"
-                        )
-                    functions[str(astuple(config))] = call
-                timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
-                best = min(configs, key=lambda config: timings[str(astuple(config))].median)
-                microseconds = timings[str(astuple(best))].median * 1e6
-                entry = dict(capability=list(capability), swiglu=swiglu, point=list(point), config=list(astuple(best)))
-                entries.append(entry | dict(us=round(microseconds, 2)))
-                tqdm.write(f"{shape.name} {which} {tokens}: {astuple(best)} {microseconds:.1f} us")
+            for layout in args.layouts:
+                packed = packed.to_layout(layout)
+                for tokens in args.tokens:
+                    load = Load.routed(tokens, shape, torch.device("cuda"))
+                    point, config, seconds = _fastest(load, weight, packed, swiglu, capability, args)
+                    entry = dict(capability=list(capability), swiglu=swiglu, point=point, config=astuple(config))
+                    entries.append(entry | dict(us=round(seconds * 1e6, 2)))
+                    tqdm.write(f"{shape.name} {which} {layout} {tokens}: {astuple(config)} {seconds * 1e6:.1f} us")
     kept = json.loads(args.file.read_text())["entries"] if args.file.exists() else []
-    kept = [entry for entry in kept if tuple(entry["capability"]) != capability]
-    lines = ",\n".join(json.dumps(entry) for entry in [*kept, *entries])
+    lines = ",\n".join(
+        json.dumps(entry)
+        for entry in kept
+        if tuple(entry["capability"]) != capability or GemmConfig(*entry["config"]).layout not in args.layouts
+    )
+    lines = ",\n".join([*filter(None, [lines]), *map(json.dumps, entries)])
     args.file.write_text(f'{{"environment": {json.dumps(environment("cuda"))},\n"entries": [\n{lines}\n]}}\n')
     print(f"wrote {args.file}")
+
+
+def _fastest(
+    load: Load,
+    weight: Tensor,
+    packed: NVFP4Weight,
+    swiglu: bool,
+    capability: tuple[int, int],
+    args: argparse.Namespace,
+) -> tuple[Point, GemmConfig, float]:
+    """The point that a load is, the configuration that is fastest there, and its seconds."""
+    experts, n, k = weight.shape
+    x = torch.randn(load.rows, k, dtype=torch.bfloat16, device="cuda")
+    live = min(load.rows, experts)
+    point = Point(live, load.rows / live, n // 2 if swiglu else n, k)
+    configs = candidates(point, swiglu, capability, packed.layout)
+    _compile(configs, swiglu, k)
+    wanted = torch._grouped_mm(x, weight.transpose(1, 2), load.offsets)
+    if swiglu:
+        gate, up = wanted.float().chunk(2, -1)
+        wanted = torch.nn.functional.silu(gate) * up
+    functions: dict[str, Callable[[], Any]] = {}
+    for config in configs:
+        kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
+        call = functools.partial(kernel, x, packed, load.offsets, config=config)
+        error = relative_error(call(), wanted)
+        if error > TOLERANCE:
+            raise RuntimeError(f"{config} is wrong: relative error {error:.2g} at {point}")
+        functions[str(astuple(config))] = call
+    timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
+    best = min(configs, key=lambda config: timings[str(astuple(config))].median)
+    return point, best, timings[str(astuple(best))].median
 
 
 def _compile(configs: list[Any], swiglu: bool, k: int) -> None:

@@ -11,7 +11,7 @@ from guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
 from thunder_moe import nvfp4
-from thunder_moe.kernels import cuda, cuda_configs, nvrtc
+from thunder_moe.kernels import cuda, cuda_configs, nvrtc, reference
 from thunder_moe.kernels.cuda_configs import GemmConfig, Point, candidates, choose_config
 from thunder_moe.kernels.epilogues import SwiGLU
 from thunder_moe.kernels.epilogues import route as plain_route
@@ -28,11 +28,30 @@ CONFIGS = {
     "wgmma, two blocks of rows": GemmConfig("wgmma", 16, 2, 1, 1, 4),
     "wgmma, 192 tokens": GemmConfig("wgmma", 24, 1, 2, 1, 3),
 }
+TILED_CONFIGS = {
+    "tiled mma": GemmConfig("tiled_mma", 1, 1, 1, 1, 1),
+    "tiled mma, split 2": GemmConfig("tiled_mma", 1, 1, 1, 2, 2),
+    "tiled mma, 16 tokens": GemmConfig("tiled_mma", 2, 1, 2, 2, 1),
+    "tiled mma, 32 tokens": GemmConfig("tiled_mma", 4, 2, 1, 2, 2),
+    "tiled mma, split 4": GemmConfig("tiled_mma", 1, 2, 1, 4, 1),
+    "tiled mma, four blocks of rows": GemmConfig("tiled_mma", 1, 4, 1, 3, 1),
+    "tiled wgmma": GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1),
+    "tiled wgmma, odd": GemmConfig("tiled_wgmma", 9, 1, 2, 1, 1),
+    "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1),
+    "tiled wgmma, three warpgroups": GemmConfig("tiled_wgmma", 6, 2, 3, 1, 1),
+}
 SWIGLU_CONFIGS = {
     "split 4": GemmConfig("split", 1, 2, 2, 4, 2),
     "staged": GemmConfig("staged", 4, 2, 2, 1, 4),
     "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
 }
+TILED_SWIGLU_CONFIGS = {name: config for name, config in TILED_CONFIGS.items() if config.row_blocks == 2}
+
+
+@pytest.fixture
+def hopper(emulated, monkeypatch):
+    """The emulated device has compute capability 9.0."""
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
 
 
 def make(experts, n, k, halves=1):
@@ -56,6 +75,52 @@ def test_grouped_mm(emulated, config, dtype, k):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [64, 320, 512])
+@pytest.mark.parametrize("config", TILED_CONFIGS.values(), ids=TILED_CONFIGS.keys())
+def test_grouped_mm_of_tiles(emulated, hopper, config, k, dtype):
+    offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    for n in (64, 192):
+        weight, exact = make(4, n, k)
+        rows = torch.randn(44, k).to(dtype)
+        out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
+        assert relative_error(out[:42], grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", TILED_SWIGLU_CONFIGS.values(), ids=TILED_SWIGLU_CONFIGS.keys())
+def test_grouped_swiglu_of_tiles(emulated, hopper, config, dtype):
+    """Tokens are gathered and scaled; gate and up have different global scales."""
+    offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    form = SwiGLU(1.702, 1.5, 1.0)
+    for n, k in ((64, 64), (192, 320)):
+        weight, _ = make(4, 2 * n, k, halves=2)
+        tokens, row_slot = torch.randn(21, k).to(dtype), torch.randperm(42).int()
+        scale, bias = torch.rand(42), torch.randn(4, 2 * n)
+        out = cuda.grouped_swiglu(
+            tokens, weight.to_layout("tiled_64x64"), offsets, row_slot, scale, bias, form, config=config
+        )
+        expected = reference.grouped_swiglu(tokens.float(), weight, offsets, row_slot, scale, bias, form)
+        assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[dtype]
+
+
+def test_grouped_swiglu_where_a_block_has_rows_of_gate_and_up(emulated, hopper):
+    offsets = torch.tensor([3, 3, 7, 9], dtype=torch.int32)
+    weight, exact = make(4, 192, 64, halves=2)
+    rows = torch.randn(9, 64, dtype=torch.bfloat16)
+    out = cuda.grouped_swiglu(rows, weight.to_layout("tiled_64x64"), offsets)
+    assert relative_error(out, grouped_swiglu(rows, exact, offsets)) < 1e-2
+
+
+def test_tiles_need_their_device(emulated):
+    weight, _ = make(4, 64, 64)
+    rows, offsets = torch.randn(4, 64, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4], dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=r"layout: 'tiled_64x64' is for devices of compute capability \(9, 0\).*\(8, 0\)"
+    ):
+        cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", SWIGLU_CONFIGS.values(), ids=SWIGLU_CONFIGS.keys())
 def test_grouped_swiglu(emulated, config, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
@@ -71,6 +136,9 @@ def test_grouped_swiglu(emulated, config, dtype):
 def test_dequantize_bit_for_bit(emulated, dtype, per_row):
     weight, _ = make(4, 24, 80, halves=2 if per_row else 1)
     assert torch.equal(cuda.dequantize(weight, dtype), nvfp4.dequantize(weight, dtype))
+    weight, _ = make(4, 128, 192, halves=2 if per_row else 1)
+    tiled = weight.to_layout("tiled_64x64")
+    assert torch.equal(cuda.dequantize(tiled, dtype), nvfp4.dequantize(weight, dtype))
 
 
 def test_gradient(emulated, monkeypatch):
@@ -82,18 +150,22 @@ def test_gradient(emulated, monkeypatch):
     assert relative_error(out, grouped_mm(grad, exact.transpose(1, 2), offsets)) < 5e-3
 
 
-def test_every_routing_of_the_shared_table(emulated, offsets):
-    weight, exact = make(4, 32, 128)
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+def test_every_routing_of_the_shared_table(emulated, hopper, offsets, layout):
+    weight, exact = make(4, 64, 128)
     rows = torch.randn(int(offsets[-1]) + 1, 128, dtype=torch.bfloat16)
-    out = cuda.grouped_mm(rows, weight, offsets)
+    out = cuda.grouped_mm(rows, weight.to_layout(layout), offsets)
     assert relative_error(out[: offsets[-1]], grouped_mm(rows, exact, offsets)) < 5e-3
 
 
 @pytest.mark.parametrize("weight_on_input", [False, True])
 @pytest.mark.parametrize("tokens", [1, 9, 70])
-def test_a_whole_layer(emulated, tokens, weight_on_input):
-    experts, top_k, hidden, inner, dtype = 6, 2, 64, 48, torch.bfloat16
+@pytest.mark.parametrize(("layout", "inner"), [("linear", 48), ("tiled_64x64", 64)])
+def test_a_whole_layer(emulated, hopper, layout, inner, tokens, weight_on_input):
+    experts, top_k, hidden, dtype = 6, 2, 64, torch.bfloat16
     gate_up, down = quantize(torch.randn(experts, 2 * inner, hidden)), quantize(torch.randn(experts, hidden, inner))
+    linear = gate_up, down
+    gate_up, down = gate_up.to_layout(layout), down.to_layout(layout)
     biases = torch.randn(experts, 2 * inner, dtype=dtype), torch.randn(experts, hidden)
     x, ids, scores = (
         torch.randn(tokens, hidden, dtype=dtype),
@@ -104,7 +176,7 @@ def test_a_whole_layer(emulated, tokens, weight_on_input):
     on_input, on_output = (scores, None) if weight_on_input else (None, scores)
     rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], SwiGLU(1.702, 1.5, 1.0))
     out = cuda.grouped_mm_combine(rows, down, offsets, slot_row, on_output, biases[1])
-    exact = [dequantize(*weight.tensors()) for weight in (gate_up, down)]
+    exact = [dequantize(*weight.tensors()) for weight in linear]
     form = dict(alpha=1.702, limit=1.5, up_shift=1.0)
     expected = moe_experts(x, ids, scores, *exact, *biases, weight_on_input=weight_on_input, **form)
     assert relative_error(out, expected) < 7e-3
@@ -118,8 +190,10 @@ def test_route(emulated, tokens, top_k, experts, dtype):
         assert torch.equal(actual, expected)
 
 
-def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(emulated):
-    weight, exact = make(4, 32, 128)
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(emulated, hopper, layout):
+    weight, exact = make(4, 64, 128)
+    weight = weight.to_layout(layout)
     flat = torch.randn(5 * 128 + 1, dtype=torch.bfloat16)
     rows, offsets = flat[1:].view(5, 128), torch.tensor([1, 2, 4, 5], dtype=torch.int32)
     out = cuda.grouped_mm(rows, weight, offsets)
@@ -138,27 +212,45 @@ def test_reads_nothing_beyond_its_operands(emulated, monkeypatch, config, k):
     assert relative_error(out, oracle(rows, exact, offsets)) < 5e-3
 
 
-@pytest.mark.parametrize("late_products", [0, 1])
-@pytest.mark.parametrize("late_copies", [0, 1])
-@pytest.mark.parametrize("order", [0, 1, 2])
-@pytest.mark.parametrize("name", ["split 8", "staged", "wgmma", "wgmma, two blocks of rows"])
-def test_waits_and_barriers_hold_against_any_timing(
-    emulated, adversary, monkeypatch, name, order, late_copies, late_products
-):
-    for field, value in dict(order=order, late_copies=late_copies, late_products=late_products).items():
-        monkeypatch.setattr(adversary, field, value)
-    weight, exact = make(4, 88, 656)
-    rows, offsets = torch.randn(84, 656, dtype=torch.bfloat16), torch.tensor([3, 3, 80, 84], dtype=torch.int32)
-    out = cuda.grouped_mm(rows, weight, offsets, config=CONFIGS[name])
+@pytest.mark.parametrize("config", TILED_CONFIGS.values(), ids=TILED_CONFIGS.keys())
+def test_reads_nothing_beyond_its_operands_and_tiles(emulated, hopper, monkeypatch, config):
+    weight, exact = make(4, 192, 320)
+    weight = weight.to_layout("tiled_64x64")
+    weight = NVFP4Weight(*map(guarded, weight.tensors()), "tiled_64x64")
+    rows, offsets = guarded(torch.randn(42, 320, dtype=torch.bfloat16)), torch.tensor([3, 3, 40, 42], dtype=torch.int32)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
+    out = cuda.grouped_mm(rows, weight, guarded(offsets), config=config)
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_result_does_not_depend_on_the_number_of_blocks(emulated, monkeypatch, config):
-    weight, _ = make(4, 160, 256)
+TIMED = ["split 8", "staged", "wgmma", "wgmma, two blocks of rows"]
+TIMED_TILES = ["tiled mma, split 2", "tiled mma, 16 tokens", "tiled wgmma, odd", "tiled wgmma, two blocks of rows"]
+
+
+@pytest.mark.parametrize("late_products", [0, 1])
+@pytest.mark.parametrize("late_copies", [0, 1])
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("name", [*TIMED, *TIMED_TILES])
+def test_waits_and_barriers_hold_against_any_timing(
+    emulated, hopper, adversary, monkeypatch, name, order, late_copies, late_products
+):
+    for field, value in dict(order=order, late_copies=late_copies, late_products=late_products).items():
+        monkeypatch.setattr(adversary, field, value)
+    # More stages than shared memory holds, so that each is used again.
+    n, k, layout = (128, 1024, "tiled_64x64") if name in TIMED_TILES else (88, 656, "linear")
+    weight, exact = make(4, n, k)
+    rows, offsets = torch.randn(84, k, dtype=torch.bfloat16), torch.tensor([3, 3, 80, 84], dtype=torch.int32)
+    out = cuda.grouped_mm(rows, weight.to_layout(layout), offsets, config=(CONFIGS | TILED_CONFIGS)[name])
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *TILED_CONFIGS.values()], ids=[*CONFIGS, *TILED_CONFIGS])
+def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, config):
+    weight, _ = make(4, 192, 256)
+    weight = weight.to_layout(config.layout)
     rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
     first = cuda.grouped_mm(rows, weight, offsets, config=config)
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (8, 0)))
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (9, 0)))
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
 
 
@@ -170,14 +262,20 @@ def test_configurations_fit_the_device(capability):
         for experts, features, k in ((1, 16, 16), (8, 28672, 4096), (128, 768, 2048), (512, 5120, 8192)):
             for swiglu in (False, True):
                 live = min(rows, experts)
-                found = candidates(Point(live, rows / live, features, k), swiglu, capability)
-                for config in (choose_config(rows, experts, features, k, swiglu, 132, capability), *found):
-                    assert config.kernel != "wgmma" or capability == (9, 0)
-                    assert config.shared_bytes <= available
-                    assert config.threads <= 512
-                    assert config.depth % 2 == 0 or config.kernel != "split"
-                    assert config.row_blocks == 2 or not swiglu
-                    assert config.warps_k <= max(1, k // 128)
+                point = Point(live, rows / live, features, k)
+                layouts = cuda_configs.LAYOUTS if k % 64 == 0 and capability == (9, 0) else ("linear",)
+                for layout in layouts:
+                    found = candidates(point, swiglu, capability, layout)
+                    chosen = choose_config(rows, experts, features, k, swiglu, 132, capability, layout)
+                    for config in (chosen, *found):
+                        assert config.layout == layout
+                        assert config.kernel != "wgmma" or capability == (9, 0)
+                        assert config.shared_bytes <= available
+                        assert config.threads <= 576
+                        assert config.depth % 2 == 0 or config.kernel != "split"
+                        assert config.row_blocks == 2 or not swiglu
+                        assert config.warps_k * 64 <= max(64, k)
+                        assert layout == "linear" or config.stages >= 3
 
 
 def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):

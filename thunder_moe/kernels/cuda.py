@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import nvrtc, reference
-from thunder_moe.kernels.cuda_configs import CHUNK, COMMON, GemmConfig, choose_config
-from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
+from thunder_moe.kernels.cuda_configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU, gather_rows
 from thunder_moe.kernels.native import dtype_code, floats, pointer
 from thunder_moe.nvfp4 import NVFP4Weight
 
@@ -142,6 +142,9 @@ def grouped_swiglu(
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    if weight.layout == TILED and weight.shape[1] // 2 % 64 != 0:  # a block of weights has rows of gate and of up
+        gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
+        return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form, config)
 
 
@@ -221,11 +224,14 @@ def swiglu(
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     """The same as `nvfp4.dequantize`, bit for bit: (E, N, K) of bfloat16 or float16."""
     experts, n, k = weight.shape
-    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout("linear").tensors())
+    name = "dequantize_tiled"
+    if weight.layout != TILED:
+        name, weight = "dequantize", weight.to_layout("linear")
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
     argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
-    _launch_elementwise(_DEQUANTIZE, f"dequantize<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
+    _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
     return out
 
 
@@ -282,7 +288,13 @@ def _gemm(
     top_k = 1 if row_slot is None else rows // activation.shape[0]
     swiglu, form = features != n, form or PLAIN_SWIGLU
     multiprocessors, capability = _device_facts(activation.device)
-    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability)
+    layout = weight.layout if weight.layout == TILED else "linear"
+    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability, layout)
+    if config.layout == TILED and capability != (9, 0):
+        raise ValueError(
+            f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
+            " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
+        )
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(config.layout).tensors())
     if config.kernel == "wgmma":
         activation = _ordered(activation, row_slot, rows, top_k, config)
@@ -336,7 +348,7 @@ def _gathered(x: Tensor, row_slot: Tensor, rows: int, top_k: int, config: GemmCo
 
 def _matrix_map(x: Tensor, box_rows: int) -> ctypes.Array:
     """`TensorMap` of cuda_tiled.cuh: a matrix (rows, K) as boxes of box_rows rows by 64 k."""
-    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.matrix_map(x.data_ptr(), *x.shape, box_rows))
+    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.matrix_map(x.data_ptr(), x.shape[0], x.shape[1], box_rows))
 
 
 def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:

@@ -8,17 +8,20 @@ import functools
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "COMMON", "MEASURED", "GemmConfig", "Point", "candidates", "choose_config"]
+__all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
 
 COMMON = Path(__file__).with_name("cuda_common.cuh")  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("cuda_configs.json")
-CHUNK = 128  # k of a step of the kernels
+CHUNK = 128  # k of a step of the kernels of "linear" weights
+TILED = "tiled_64x64"
+LAYOUTS = ("linear", TILED)  # that there are kernels for
 _FILES = {
     "split": ("cuda_grouped_mm.cu",),
     "staged": ("cuda_grouped_mm.cu",),
@@ -26,6 +29,12 @@ _FILES = {
     "tiled_mma": ("cuda_tiled.cuh", "cuda_tiled_mma.cu"),
     "tiled_wgmma": ("cuda_wgmma.cuh", "cuda_tiled.cuh", "cuda_tiled_wgmma.cu"),
 }
+# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each in a stage.
+_TILED_MMA_SPLITS = (
+    (1, 1, 3, 2), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 4), (2, 1, 2, 2), (2, 1, 2, 4), (2, 1, 3, 2),
+    (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
+)  # fmt: skip
+_TILED_WGMMA_TOKENS = (4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)  # blocks of 8
 _TILED_BYTES = 220 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
@@ -61,7 +70,7 @@ class GemmConfig:
     @property
     def layout(self) -> str:
         """Of the weights that the kernel reads."""
-        return "tiled_64x64" if self.kernel.startswith("tiled") else "linear"
+        return TILED if self.kernel.startswith("tiled") else "linear"
 
     @property
     def threads(self) -> int:
@@ -97,7 +106,7 @@ class GemmConfig:
 
         For "wgmma" also 20 bytes per thread and row of weights, and 1 KiB to align it all.
         """
-        if self.layout != "linear":
+        if self.layout == TILED:
             return self.stages * self._stage_bytes + self._other_bytes
         chunk = 8 * self.token_blocks * 2 * CHUNK
         if self.kernel == "split":  # two segments
@@ -113,17 +122,18 @@ class GemmConfig:
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
         """The C++ name of the kernel; `scaled`: with a slot_scale."""
         flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
-        if self.layout == "tiled_64x64":
+        if self.layout == TILED:
             flags[2] = str(scaled).lower()
-            sizes = (self.token_blocks, self.row_blocks, self.warps_n)
+            split = []
             if self.kernel == "tiled_mma":
                 flags.append(str(k % (64 * self.warps_k * self.depth) == 0).lower())
-                sizes += (self.warps_k, self.depth)
-            return f"grouped_mm_{self.kernel}<{', '.join([*flags, *map(str, sizes), str(self.stages)])}>"
+                split = [self.warps_k, self.depth]
+            sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.stages))
+            return f"grouped_mm_{self.kernel}<{', '.join([*flags, *sizes])}>"
         split = [self.warps_k] if self.kernel == "split" else []
-        numbers = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
+        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
-        return f"{name}<{', '.join([*flags, *numbers])}>"
+        return f"{name}<{', '.join([*flags, *sizes])}>"
 
 
 class Point(NamedTuple):
@@ -149,7 +159,14 @@ class Point(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # on the path of every call, and a search over all measured points
 def choose_config(
-    rows: int, experts: int, features: int, k: int, swiglu: bool, multiprocessors: int, capability: tuple[int, int]
+    rows: int,
+    experts: int,
+    features: int,
+    k: int,
+    swiglu: bool,
+    multiprocessors: int,
+    capability: tuple[int, int],
+    layout: str = "linear",
 ) -> GemmConfig:
     """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
 
@@ -161,10 +178,11 @@ def choose_config(
         swiglu: whether the activation is fused.
         multiprocessors: of the device.
         capability: of the device, such as (9, 0).
+        layout: of the weight, one of `LAYOUTS`.
     """
     live = max(min(rows, experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
-    measured = _measured(capability, swiglu)
+    measured = _measured(capability, swiglu, layout)
     if measured:
         # Where a tile held an expert's rows when it was measured, it should here: a second one reads the weights again.
         # And no warp should be left without K.
@@ -174,12 +192,16 @@ def choose_config(
             if not at.rows <= 8 * config.token_blocks < point.rows and config.warps_k * CHUNK <= max(k, CHUNK)
         ]
         return min(fits or measured, key=lambda entry: entry[0].distance(point))[1]
+    if layout == TILED:
+        return _by_rule_tiled(point)
     return _by_rule(point, swiglu, multiprocessors, capability)
 
 
-def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[GemmConfig]:
+def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = "linear") -> list[GemmConfig]:
     """The configurations worth timing at a point: what won on an H200; "staged" without wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
+    if layout == TILED:
+        return list(_tiled_candidates(point, swiglu)) if capability == (9, 0) else []
     found = []
     if point.rows <= 48:
         warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2))
@@ -197,14 +219,38 @@ def candidates(point: Point, swiglu: bool, capability: tuple[int, int]) -> list[
     return [config for config in found if config.shared_bytes <= available]
 
 
+def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
+    row_blocks = (2,) if swiglu else (1, 2, 4)
+    # Blocks of weight rows of a warpgroup, warpgroups along N and along K, blocks of 64 k of each in a stage.
+    splits = [shape for shape in _TILED_MMA_SPLITS if shape[0] in row_blocks and shape[2] * shape[3] * 64 <= point.k]
+    for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2), splits):
+        if point.rows <= 8 * c and (c == 1 or point.rows > 2):
+            config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth)
+            if config.stages >= 3:
+                yield config
+    for c, (r, groups) in itertools.product(_TILED_WGMMA_TOKENS, ((1, 2), (1, 3), (2, 2), (2, 3))):
+        fits = max(6, 0.9 * min(point.rows, 160)) <= 8 * c <= max(2.5 * point.rows, 48)
+        if point.rows > 12 and fits and r in row_blocks and c * r <= (24 if groups == 3 else 32):
+            yield GemmConfig("tiled_wgmma", c, r, groups, 1, 1)
+
+
 @functools.cache
-def _measured(capability: tuple[int, int], swiglu: bool) -> list[tuple[Point, GemmConfig]]:
-    """The entries of cuda_configs.json for a device."""
+def _measured(capability: tuple[int, int], swiglu: bool, layout: str) -> list[tuple[Point, GemmConfig]]:
+    """The entries of cuda_configs.json for a device and a layout."""
     if not MEASURED.exists():
         return []
     entries = json.loads(MEASURED.read_text())["entries"]
     wanted = [entry for entry in entries if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu]
-    return [(Point(*entry["point"]), GemmConfig(*entry["config"])) for entry in wanted]
+    found = [(Point(*entry["point"]), GemmConfig(*entry["config"])) for entry in wanted]
+    return [(point, config) for point, config in found if config.layout == layout]
+
+
+def _by_rule_tiled(point: Point) -> GemmConfig:
+    """Where no measurements are; they won on an H200 at many shapes."""
+    if point.rows <= 16:
+        return GemmConfig("tiled_mma", 1 if point.rows <= 8 else 2, row_blocks=2, warps_n=1, warps_k=2, depth=2)
+    blocks = 6 if point.rows <= 48 else 10 if point.rows <= 80 else 16
+    return GemmConfig("tiled_wgmma", blocks, row_blocks=2, warps_n=2, warps_k=1, depth=1)
 
 
 def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:

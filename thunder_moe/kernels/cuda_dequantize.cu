@@ -1,6 +1,6 @@
 // NVFP4 weights -> 16-bit weights, for the gradient of the activation.
 // Compiled at run time by kernels/cuda.py; run on a CPU by tests/kernels/cuda_emulator.h.
-// One thread decodes a block of 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as nvfp4.dequantize.
+// One thread decodes 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as nvfp4.dequantize.
 
 struct DequantizeArguments {
   const uint8_t* qdata;       // (E, N, K / 2)
@@ -34,5 +34,38 @@ __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args
     uint4* out = reinterpret_cast<uint4*>(args.out + item * 16);
     out[0] = reinterpret_cast<const uint4*>(values)[0];
     out[1] = reinterpret_cast<const uint4*>(values)[1];
+  }
+}
+
+// The same of weights in layout "tiled_64x64" (`to_tiled` in nvfp4_layouts.py): one thread decodes two words of codes, rows g
+// and g + 8 of a warp's 16 and 4 of each of two steps of 16 k.
+template <bool BF16>
+__global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArguments args) {
+  await_previous_kernel();
+  const int blocks_k = args.k / 64;
+  const int64_t items = args.rows / 64 * blocks_k * 256, step = static_cast<int64_t>(gridDim.x) * 256;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {
+    const int64_t block = item / 256;
+    const int within = static_cast<int>(item % 256), warp = within / 64, lane = within / 2 % 32, pair = within % 2;
+    const int64_t first_row = block / blocks_k * 64 + 16 * warp + lane / 4;
+    const int64_t k0 = block % blocks_k * 64 + 32 * pair + 2 * (lane % 4);
+    const uint2 words = reinterpret_cast<const uint2*>(args.qdata)[item];
+    const uint32_t scales = reinterpret_cast<const uint32_t*>(args.scale)[block * 64 + warp * 16 + lane / 4 * 2 + pair];
+    const uint32_t fourths = (words.x & 0x60306030) | ((words.y << 2 | words.y >> 30) & ~0x60306030);
+    const float global[2] = {args.global_scale[first_row / args.rows_per_global], args.global_scale[(first_row + 8) / args.rows_per_global]};
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const uint32_t word = odd ? words.y : words.x;
+      const uint32_t pairs[4] = {word, word >> 4 | word << 28, word << 6, odd ? fourths << 2 : fourths >> 8 | fourths << 24};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t scale = scales >> (16 * (i % 2) + 8 * odd) & 0xFF;  // 5 bits of exponent, 3 of mantissa
+        const float factor = bits_to_float(scale << 20) * bits_to_float((106 + 127) << 23) * global[i % 2];
+        const float low = e2m1((pairs[i] >> 6 & 7) | (pairs[i] >> 12 & 8)) * factor;
+        const float high = e2m1((pairs[i] >> 22 & 7) | (pairs[i] >> 28 & 8)) * factor;
+        uint16_t* out = args.out + (first_row + i % 2 * 8) * args.k + k0 + 16 * odd + i / 2 * 8;
+        *reinterpret_cast<uint32_t*>(out) = narrow2<BF16>(low, high);
+      }
+    }
   }
 }

@@ -71,7 +71,7 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
 
 
 def matrix_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
-    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k), in boxes of box_rows by 64, swizzled by 128 bytes.
+    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte swizzle.
 
     Args:
         address: on the device, a multiple of 16.
