@@ -7,10 +7,12 @@ import hashlib
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from thunder_moe.kernels import cuda, nvrtc
+from thunder_moe.kernels import cuda, nvrtc, zeros
 
 HERE = Path(__file__).parent
 
@@ -85,9 +87,14 @@ def adversary():
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
+    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None, split=1):
+        emulator(
+            sources, expression, threads, min(blocks, (multiprocessors or blocks) // split * split), argument, adversary
+        )
 
     monkeypatch.setattr(cuda, "_launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(zeros, "_ZEROS", {})
     monkeypatch.setattr(nvrtc, "matrix_map", lambda *matrix: bytes(MatrixMap(*matrix)))
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))

@@ -449,6 +449,9 @@ static void arrive_after_copies(Barrier* barrier) {
 static Meeting named_meetings[16];
 static void meet(int id, int threads) { named_meetings[id].wait(threads); }
 
+static float load_other(const float* p) { return *p; }
+static void __threadfence() {}
+
 static uint32_t rotate_left(uint32_t value, int by) { return value << by | value >> (32 - by); }
 
 static uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) { return (mask & ones) | (~mask & zeros); }

@@ -11,7 +11,7 @@ from guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
 from thunder_moe import nvfp4
-from thunder_moe.kernels import cuda, cuda_configs, nvrtc, reference
+from thunder_moe.kernels import cuda, cuda_configs, nvrtc, reference, zeros
 from thunder_moe.kernels.cuda_configs import GemmConfig, Point, candidates, choose_config
 from thunder_moe.kernels.epilogues import SwiGLU
 from thunder_moe.kernels.epilogues import route as plain_route
@@ -35,6 +35,8 @@ TILED_CONFIGS = {
     "tiled mma, 32 tokens": GemmConfig("tiled_mma", 4, 2, 1, 2, 2),
     "tiled mma, split 4": GemmConfig("tiled_mma", 1, 2, 1, 4, 1),
     "tiled mma, four blocks of rows": GemmConfig("tiled_mma", 1, 4, 1, 3, 1),
+    "tiled mma, two blocks": GemmConfig("tiled_mma", 1, 2, 1, 2, 1, 2),
+    "tiled mma, three blocks": GemmConfig("tiled_mma", 2, 1, 2, 1, 1, 3),
     "tiled wgmma": GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1),
     "tiled wgmma, odd": GemmConfig("tiled_wgmma", 9, 1, 2, 1, 1),
     "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1),
@@ -274,7 +276,7 @@ def test_configurations_fit_the_device(capability):
                         assert config.threads <= 576
                         assert config.depth % 2 == 0 or config.kernel != "split"
                         assert config.row_blocks == 2 or not swiglu
-                        assert config.warps_k * 64 <= max(64, k)
+                        assert config.warps_k * config.split * 64 <= max(64, k)
                         assert layout == "linear" or config.stages >= 3
 
 
@@ -345,3 +347,12 @@ def test_says_why_it_cannot_run():
     if torch.cuda.is_available():
         pytest.skip("it can run here")
     assert cuda.unavailable_reason() == "torch finds no CUDA device"
+
+
+def test_blocks_that_share_a_tile_leave_zeros_behind(emulated, hopper):
+    weight, _ = make(4, 192, 512)
+    rows, offsets = torch.randn(11, 512, dtype=torch.bfloat16), torch.tensor([3, 3, 9, 11], dtype=torch.int32)
+    config = TILED_CONFIGS["tiled mma, three blocks"]
+    first = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
+    assert not zeros.zeros_of(rows.device).row().any()
+    assert torch.equal(cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config), first)

@@ -3,7 +3,7 @@ Called by pytest; judged by tests/oracle.py. The CUDA kernels around the GEMM ar
 """
 
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -50,9 +50,6 @@ def library(emulated, monkeypatch):
     monkeypatch.setitem(sys.modules, "humming", package)
     monkeypatch.setitem(sys.modules, "humming.ops", ops)
     monkeypatch.setattr(humming, "_kernel_for", lambda *shape: torch.tensor([0, 1 << 30, 1, 0]))
-    monkeypatch.setattr(humming, "_ZEROS", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def make(n, k, parts=1):
@@ -122,16 +119,6 @@ def test_another_layout_is_refused(library):
     weight = quantize(torch.randn(4, 128, 32))
     with pytest.raises(ValueError, match=r"'humming' reads weights in layout 'humming', got 'linear'; use quantize_"):
         humming.grouped_mm(torch.randn(11, 32, dtype=torch.bfloat16), weight, OFFSETS)
-
-
-def test_kernels_that_may_run_at_once_have_locks_of_their_own(monkeypatch):
-    monkeypatch.setattr(humming, "_CONCURRENT_KERNELS", 5)
-    zeros = humming._Zeros(torch.device("cpu"))
-    first, again, other = (zeros.locks(stream, capturing=False) for stream in (1, 1, 2))
-    assert again.data_ptr() == first.data_ptr()
-    taken = [first, other, *(zeros.locks(1, capturing=True) for _ in range(5))]  # more than there are
-    assert len({locks.data_ptr() for locks in taken}) == 7
-    assert zeros.locks(1, capturing=False).data_ptr() == first.data_ptr()
 
 
 def test_the_kernel_of_an_interval_of_rows(monkeypatch):

@@ -8,12 +8,13 @@ for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchron
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from thunder_moe.kernels import nvrtc, reference
+from thunder_moe.kernels import nvrtc, reference, zeros
 from thunder_moe.kernels.cuda_configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU, gather_rows
 from thunder_moe.kernels.native import dtype_code, floats, pointer
@@ -46,7 +47,7 @@ class _GemmArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_done")),
         *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
@@ -300,7 +301,19 @@ def _gemm(
         activation = _ordered(activation, row_slot, rows, top_k, config)
     elif config.kernel == "tiled_wgmma" and row_slot is not None:
         activation = _gathered(activation, row_slot, rows, top_k, config)
-    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out)
+    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
+    live = min(rows, experts)
+    tiles_m = live + (rows - live) // (8 * config.token_blocks)
+    tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    if tiles >= 2**31:
+        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
+    sums = sums_done = None
+    if config.split > 1 and (tiles * config.warps_n > zeros.ROW_SIZE or config.least_k > k):
+        config = replace(config, split=1)
+    if config.split > 1:
+        sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
+        sums_done = zeros.zeros_of(activation.device).row()
+    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
@@ -308,22 +321,17 @@ def _gemm(
     )  # fmt: skip
     if config.kernel == "tiled_wgmma":
         argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
-    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
-    live = min(rows, experts)
-    tiles_m = live + (rows - live) // (8 * config.token_blocks)
-    tiles = tiles_m * -(-features // config.tile_features(swiglu))
-    if tiles >= 2**31:
-        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
     expression = config.expression(activation.dtype, swiglu, k, slot_scale is not None)
     _launch(
         config.sources,
         expression,
         config.threads,
         config.shared_bytes,
-        tiles,
+        tiles * config.split,
         argument,
         activation.device,
         multiprocessors,
+        config.split,
     )
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
@@ -374,12 +382,14 @@ def _launch(
     argument: ctypes.Structure,
     device: torch.device,
     multiprocessors: int | None = None,
+    split: int = 1,
 ) -> None:
-    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
+    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles): a
+    multiple of `split`."""
     assert device.index is not None
     kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
     if multiprocessors is not None:
-        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor // split * split)
     with torch.cuda.device(device):
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
 

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ _TILED_MMA_SPLITS = (
     (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
 _TILED_WGMMA_TOKENS = (4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)  # blocks of 8
-_TILED_BYTES = 220 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
+_TILED_BYTES = 216 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
 
@@ -53,6 +53,7 @@ class GemmConfig:
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma"; 1 for "tiled_wgmma".
+        split: blocks of threads that share K of a tile of "tiled_mma"; 1 for the others.
     """
 
     kernel: str
@@ -61,6 +62,7 @@ class GemmConfig:
     warps_n: int
     warps_k: int
     depth: int
+    split: int = 1
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -84,6 +86,16 @@ class GemmConfig:
     def stages(self) -> int:
         """Of kernels of tiled weights: as many as shared memory holds."""
         return min(12, (_TILED_BYTES - self._other_bytes) // self._stage_bytes)
+
+    @property
+    def least_k(self) -> int:
+        """K with which no warp is left without any."""
+        return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.split * self.depth * 64
+
+    @property
+    def sums_of_tile(self) -> int:
+        """Float32 sums that the blocks of a tile exchange."""
+        return self.split * self.warps_n * self.row_blocks * self.token_blocks * 512
 
     @property
     def _stage_bytes(self) -> int:
@@ -127,7 +139,7 @@ class GemmConfig:
             split = []
             if self.kernel == "tiled_mma":
                 flags.append(str(k % (64 * self.warps_k * self.depth) == 0).lower())
-                split = [self.warps_k, self.depth]
+                split = [self.warps_k, self.depth, self.split]
             sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.stages))
             return f"grouped_mm_{self.kernel}<{', '.join([*flags, *sizes])}>"
         split = [self.warps_k] if self.kernel == "split" else []
@@ -189,7 +201,7 @@ def choose_config(
         fits = [
             (at, config)
             for at, config in measured
-            if not at.rows <= 8 * config.token_blocks < point.rows and config.warps_k * CHUNK <= max(k, CHUNK)
+            if not at.rows <= 8 * config.token_blocks < point.rows and config.least_k <= max(k, CHUNK)
         ]
         return min(fits or measured, key=lambda entry: entry[0].distance(point))[1]
     if layout == TILED:
@@ -226,11 +238,16 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
     for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2), splits):
         if point.rows <= 8 * c and (c == 1 or point.rows > 2):
             config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth)
-            if config.stages >= 3:
-                yield config
+            if config.stages < 3:
+                continue
+            yield config
+            tiles = point.live * -(-point.features // config.tile_features(swiglu))
+            for split in (2, 3, 4):
+                if tiles <= 160 and 64 * warps_k * depth * split <= point.k:
+                    yield replace(config, split=split)
     for c, (r, groups) in itertools.product(_TILED_WGMMA_TOKENS, ((1, 2), (1, 3), (2, 2), (2, 3))):
-        fits = max(6, 0.9 * min(point.rows, 160)) <= 8 * c <= max(2.5 * point.rows, 48)
-        if point.rows > 12 and fits and r in row_blocks and c * r <= (24 if groups == 3 else 32):
+        fits = max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48)
+        if point.rows > 12 and fits and r in row_blocks and c * r <= (24 if groups == 3 else 44):
             yield GemmConfig("tiled_wgmma", c, r, groups, 1, 1)
 
 

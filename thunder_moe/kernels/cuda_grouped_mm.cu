@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   constexpr int kSegment = kGroup * C < 8 ? 8 / C : kGroup, kUnits = 16 * kSegment;
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);  // output features of a tile
   DYNAMIC_SHARED(uint4, tokens);  // [2 segments][kTokens][kSegment chunks][16 units]
-  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
   __shared__ float partial[WK > 1 ? WK - 1 : 1][WN][R * C * 4 * 32];
   __shared__ const uint16_t* token_of[kTokens];
@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   const int chunks = (args.k + kChunk - 1) / kChunk;
   const int k_first = warp_k * kChunk + 32 * t;  // of this thread
 
-  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int tile_m = tile / tiles_n, tile_n = tile - tile_m * tiles_n;
     const int expert = expert_of_tile(tile_start, args.experts, tile_m);
-    const int end = args.offsets[expert];
-    const int row0 = (expert ? args.offsets[expert - 1] : 0) + (tile_m - tile_start[expert]) * kTokens;
+    const int end = row_start[expert + 1];
+    const int row0 = row_start[expert] + (tile_m - tile_start[expert]) * kTokens;
     const int n0 = tile_n * kTileRows + warp_n * (SWIGLU ? 16 : 16 * R);
     const int live = min(end - row0, kTokens);  // tokens; what the others' places hold is multiplied and not stored
 
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   constexpr int kThreads = 32 * WN, kTokens = 8 * C, kDepth = 2;
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, stages);  // [STAGES][kTokens][16]
-  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
   __shared__ const uint16_t* token_of[kTokens];
 
@@ -219,10 +219,10 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
       token_of, args.k, stages + token * 16 + place_of_unit(token, threadIdx.x % 16));
   static_assert(fetch.kStep % 2 == 0, "a thread's tokens are placed alike");
 
-  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warp * (SWIGLU ? 16 : 16 * R);
 
     for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);

@@ -15,6 +15,8 @@ struct Arguments {
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
   const void* bias;         // (E, N) or null
   uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU, rounded up to an even number
+  float* sums;              // of the blocks that share K of a tile, or null
+  int* sums_done;           // of each tile: zero, before and after
   int rows, experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none
@@ -125,19 +127,24 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- the tiles of a routing ----
 
-// tile_start[e] = tiles of `height` rows that the experts before e need; all threads of the block call it.
+// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows; all threads of the
+// block call it.
 template <int THREADS>
-DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* warp_total) {
+DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
   const int thread = threadIdx.x;
   int carry = 0;
   for (int base = 0; base < args.experts; base += THREADS) {
     const int e = base + thread;
     int tiles = 0;
-    if (e < args.experts) tiles = (args.offsets[e] - (e ? args.offsets[e - 1] : 0) + height - 1) / height;
+    if (e < args.experts) {
+      const int end = args.offsets[e];
+      tiles = (end - (e ? args.offsets[e - 1] : 0) + height - 1) / height;
+      row_start[e + 1] = end;
+    }
     const int end = scan_block<THREADS>(tiles, warp_total, carry);
     if (e < args.experts) tile_start[e + 1] = end;
   }
-  if (thread == 0) tile_start[0] = 0;
+  if (thread == 0) tile_start[0] = row_start[0] = 0;
   __syncthreads();
 }
 
@@ -158,12 +165,11 @@ struct Tile {
 
 // Tile number `tile` of `height` rows, in an order in which blocks that run together take the row tiles of one expert
 // with the same weights, for the L2 cache.
-DEVICE Tile tile_of(const Arguments& args, const int* tile_start, int tile, int tiles_n, int height) {
-  const int expert = expert_of_tile(tile_start, args.experts, tile / tiles_n);
+DEVICE Tile tile_of(int experts, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, experts, tile / tiles_n);
   const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
   const int within = tile - tile_start[expert] * tiles_n, tile_n = within / expert_tiles;
-  const int start = expert ? args.offsets[expert - 1] : 0;
-  return {expert, start + (within - tile_n * expert_tiles) * height, args.offsets[expert], tile_n};
+  return {expert, row_start[expert] + (within - tile_n * expert_tiles) * height, row_start[expert + 1], tile_n};
 }
 
 // The token of a row; rows that do not exist read the last one's, and are not stored.

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   constexpr int kStage = FULL ? kScales + 2 * R * kThreads / 4 : kCodes;
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage]
-  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of what order_rows has written
   uint4* const to = stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8);
 
-  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args, tile_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
     Rows rows[R];

@@ -64,6 +64,12 @@ DEVICE void arrive_after_copies(BarrierAt barrier) {
 // The barrier `id` (1 to 15) of `threads` threads, warps of which meet there.
 DEVICE void meet(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+DEVICE float load_other(const float* p) {  // what another block has written
+  float value;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
+  return value;
+}
+
 DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
 DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // of `ones` where the mask has a bit
   uint32_t out;

@@ -5,8 +5,9 @@
 // more than decoding them.
 
 // SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK:
-// warpgroups along N and along K; SUB: 64 k of a warpgroup in a stage; FULL: K is a multiple of a stage.
-template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int STAGES>
+// warpgroups along N and along K; SUB: 64 k of a warpgroup in a stage; FULL: K is a multiple of a stage; SPLIT: blocks that
+// share K of a tile: the last that is done adds what all have left in memory, in their order.
+template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int SPLIT, int STAGES>
 __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(const Arguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
@@ -21,34 +22,38 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
   __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
   __shared__ Tile tile_of_stage[STAGES];
-  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ const uint16_t* token_of[kTokens];
   __shared__ uint32_t scale_top;
+  __shared__ bool is_last[WN * WK];
   __shared__ int warp_total[kThreads / 32];
 
   const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int tiles_n = (features + kTileRows - 1) / kTileRows;
-  const int subs = args.k / kBlock;
+  const int all_subs = args.k / kBlock;
+  const int stages_k = (all_subs + kSubs - 1) / kSubs;  // at least SPLIT of them
+  const int part = blockIdx.x % SPLIT;  // gridDim.x is a multiple of SPLIT
+  const int first_sub = stages_k * part / SPLIT * kSubs, subs = min(stages_k * (part + 1) / SPLIT * kSubs, all_subs) - first_sub;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 33), init_barrier(barrier_of(empty, i), kConsumers / 32);
     fence_barriers();
     scale_top = 0x70007000;
   }
-  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);  // ends with a barrier
-  const int tiles = tile_start[args.experts] * tiles_n;
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);  // ends with a barrier
+  const int tiles = tile_start[args.experts] * tiles_n, first_tile = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
   Stage<STAGES> stage;
 
   if (warp == kConsumers / 32) {  // copies weights
     if (lane != 0) return;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const Tile at = tile_of(args, tile_start, tile, tiles_n, kTokens);
+    for (int tile = first_tile; tile < tiles; tile += step) {
+      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
       const uint8_t *codes[kBlocks], *scales[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int row_block = block_of_expert<SWIGLU>(args, at.tile_n * kTileRows, block);
-        const int64_t from = (static_cast<int64_t>(at.expert) * (args.n / kBlock) + row_block) * subs;
+        const int64_t from = (static_cast<int64_t>(at.expert) * (args.n / kBlock) + row_block) * all_subs + first_sub;
         codes[block] = args.qdata + from * (16 * kBlockCodes);
         scales[block] = args.scale + from * (16 * kBlockScales);
       }
@@ -71,11 +76,11 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
     return;
   }
   if (warp == kConsumers / 32 + 1) {  // copies tokens
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const Tile at = tile_of(args, tile_start, tile, tiles_n, kTokens);
+    for (int tile = first_tile; tile < tiles; tile += step) {
+      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
       const int live = min(at.end - at.row0, kTokens);
       __syncwarp();
-      if (lane < live) token_of[lane] = token_of_row(args, at.row0 + lane, at.end) ;
+      if (lane < live) token_of[lane] = token_of_row(args, at.row0 + lane, at.end) + first_sub * kBlock;
       __syncwarp();
       for (int sub = 0; sub < subs; sub += kSubs) {
         const int units = min(subs - sub, kSubs) * 8;  // of a token
@@ -103,7 +108,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   const int from_tokens = (kInput + lane % 8 * kPitch + 8 * warp_k + lane / 8);
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   int turn = 0;  // tiles that this block has done
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+  for (int tile = first_tile; tile < tiles; tile += step, ++turn) {
     wait(barrier_of(full, stage.index), stage.parity);
     const Tile at = tile_of_stage[stage.index];
     const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
@@ -182,6 +187,40 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
 #pragma unroll
             for (int other = 0; other < WK; ++other)
               sum += other == last ? acc[r][c][i] : shares[other * kShare + ((r * C + c) * 4 + i) * 128 + thread];
+            acc[r][c][i] = sum;
+          }
+    }
+    if constexpr (SPLIT > 1) {
+      const int thread = threadIdx.x % 128;
+      float* const sums = args.sums + (static_cast<int64_t>(tile) * SPLIT * WN + warp_n) * (R * C * 512) + thread;
+      constexpr int kPart = WN * R * C * 512;  // from a block's sums to the next one's
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[part * kPart + ((r * C + c) * 4 + i) * 128] = acc[r][c][i];
+      __threadfence();
+      meet(1 + WN + group, 128);  // of the warpgroup
+      if (thread == 0) {
+        const int before = atomicAdd(&args.sums_done[tile * WN + warp_n], 1);
+        if (before == SPLIT - 1) args.sums_done[tile * WN + warp_n] = 0;
+        is_last[group] = before == SPLIT - 1;
+        __threadfence();
+      }
+      meet(1 + WN + group, 128);
+      const bool last = is_last[group];
+      meet(1 + WN + group, 128);  // before the next tile's is written
+      if (!last) continue;
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int c = 0; c < C; ++c)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int other = 0; other < SPLIT; ++other) sum += load_other(sums + other * kPart + ((r * C + c) * 4 + i) * 128);
             acc[r][c][i] = sum;
           }
     }

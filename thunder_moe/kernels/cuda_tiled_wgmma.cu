@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   DYNAMIC_SHARED(uint4, memory);  // [STAGES] of tokens [kTokens][8], then of codes [kBlocks][128], then of scales [kBlocks][16]
   __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
   __shared__ Tile tile_of_stage[STAGES];
-  __shared__ int tile_start[kMaxExperts + 1];
+  __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
 
   const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 1), init_barrier(barrier_of(empty, i), 4 * WG);
     fence_barriers();
   }
-  count_tiles<kThreads>(args, kTokens, tile_start, warp_total);  // ends with a barrier
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);  // ends with a barrier
   const int tiles = tile_start[args.experts] * tiles_n;
   Stage<STAGES> stage;
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : 32)>();
     if (warp != 4 * WG || lane != 0) return;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const Tile at = tile_of(args, tile_start, tile, tiles_n, kTokens);
+      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
       const uint8_t *codes_from[kBlocks], *scales_from[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thunder_moe.kernels import cuda, reference
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU, expert_of_row, gather_rows
+from thunder_moe.kernels.zeros import zeros_of
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight
 
 __all__ = [
@@ -31,8 +32,6 @@ __all__ = [
 
 LAYOUT = "humming"
 _COMPUTE = dict(gemm_type="grouped_contiguous")
-_LOCKS_OF_A_KERNEL = 2048  # as many as humming.layer.HummingLayer keeps
-_CONCURRENT_KERNELS = 1024
 
 route = cuda.route
 grouped_mm_dgrad = cuda.grouped_mm_dgrad  # decodes weights of any layout
@@ -110,7 +109,7 @@ def _gemm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> tuple[Ten
     out = activation.new_empty(rows, n)
     applied = weight.global_scale.amax(1) if weight.global_scale.ndim == 2 else None
     if out.numel() > 0:
-        zeros = _zeros(device)
+        zeros = zeros_of(device)
         ops.launch_kernel(
             configs=_kernel_for(experts, n, k, activation.dtype, device, rows),
             inputs=activation.detach().contiguous(),
@@ -119,7 +118,7 @@ def _gemm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> tuple[Ten
             weight_scale_2=weight.global_scale.contiguous() if applied is None else applied,
             outputs=out,
             expert_layout=torch.cat([zeros.start, offsets]),
-            locks=zeros.locks(torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()),
+            locks=zeros.row(),
             valid_shape_m=rows,
         )
     return out, applied
@@ -167,40 +166,3 @@ def _kernel(experts: int, n: int, k: int, dtype: torch.dtype, device: torch.devi
     logging.getLogger("thunder_moe").info(message, low + 1, high, (experts, n, k))
     layer = _layer(experts, n, k, dtype, device)
     return HummingKernel.prepare_kernels(layer.to_str(), _COMPUTE, tuning, device)
-
-
-class _Zeros:
-    """Zeros on a device: rows of locks, through which the blocks of a kernel that share a tile wait for each other (it
-    leaves zeros behind), and the first offset.
-
-    Kernels that may run at once need different locks: each stream has its own, and so has every call that a CUDA graph
-    captures, since graphs are replayed on any stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.rows = torch.zeros(_CONCURRENT_KERNELS, _LOCKS_OF_A_KERNEL, dtype=torch.int32, device=device)
-        self.start = torch.zeros(1, dtype=torch.int32, device=device)
-        self._used = 0
-        self._of_stream: dict[int, Tensor] = {}
-
-    def locks(self, stream: int, capturing: bool) -> Tensor:
-        if not capturing and stream in self._of_stream:
-            return self._of_stream[stream]
-        if self._used == _CONCURRENT_KERNELS:  # one more launch, in a graph at every replay
-            return torch.zeros_like(self.rows[0])
-        locks, self._used = self.rows[self._used], self._used + 1
-        if not capturing:
-            self._of_stream[stream] = locks
-        return locks
-
-
-_ZEROS: dict[torch.device, _Zeros] = {}
-
-
-def _zeros(device: torch.device) -> _Zeros:
-    zeros = _ZEROS.get(device)
-    if zeros is None:
-        zeros = _Zeros(device)
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory goes with the graph
-            _ZEROS[device] = zeros
-    return zeros

@@ -1,0 +1,57 @@
+"""Zeros on a CUDA device, through which the blocks of a kernel that share work tell each other how far they are.
+Called by kernels.cuda and kernels.humming; calls torch alone.
+
+A kernel finds its row all zeros and leaves it so. Kernels that may run at once need different rows: each stream has its
+own, and so has every call that a CUDA graph captures, since graphs are replayed on any stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROW_SIZE", "Zeros", "zeros_of"]
+
+ROW_SIZE = 2048  # as many as humming.layer.HummingLayer keeps for its locks
+_ROWS = 1024
+
+
+class Zeros:
+    """Rows of int32 zeros on a device.
+
+    Attributes:
+        start: int32 (1,), the row at which the first expert starts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.start = torch.zeros(1, dtype=torch.int32, device=device)
+        self._device = device
+        self._rows = torch.zeros(_ROWS, ROW_SIZE, dtype=torch.int32, device=device)
+        self._used = 0
+        self._of_stream: dict[int, Tensor] = {}
+
+    def row(self) -> Tensor:
+        """int32 (ROW_SIZE,) for a kernel that is launched, or captured, on the current stream."""
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing and stream in self._of_stream:
+            return self._of_stream[stream]
+        if self._used == _ROWS:  # one more launch, in a graph at every replay
+            return torch.zeros_like(self._rows[0])
+        row, self._used = self._rows[self._used], self._used + 1
+        if not capturing:
+            self._of_stream[stream] = row
+        return row
+
+
+_ZEROS: dict[torch.device, Zeros] = {}
+
+
+def zeros_of(device: torch.device) -> Zeros:
+    """The zeros of a device."""
+    zeros = _ZEROS.get(device)
+    if zeros is None:
+        zeros = Zeros(device)
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory goes with the graph
+            _ZEROS[device] = zeros
+    return zeros
