@@ -142,6 +142,64 @@ DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t e
 
 // ---- tiles ----
 
+// The same as count_tiles, by one warp: each lane counts for neighbouring experts. Nobody waits for it here.
+DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_start, int* row_start) {
+  const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
+  const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
+  int sum = 0, start = first > 0 && first < last ? args.offsets[first - 1] : 0;
+  for (int base = first; base < last; base += 4) {  // loads that do not wait for each other
+    int ends[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ends[i] = args.offsets[min(base + i, last - 1)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (base + i >= last) break;
+      sum += (ends[i] - start + height - 1) / height;
+      row_start[base + i + 1] = start = ends[i];
+      tile_start[base + i + 1] = sum;
+    }
+  }
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += other;
+  }
+  before -= sum;
+  for (int e = first; e < last; ++e) tile_start[e + 1] += before;
+  if (lane == 0) tile_start[0] = row_start[0] = 0;
+}
+
+// The tiles of a block, one after the other: each that follows is `step` tiles further. All lanes of a warp call it.
+struct Tiles {
+  int tiles_n, tile_m, tile_n, step_m, step_n;  // a tile's number is tile_m * tiles_n + tile_n
+
+  METHOD Tiles(int first, int step, int tiles_n)
+      : tiles_n(tiles_n), tile_m(first / tiles_n), tile_n(first % tiles_n), step_m(step / tiles_n), step_n(step % tiles_n) {}
+
+  METHOD void advance() {
+    tile_m += step_m, tile_n += step_n;
+    if (tile_n >= tiles_n) ++tile_m, tile_n -= tiles_n;
+  }
+
+  // As tile_of.
+  METHOD Tile find(int experts, const int* tile_start, const int* row_start, int height) const {
+    const int lane = threadIdx.x % 32;
+    int expert = 0;
+    for (int base = 0; base < experts; base += 32) {
+      const int e = min(base + lane, experts - 1);
+      const uint32_t here = __ballot_sync(0xffffffffu, tile_start[e] <= tile_m && tile_m < tile_start[e + 1]);
+      if (here == 0) continue;
+      expert = base + __ffs(here) - 1;
+      break;
+    }
+    const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
+    if (expert_tiles == 1) return {expert, start, end, tile_n};  // spares a division
+    const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;
+    return {expert, start + within % expert_tiles * height, end, within / expert_tiles};
+  }
+};
+
 // Block `block` of the 64-row blocks of a tile, as a number among those of its expert: with SwiGLU gate and up take
 // turns. Blocks that do not exist are read from the last that does, and not stored.
 template <bool SWIGLU>

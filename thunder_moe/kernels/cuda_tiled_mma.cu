@@ -26,7 +26,6 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   __shared__ const uint16_t* token_of[kTokens];
   __shared__ uint32_t scale_top;
   __shared__ bool is_last[WN * WK];
-  __shared__ int warp_total[kThreads / 32];
 
   const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
@@ -36,19 +35,22 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   const int stages_k = (all_subs + kSubs - 1) / kSubs;  // at least SPLIT of them
   const int part = blockIdx.x % SPLIT;  // gridDim.x is a multiple of SPLIT
   const int first_sub = stages_k * part / SPLIT * kSubs, subs = min(stages_k * (part + 1) / SPLIT * kSubs, all_subs) - first_sub;
-  if (threadIdx.x == 0) {
+  const int first_tile = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
+  Tiles own(first_tile, step, tiles_n);
+  if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
+  if (threadIdx.x == kThreads - 1) {
     for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 33), init_barrier(barrier_of(empty, i), kConsumers / 32);
     fence_barriers();
     scale_top = 0x70007000;
   }
-  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);  // ends with a barrier
-  const int tiles = tile_start[args.experts] * tiles_n, first_tile = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
+  __syncthreads();
+  const int tiles = tile_start[args.experts] * tiles_n;
   Stage<STAGES> stage;
 
   if (warp == kConsumers / 32) {  // copies weights
-    if (lane != 0) return;
-    for (int tile = first_tile; tile < tiles; tile += step) {
-      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
+    for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
+      const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
+      if (lane != 0) continue;
       const uint8_t *codes[kBlocks], *scales[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
@@ -76,8 +78,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
     return;
   }
   if (warp == kConsumers / 32 + 1) {  // copies tokens
-    for (int tile = first_tile; tile < tiles; tile += step) {
-      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
+    for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
+      const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
       const int live = min(at.end - at.row0, kTokens);
       __syncwarp();
       if (lane < live) token_of[lane] = token_of_row(args, at.row0 + lane, at.end) + first_sub * kBlock;
