@@ -227,14 +227,6 @@ static uint32_t __match_any_sync(uint32_t, int value) {
   return mask;
 }
 
-static uint32_t __ballot_sync(uint32_t, bool value) {
-  const bool* all = exchange(value);
-  uint32_t mask = 0;
-  for (int lane = 0; lane < 32; ++lane) mask |= static_cast<uint32_t>(all[lane]) << lane;
-  return mask;
-}
-
-static int __ffs(uint32_t bits) { return __builtin_ffs(static_cast<int>(bits)); }
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 static int atomicAdd(int* to, int value) {
   const int old = *to;

@@ -170,7 +170,8 @@ DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_sta
   if (lane == 0) tile_start[0] = row_start[0] = 0;
 }
 
-// The tiles of a block, one after the other: each that follows is `step` tiles further. All lanes of a warp call it.
+// The tiles of a block, one after the other: each that follows is `step` tiles further. Divisions take long: the few that
+// there are, are done while offsets come from memory.
 struct Tiles {
   int tiles_n, tile_m, tile_n, step_m, step_n;  // a tile's number is tile_m * tiles_n + tile_n
 
@@ -184,15 +185,7 @@ struct Tiles {
 
   // As tile_of.
   METHOD Tile find(int experts, const int* tile_start, const int* row_start, int height) const {
-    const int lane = threadIdx.x % 32;
-    int expert = 0;
-    for (int base = 0; base < experts; base += 32) {
-      const int e = min(base + lane, experts - 1);
-      const uint32_t here = __ballot_sync(0xffffffffu, tile_start[e] <= tile_m && tile_m < tile_start[e + 1]);
-      if (here == 0) continue;
-      expert = base + __ffs(here) - 1;
-      break;
-    }
+    const int expert = expert_of_tile(tile_start, experts, tile_m);
     const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
     if (expert_tiles == 1) return {expert, start, end, tile_n};  // spares a division
     const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;

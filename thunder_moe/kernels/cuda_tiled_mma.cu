@@ -48,9 +48,9 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   Stage<STAGES> stage;
 
   if (warp == kConsumers / 32) {  // copies weights
+    if (lane != 0) return;
     for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
       const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
-      if (lane != 0) continue;
       const uint8_t *codes[kBlocks], *scales[kBlocks];
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
