@@ -102,15 +102,13 @@ class GemmConfig:
         """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
         blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
         apart = 16 if self.kernel == "tiled_mma" else 0
-        return blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart)
+        return blocks * subs * (2048 + 256) + -(-8 * self.token_blocks * (128 * subs + apart) // 128) * 128
 
     @property
     def _other_bytes(self) -> int:
-        """Sums that warpgroups of "tiled_mma" along K exchange, twice; what aligns the stages of "tiled_wgmma"."""
-        if self.kernel == "tiled_wgmma":
-            return 1024
+        """What aligns the stages, and sums that warpgroups of "tiled_mma" along K exchange, twice."""
         share = 128 * 4 * 4 * self.row_blocks * self.token_blocks
-        return 2 * self.warps_n * self.warps_k * share if self.warps_k > 1 else 0
+        return 1024 + (2 * self.warps_n * self.warps_k * share if self.warps_k > 1 else 0)
 
     @property
     def shared_bytes(self) -> int:

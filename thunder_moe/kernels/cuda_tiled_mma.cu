@@ -18,8 +18,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   // A stage in units of 16 bytes: codes [kBlocks][kSubs][128], scales [kBlocks][kSubs][16], tokens [kTokens][kPitch].
   constexpr int kScales = kBlocks * kSubs * kBlockCodes, kInput = kScales + kBlocks * kSubs * kBlockScales;
   constexpr int kPitch = 8 * kSubs + 1;  // odd, for the banks of load_matrices
-  constexpr int kStage = kInput + kTokens * kPitch;
-  DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
+  constexpr int kStage = (kInput + kTokens * kPitch + 7) / 8 * 8;  // 128 bytes, for the copy engine
+  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
   __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
   __shared__ Tile tile_of_stage[STAGES];
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   __shared__ uint32_t scale_top;
   __shared__ bool is_last[WN * WK];
 
+  uint4* const memory = align_shared(unaligned, 128);
   const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
