@@ -302,22 +302,22 @@ struct RowFactors {
   }
 };
 
+// The slot_scale of a row of a tile; rows at or past `end` have that of the last one.
+DEVICE float scale_of_row(const Arguments& args, int row, int end) {
+  row = min(row, end - 1);
+  return load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+}
+
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,
 // STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
-// stores two features of a token. SCALED: whether there may be a slot_scale.
-template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int STRIDE>
-DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, int row0, int end, int n0, int g, int t) {
+// stores two features of a token. scale_of(i) is the scale of row row0 + i.
+template <bool BF16, bool SWIGLU, int C, int R, int STRIDE, class ScaleOf>
+DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, ScaleOf scale_of, int row0, int end, int n0, int g, int t) {
   const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     if (row0 + 8 * c >= end) break;
-    float row_scale[2] = {kUnscale, kUnscale};
-    if (SCALED && args.slot_scale != nullptr)
-#pragma unroll
-      for (int column = 0; column < 2; ++column) {
-        const int row = min(row0 + 8 * c + 2 * t + column, end - 1);
-        row_scale[column] *= load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
-      }
+    const float row_scale[2] = {kUnscale * scale_of(8 * c + 2 * t), kUnscale * scale_of(8 * c + 2 * t + 1)};
     const int row = row0 + 8 * c + g;
     uint16_t* out = args.out + static_cast<int64_t>(row) * ((features + 1) & ~1) + n0 + 2 * t;
 #pragma unroll
@@ -346,5 +346,7 @@ template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
 DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   RowFactors<R> rows;
   rows.template load<SWIGLU, STRIDE>(args, expert, n0, g);
-  store<BF16, SWIGLU, true, C, R, STRIDE>(args, acc, rows, row0, end, n0, g, t);
+  const bool scaled = args.slot_scale != nullptr;
+  const auto scale_of = [&](int i) { return scaled ? scale_of_row(args, row0 + i, end) : 1.0f; };
+  store<BF16, SWIGLU, C, R, STRIDE>(args, acc, rows, scale_of, row0, end, n0, g, t);
 }

@@ -117,6 +117,12 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
     const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
+    float row_scale[C][2];
+    if constexpr (SCALED)
+#pragma unroll
+      for (int c = 0; c < C; ++c)
+#pragma unroll
+        for (int column = 0; column < 2; ++column) row_scale[c][column] = scale_of_row(args, at.row0 + 8 * c + 2 * t + column, at.end);
     float acc[R][C][4] = {};
     for (int sub = 0; sub < subs; sub += kSubs) {
       wait(barrier_of(full, stage.index), stage.parity);
@@ -227,6 +233,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
             acc[r][c][i] = sum;
           }
     }
-    store<BF16, SWIGLU, SCALED, C, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
+    store<BF16, SWIGLU, C, R, 64>(
+        args, acc, rows, [&](int i) { return SCALED ? row_scale[i / 8][i % 2] : 1.0f; }, at.row0, at.end, n0, g, t);
   }
 }

@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   DYNAMIC_SHARED(uint4, memory);  // [STAGES] of tokens [kTokens][8], then of codes [kBlocks][128], then of scales [kBlocks][16]
   __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
   __shared__ Tile tile_of_stage[STAGES];
+  __shared__ float row_scale[SCALED ? WG : 1][256];
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
 
@@ -111,6 +112,10 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     const int n0 = at.tile_n * kTileRows + warpgroup * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
+    float own_scale[2];  // of two of the tile's rows, likewise
+    if constexpr (SCALED)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) own_scale[i] = scale_of_row(args, at.row0 + threadIdx.x % 128 + 128 * i, at.end);
 
     // All k of the tile's first 8 * N tokens. `a` has the left operands of 32 k by 64 rows: one is multiplied while the other
     // is decoded.
@@ -157,7 +162,14 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       wait_for_products<0>();
       keep_apart<-N>();
       release(before);
-      store<BF16, SWIGLU, SCALED, N, R, 64>(args, acc, rows, at.row0, at.end, n0, g, t);
+      if constexpr (SCALED) {
+        meet(1 + warpgroup, 128);  // the tile before has been stored
+#pragma unroll
+        for (int i = 0; i < 2; ++i) row_scale[warpgroup][threadIdx.x % 128 + 128 * i] = own_scale[i];
+        meet(1 + warpgroup, 128);
+      }
+      store<BF16, SWIGLU, N, R, 64>(
+          args, acc, rows, [&](int i) { return SCALED ? row_scale[warpgroup][i] : 1.0f; }, at.row0, at.end, n0, g, t);
     };
     // A tile that is half empty is multiplied by half, where registers suffice for both codes.
     if constexpr (C % 2 == 0 && C * R <= (WG < 3 ? 32 : 20)) {
