@@ -144,6 +144,21 @@ def test_saving_a_quantised_model_is_bit_exact(tmp_path, name):
     assert config["architectures"] == [type(model).__name__]
 
 
+def test_weights_are_loaded_in_the_layout_that_their_device_prefers(tmp_path, tiles):
+    config = tiny_config("qwen3_moe")
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
+    model = quantize_(tiny_model("qwen3_moe", BF16, config=config), layout="linear")
+    save_checkpoint(model, tmp_path / "saved")
+    del tiles[:]
+    loaded = load_checkpoint(tmp_path / "saved")
+    found = [(linear.layout, linear.nvfp4_weight.layout) for linear in loaded.modules() if hasattr(linear, "qdata")]
+    assert found
+    assert set(found) == {("tiled_64x64", "tiled_64x64")}
+    assert set(tiles) == {("cpu", 128, 128), ("cpu", 128, 64)}
+    assert_same_state(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_every_layout_is_saved_the_same(tmp_path, monkeypatch, name):
     config = tiny_config(name)

@@ -40,8 +40,8 @@ def load_checkpoint(
     """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized, and GPT-OSS's MXFP4 (exactly, where
-    ``from_pretrained`` would dequantise it). Experts go to their device layer by layer; 4-bit modules that are no
-    experts are dequantised.
+    ``from_pretrained`` would dequantise it). Experts go to their device layer by layer, in the layout that its kernels
+    read best; 4-bit modules that are no experts are dequantised.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
