@@ -162,8 +162,8 @@ def dequantize_(model: Model) -> Model:
 def to_layout_(model: Model, layout: str = "auto") -> Model:
     """Lays the weights of a quantised model out for other kernels, exactly, in place and at the same addresses.
 
-    For quantised models that have moved to another device, or are to run on other kernels. Compiled models compile again;
-    CUDA graphs have to be captured again, they would read the new order in the old way.
+    For quantised models that have moved to another device, or are to run on other kernels. Compiled models compile
+    again; CUDA graphs have to be captured again, they would read the new order in the old way.
 
     Args:
         model: a module that holds NVFP4 modules.

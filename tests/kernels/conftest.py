@@ -38,7 +38,7 @@ _ARGUMENTS = {
     "combi": "CombineArguments",
     "dequa": "DequantizeArguments",
     "swigl": "SwigluArguments",
-    "order": "OrderArguments",
+    "order": "GatherArguments",
     "gathe": "GatherArguments",
 }
 

@@ -64,8 +64,8 @@ class _TiledArguments(ctypes.Structure):
     )
 
 
-class _OrderArguments(ctypes.Structure):
-    """`OrderArguments` of cuda_grouped_mm_wgmma.cu, `GatherArguments` of cuda_tiled_wgmma.cu."""
+class _GatherArguments(ctypes.Structure):
+    """`GatherArguments` of cuda_wgmma.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
@@ -297,9 +297,7 @@ def _gemm(
             " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
         )
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(config.layout).tensors())
-    if config.kernel == "wgmma":
-        activation = _ordered(activation, row_slot, rows, top_k, config)
-    elif config.kernel == "tiled_wgmma" and row_slot is not None:
+    if config.kernel == "wgmma" or (config.kernel == "tiled_wgmma" and row_slot is not None):
         activation = _gathered(activation, row_slot, rows, top_k, config)
     # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
     live = min(rows, experts)
@@ -336,21 +334,17 @@ def _gemm(
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
 
-def _ordered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: GemmConfig) -> Tensor:
-    """The rows of a GEMM, gathered, in the order of k of order_rows, padded to whole chunks and a tile: for wgmma."""
-    k = x.shape[1]
-    out = x.new_empty(rows + 8 * config.token_blocks, -(-k // CHUNK) * CHUNK)
-    argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
-    _launch_elementwise(config.sources, "order_rows", out.numel() // 8, argument, x.device)
-    return out
+def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: GemmConfig) -> Tensor:
+    """The rows of a GEMM by wgmma, one after the other.
 
-
-def _gathered(x: Tensor, row_slot: Tensor, rows: int, top_k: int, config: GemmConfig) -> Tensor:
-    """The rows of a GEMM, one after the other."""
-    k = x.shape[1]
-    out = x.new_empty(rows, k)
-    argument = _OrderArguments(*map(pointer, (x, row_slot, out)), rows, k, top_k)
-    _launch_elementwise(config.sources, "gather_rows", out.numel() // 8, argument, x.device)
+    "wgmma" has them in the order of k of order_rows, padded to whole chunks and a tile.
+    """
+    name, shape = "gather_rows", (rows, x.shape[1])
+    if config.kernel == "wgmma":
+        name, shape = "order_rows", (rows + 8 * config.token_blocks, -(-x.shape[1] // CHUNK) * CHUNK)
+    out = x.new_empty(*shape)
+    argument = _GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
+    _launch_elementwise(config.sources, name, out.numel() // 8, argument, x.device)
     return out
 
 

@@ -26,6 +26,13 @@ DEVICE void await_previous_kernel() {
 #endif
 }
 
+DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
+DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // of `ones` where the mask has a bit
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(ones), "r"(zeros));
+  return out;
+}
+
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 
 DEVICE float half_to_float(uint16_t bits) {
@@ -59,6 +66,23 @@ DEVICE uint32_t narrow2(float low, float high) {
   else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 #endif
+}
+
+// Two words of codes in layout "tiled_64x64" (`to_tiled` in nvfp4_layouts.py) -> four pairs of codes of each: the even k in
+// the low half; a code has its sign where a bf16 has it and the rest where that has its lowest bits of exponent and the
+// first of its mantissa. Everything else is zero.
+DEVICE void unpack_words(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd) {
+  constexpr uint32_t kPair = 0x81C081C0;
+  const uint32_t fourths = select_bits(0x60306030, even, rotate_left(odd, 2));  // both words hold half of both fourth pairs
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    uint32_t(&pairs)[4] = step ? second : first;
+    const uint32_t word = step ? odd : even;
+    pairs[0] = word & kPair;
+    pairs[1] = rotate_left(word, 28) & kPair;
+    pairs[2] = (word << 6) & kPair;
+    pairs[3] = (step ? fourths << 2 : rotate_left(fourths, 24)) & kPair;
+  }
 }
 
 // Element i of an array of a dtype: 0 float32, 1 bfloat16, 2 float16.

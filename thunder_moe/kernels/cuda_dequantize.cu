@@ -51,21 +51,19 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
     const int64_t k0 = block % blocks_k * 64 + 32 * pair + 2 * (lane % 4);
     const uint2 words = reinterpret_cast<const uint2*>(args.qdata)[item];
     const uint32_t scales = reinterpret_cast<const uint32_t*>(args.scale)[block * 64 + warp * 16 + lane / 4 * 2 + pair];
-    const uint32_t fourths = (words.x & 0x60306030) | ((words.y << 2 | words.y >> 30) & ~0x60306030);
+    uint32_t pairs[2][4];
+    unpack_words(pairs[0], pairs[1], words.x, words.y);
     const float global[2] = {args.global_scale[first_row / args.rows_per_global], args.global_scale[(first_row + 8) / args.rows_per_global]};
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const uint32_t word = odd ? words.y : words.x;
-      const uint32_t pairs[4] = {word, word >> 4 | word << 28, word << 6, odd ? fourths << 2 : fourths >> 8 | fourths << 24};
+    for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t scale = scales >> (16 * (i % 2) + 8 * odd) & 0xFF;  // 5 bits of exponent, 3 of mantissa
         const float factor = bits_to_float(scale << 20) * bits_to_float((106 + 127) << 23) * global[i % 2];
-        const float low = e2m1((pairs[i] >> 6 & 7) | (pairs[i] >> 12 & 8)) * factor;
-        const float high = e2m1((pairs[i] >> 22 & 7) | (pairs[i] >> 28 & 8)) * factor;
+        const float low = e2m1((pairs[odd][i] >> 6 & 7) | (pairs[odd][i] >> 12 & 8)) * factor;
+        const float high = e2m1((pairs[odd][i] >> 22 & 7) | (pairs[odd][i] >> 28 & 8)) * factor;
         uint16_t* out = args.out + (first_row + i % 2 * 8) * args.k + k0 + 16 * odd + i / 2 * 8;
         *reinterpret_cast<uint32_t*>(out) = narrow2<BF16>(low, high);
       }
-    }
   }
 }

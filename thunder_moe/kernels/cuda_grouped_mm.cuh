@@ -1,5 +1,5 @@
 // What the grouped GEMM kernels share: operands, decoding of NVFP4 into tensor-core registers, tiles of a routing, epilogue.
-// Put behind cuda_common.cuh and in front of cuda_grouped_mm.cu or cuda_grouped_mm_wgmma.cu by kernels/cuda_configs.py.
+// Put behind cuda_common.cuh and in front of the kernels' own files by kernels/cuda_configs.py.
 //
 // The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
 // right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,

@@ -1,21 +1,14 @@
-// Grouped GEMM of 16-bit rows with NVFP4 weights by wgmma (SM90): for experts with many rows.
-// Compiled at run time by kernels/cuda.py behind cuda_grouped_mm.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
+// Grouped GEMM of many 16-bit rows per expert with NVFP4 weights in layout "linear", by wgmma (SM90).
+// Compiled at run time by kernels/cuda.py behind cuda_wgmma.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
 //
 // A warpgroup owns 64 * R rows of weights, decoded from memory into registers, and multiplies them with a tile of
 // tokens in shared memory that all warpgroups of the block read. A thread loads 32 consecutive k of a row of weights and
 // has to supply pair t of every 8 of the tensor cores' k: so order_rows writes the tokens beforehand in the order of k
 // that makes them the same. While the tensor cores work on one half of a chunk, the threads decode the next one.
 
-struct OrderArguments {
-  const uint16_t* x;    // (M, K), or the tokens (T, K) with row_slot
-  const int* row_slot;  // (M,) or null
-  uint16_t* out;        // (M, K up to a multiple of the chunk), and a tile's rows behind it, which are not written
-  int rows, k, top_k;
-};
-
 // Gathers the rows, each chunk of them in another order of k: where step 2 * i + j of the tensor cores has its k of
 // numbers 2 * t + h and 8 more (h = 0, 1), thread t has the codes of k = 32 * t + 8 * i + 4 * j + h and 2 more.
-__global__ void __launch_bounds__(256) order_rows(const OrderArguments args) {
+__global__ void __launch_bounds__(256) order_rows(const GatherArguments args) {
   await_previous_kernel();
   const int units = (args.k + kChunk - 1) / kChunk * 16;  // of 8 numbers
   const int64_t items = static_cast<int64_t>(args.rows) * units;

@@ -70,13 +70,6 @@ DEVICE float load_other(const float* p) {  // what another block has written
   return value;
 }
 
-DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
-DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // of `ones` where the mask has a bit
-  uint32_t out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(ones), "r"(zeros));
-  return out;
-}
-
 // Products with the low (high) half of `scale`; the multiplier takes a half by itself.
 template <bool BF16, bool HIGH>
 DEVICE uint32_t multiply_by_half(uint32_t pair, uint32_t scale) {
@@ -126,17 +119,15 @@ DEVICE uint32_t decode_scales_of_step(uint32_t word, bool odd, uint32_t top) {
 // Two words of codes and their word of scales -> the left operands of two steps of 16 k.
 template <bool BF16>
 DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd, uint32_t scales, uint32_t top) {
-  constexpr uint32_t kPair = 0x81C081C0;
-  const uint32_t fourths = select_bits(0x60306030, even, rotate_left(odd, 2));  // both words hold half of both fourth pairs
+  unpack_words(first, second, even, odd);
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     uint32_t(&a)[4] = step ? second : first;
-    const uint32_t word = step ? odd : even;
     const uint32_t scale = decode_scales_of_step<BF16>(scales, step, top);  // of rows g and g + 8
-    a[0] = scale_pair<BF16, false>(word & kPair, scale);
-    a[1] = scale_pair<BF16, true>(rotate_left(word, 28) & kPair, scale);
-    a[2] = scale_pair<BF16, false>((word << 6) & kPair, scale);
-    a[3] = scale_pair<BF16, true>((step ? fourths << 2 : rotate_left(fourths, 24)) & kPair, scale);
+    a[0] = scale_pair<BF16, false>(a[0], scale);
+    a[1] = scale_pair<BF16, true>(a[1], scale);
+    a[2] = scale_pair<BF16, false>(a[2], scale);
+    a[3] = scale_pair<BF16, true>(a[3], scale);
   }
 }
 

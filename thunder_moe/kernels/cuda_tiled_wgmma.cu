@@ -1,18 +1,11 @@
 // Grouped GEMM of many 16-bit rows per expert with NVFP4 weights in layout "tiled_64x64", by wgmma (SM90).
-// Compiled at run time by kernels/cuda.py behind cuda_tiled.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
+// Compiled at run time by kernels/cuda.py behind cuda_wgmma.cuh and cuda_tiled.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
 //
 // The tensor cores are the limit here: while they work on one 64 k of a warpgroup's rows, the warpgroup decodes the next.
 
 struct TiledArguments {
   TensorMap x;     // of gemm.x, in boxes of a tile's tokens
   Arguments gemm;  // row_slot has been applied to x, it is for slot_scale alone
-};
-
-struct GatherArguments {
-  const uint16_t* x;    // (T, K)
-  const int* row_slot;  // (M,)
-  uint16_t* out;        // (M, K)
-  int rows, k, top_k;
 };
 
 __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {

@@ -1,6 +1,14 @@
-// The tensor cores' instruction for a warpgroup (SM90): 64 rows of weights in registers times 8 * C tokens in shared memory.
+// What the kernels by wgmma (SM90) share: the instruction, 64 rows of weights in registers times 8 * N tokens in shared
+// memory, and what gathers tokens for it.
 // Put behind cuda_grouped_mm.cuh and in front of the kernels that use it by kernels/cuda_configs.py; tests/kernels/
 // cuda_emulator.h has a CPU's version.
+
+struct GatherArguments {
+  const uint16_t* x;    // (M, K), or the tokens (T, K) with row_slot
+  const int* row_slot;  // (M,) or null
+  uint16_t* out;        // the rows, one after the other
+  int rows, k, top_k;
+};
 
 #if !defined(CUDA_EMULATOR) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
 DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
