@@ -4,9 +4,10 @@
 // Memory is the limit here: the producer keeps the stages full, and what a consumer does for 16 rows by 16 k is little
 // more than decoding them.
 
-// SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK:
-// warpgroups along N and along K; SUB: 64 k of a warpgroup in a stage; FULL: K is a multiple of a stage; SPLIT: blocks that
-// share K of a tile: the last that is done adds what all have left in memory, in their order.
+// SCALED: whether there is a slot_scale; FULL: K is a multiple of a stage; C: blocks of 8 tokens of a tile; R: blocks of 64
+// weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK: warpgroups along N and along K; SUB: 64 k of a
+// warpgroup in a stage; SPLIT: blocks that share K of a tile: the last that is done adds what all have left in memory, in
+// their order.
 template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int SPLIT, int STAGES>
 __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(const Arguments args) {
   await_previous_kernel();
@@ -106,9 +107,9 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
   const int group = warp / 4, warp_k = group % WK, warp_n = group / WK;  // warpgroup
   float* const partial = reinterpret_cast<float*>(memory + STAGES * kStage);
   // Where this thread reads in a stage.
-  const int from_codes = ((warp_n * R * kSubs + warp_k) * kBlockCodes + warp % 4 * 32 + lane);
-  const int from_scales = (2 * (kScales + (warp_n * R * kSubs + warp_k) * kBlockScales) + warp % 4 * 8 + g);
-  const int from_tokens = (kInput + lane % 8 * kPitch + 8 * warp_k + lane / 8);
+  const int from_codes = (warp_n * R * kSubs + warp_k) * kBlockCodes + warp % 4 * 32 + lane;
+  const int from_scales = 2 * (kScales + (warp_n * R * kSubs + warp_k) * kBlockScales) + warp % 4 * 8 + g;
+  const int from_tokens = kInput + lane % 8 * kPitch + 8 * warp_k + lane / 8;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   int turn = 0;  // tiles that this block has done
   for (int tile = first_tile; tile < tiles; tile += step, ++turn) {

@@ -25,8 +25,8 @@ struct Number {
   static constexpr int value = VALUE;
 };
 
-// SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WG:
-// warpgroups that multiply, one more copies. One block runs tile after tile.
+// SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a warpgroup
+// (SwiGLU: one of gate, one of up); WG: warpgroups that multiply, one more copies. One block runs tile after tile.
 template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int STAGES>
 __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TiledArguments all) {
   await_previous_kernel();
