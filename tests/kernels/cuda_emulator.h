@@ -42,7 +42,8 @@ static dim threadIdx, blockIdx, gridDim, blockDim;
 struct Adversary {
   int late_copies;    // asynchronous copies are done when they are waited for, not when they are issued
   int late_products;  // likewise wgmma, which then reads its registers and shared memory
-  int order;          // of threads between meeting points: 0 ascending, 1 descending, 2 another one each time
+  int order;          // of threads between meeting points: 0 ascending, 1 descending, 2 another one each time, 3 ascending, and
+                      // one warpgroup after the other tarries where some warpgroups meet
 };
 static Adversary adversary;
 
@@ -96,6 +97,7 @@ struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
   bool done = false;
+  int meetings = 0;
   Pending<Copy> copies;
   Pending<std::function<void()>> products;
 };
@@ -171,7 +173,7 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
       for (int turn = 0; turn < threads; ++turn) {
         // 29 is no divisor of a number of threads, so that every thread has its turn.
         const int any = static_cast<int>((turn * 29LL + turns * 31LL) % threads);
-        const int i = adversary.order == 0 ? turn : adversary.order == 1 ? threads - 1 - turn : any;
+        const int i = adversary.order == 1 ? threads - 1 - turn : adversary.order == 2 ? any : turn;
         if (fibers[i].done) continue;
         threadIdx.x = i;
         swapcontext(&scheduler, &fibers[i].context);
@@ -447,7 +449,12 @@ static void arrive_after_copies(Barrier* barrier) {
 }
 
 static Meeting named_meetings[16];
-static void meet(int id, int threads) { named_meetings[id].wait(threads); }
+static void meet(int id, int threads) {
+  named_meetings[id].wait(threads);
+  const int group = threadIdx.x / 128, groups = blockDim.x / 128;
+  if (adversary.order == 3 && fibers[threadIdx.x].meetings++ % groups == group)
+    for (int i = 0; i < 600; ++i) yield();
+}
 
 static float load_other(const float* p) { return *p; }
 static void __threadfence() {}

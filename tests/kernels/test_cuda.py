@@ -226,12 +226,18 @@ def test_reads_nothing_beyond_its_operands_and_tiles(emulated, hopper, monkeypat
 
 
 TIMED = ["split 8", "staged", "wgmma", "wgmma, two blocks of rows"]
-TIMED_TILES = ["tiled mma, split 2", "tiled mma, 16 tokens", "tiled wgmma, odd", "tiled wgmma, two blocks of rows"]
+TIMED_TILES = [
+    "tiled mma, split 2",
+    "tiled mma, split 4",
+    "tiled mma, 16 tokens",
+    "tiled wgmma, odd",
+    "tiled wgmma, two blocks of rows",
+]
 
 
 @pytest.mark.parametrize("late_products", [0, 1])
 @pytest.mark.parametrize("late_copies", [0, 1])
-@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("order", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", [*TIMED, *TIMED_TILES])
 def test_waits_and_barriers_hold_against_any_timing(
     emulated, hopper, adversary, monkeypatch, name, order, late_copies, late_products
