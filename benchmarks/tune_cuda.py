@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     entries.append(entry | dict(us=round(seconds * 1e6, 2)))
                     tqdm.write(f"{shape.name} {which} {layout} {tokens}: {astuple(config)} {seconds * 1e6:.1f} us")
     kept = json.loads(args.file.read_text())["entries"] if args.file.exists() else []
-    lines = ",\n".join(
-        json.dumps(entry)
+    kept = [
+        entry
         for entry in kept
         if tuple(entry["capability"]) != capability or GemmConfig(*entry["config"]).layout not in args.layouts
-    )
-    lines = ",\n".join([*filter(None, [lines]), *map(json.dumps, entries)])
+    ]
+    lines = ",\n".join(map(json.dumps, [*kept, *entries]))
     args.file.write_text(f'{{"environment": {json.dumps(environment("cuda"))},\n"entries": [\n{lines}\n]}}\n')
     print(f"wrote {args.file}")
 

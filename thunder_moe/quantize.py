@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, quantize
 from thunder_moe.nvfp4_layouts import layout_fits
@@ -81,8 +81,7 @@ def quantize_(
         key = tuple(id(linear.weight) for linear in linears)
         if key not in packed:
             stacked = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears))
-            _, n, k = stacked.shape
-            packed[key] = stacked.to_layout(resolve_layout(layout, stacked.device, n, k))
+            packed[key] = lay_out(stacked, layout)
         weight = linears[0].weight
         module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
         return module.train(linears[0].training)

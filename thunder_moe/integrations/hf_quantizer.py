@@ -22,7 +22,7 @@ from thunder_moe.checkpoint.formats import check_quantization, is_compressed_ten
 from thunder_moe.integrations.experts_form import form_of
 from thunder_moe.integrations.hf_plugin import StandIn
 from thunder_moe.integrations.transformers import NVFP4Experts, expert_blocks, expert_weights, put_experts
-from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.kernels.select import lay_out
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight
 
 try:
@@ -273,7 +273,7 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 f"{checkpoint.path}: {place.source} has {name} projections {weight.shape}, wanted {wanted}"
             )
-        weight = weight.to_layout(resolve_layout("auto", weight.device, *weight.shape[1:]))
+        weight = lay_out(weight, "auto")
         linear.qdata, linear.scale, linear.global_scale = weight.tensors()
         linear.layout = weight.layout
     for parameter, bias in ((module.gate_up_bias, weights.gate_up_bias), (module.down_bias, weights.down_bias)):

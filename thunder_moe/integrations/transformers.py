@@ -24,7 +24,7 @@ from thunder_moe.integrations.experts_form import (
     stored_weights,
 )
 from thunder_moe.integrations.experts_function import run_experts
-from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
@@ -217,19 +217,15 @@ def quantized_experts(
     def pack_linear(parameter: nn.Parameter) -> NVFP4Weight:
         return pack(parameter.transpose(1, 2) if form.transposed else parameter)
 
-    def lay_out(weight: NVFP4Weight) -> NVFP4Weight:
-        _, n, k = weight.shape
-        return weight.to_layout(resolve_layout(layout, weight.device, n, k))
-
     def pack_first(parameter: nn.Parameter) -> NVFP4Weight:
         weight = pack_linear(parameter)
         if form.interleaved:
             scale = halves(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
             weight = NVFP4Weight(halves(weight.qdata), scale, weight.global_scale)
-        return lay_out(weight)
+        return lay_out(weight, layout)
 
     def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
-        return lay_out(pack_linear(parameter))
+        return lay_out(pack_linear(parameter), layout)
 
     if biases and form.interleaved:
         biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))

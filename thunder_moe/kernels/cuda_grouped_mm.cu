@@ -147,24 +147,11 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
     }
 
     if constexpr (WK > 1) {  // add the shares of K in the order of the warps, so that the sum does not depend on timing
-      if (warp_k > 0) {
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-          for (int c = 0; c < C; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) partial[warp_k - 1][warp_n][((r * C + c) * 4 + i) * 32 + lane] = acc[r][c][i];
-      }
+      if (warp_k > 0) for_each_sum(acc, [&](float& sum, int i) { partial[warp_k - 1][warp_n][i * 32 + lane] = sum; });
       __syncthreads();
-      if (warp_k == 0) {
+      if (warp_k == 0)
         for (int other = 0; other < WK - 1; ++other)
-#pragma unroll
-          for (int r = 0; r < R; ++r)
-#pragma unroll
-            for (int c = 0; c < C; ++c)
-#pragma unroll
-              for (int i = 0; i < 4; ++i) acc[r][c][i] += partial[other][warp_n][((r * C + c) * 4 + i) * 32 + lane];
-      }
+          for_each_sum(acc, [&](float& sum, int i) { sum += partial[other][warp_n][i * 32 + lane]; });
     }
     if (warp_k == 0) store<BF16, SWIGLU, C, R, 16>(args, acc, expert, row0, end, n0, g, t);
     __syncthreads();

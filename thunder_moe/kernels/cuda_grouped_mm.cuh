@@ -163,13 +163,17 @@ struct Tile {
   int expert, row0, end, tile_n;  // rows row0 to at most end - 1
 };
 
-// Tile number `tile` of `height` rows, in an order in which blocks that run together take the row tiles of one expert
-// with the same weights, for the L2 cache.
+// The tile tile_m * tiles_n + tile_n of `height` rows, in an order in which blocks that run together take the row tiles of
+// one expert with the same weights, for the L2 cache.
+DEVICE Tile tile_at(int experts, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, experts, tile_m);
+  const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
+  if (expert_tiles == 1) return {expert, start, end, tile_n};  // spares a division
+  const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;
+  return {expert, start + within % expert_tiles * height, end, within / expert_tiles};
+}
 DEVICE Tile tile_of(int experts, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
-  const int expert = expert_of_tile(tile_start, experts, tile / tiles_n);
-  const int expert_tiles = tile_start[expert + 1] - tile_start[expert];
-  const int within = tile - tile_start[expert] * tiles_n, tile_n = within / expert_tiles;
-  return {expert, row_start[expert] + (within - tile_n * expert_tiles) * height, row_start[expert + 1], tile_n};
+  return tile_at(experts, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);
 }
 
 // The token of a row; rows that do not exist read the last one's, and are not stored.
@@ -276,6 +280,17 @@ DEVICE void multiply(float (&acc)[4], const uint32_t (&a)[4][4], const uint4 (&x
     mma<BF16>(acc, a[2 * i], x[2 * part + i].x, x[2 * part + i].y);
     mma<BF16>(acc, a[2 * i + 1], x[2 * part + i].z, x[2 * part + i].w);
   }
+}
+
+// f(sum, its number) for each of a thread's sums.
+template <int R, int C, class F>
+DEVICE void for_each_sum(float (&acc)[R][C][4], F f) {
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int c = 0; c < C; ++c)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) f(acc[r][c][i], (r * C + c) * 4 + i);
 }
 
 // The next of STAGES stages, taken in turn.

@@ -174,13 +174,8 @@ struct Tiles {
     if (tile_n >= tiles_n) ++tile_m, tile_n -= tiles_n;
   }
 
-  // As tile_of.
   METHOD Tile find(int experts, const int* tile_start, const int* row_start, int height) const {
-    const int expert = expert_of_tile(tile_start, experts, tile_m);
-    const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
-    if (expert_tiles == 1) return {expert, start, end, tile_n};  // spares a division
-    const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;
-    return {expert, start + within % expert_tiles * height, end, within / expert_tiles};
+    return tile_at(experts, tile_start, row_start, tile_m, tile_n, tiles_n, height);
   }
 };
 
@@ -192,3 +187,29 @@ DEVICE int block_of_expert(const Arguments& args, int first_feature, int block) 
   if constexpr (SWIGLU) return min(first_feature / kBlock + block / 2, blocks / 2 - 1) + (block % 2 ? blocks / 2 : 0);
   else return min(first_feature / kBlock + block, blocks - 1);
 }
+
+// Copies of a tile's weights, up to SUBS times 64 k of its BLOCKS blocks of rows at a time, from `sub` on.
+template <bool SWIGLU, int BLOCKS, int SUBS>
+struct WeightCopies {
+  const uint8_t *codes[BLOCKS], *scales[BLOCKS];
+
+  METHOD WeightCopies(const Arguments& args, int expert, int first_feature, int sub) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+      const int row_block = block_of_expert<SWIGLU>(args, first_feature, block);
+      const int64_t from = (static_cast<int64_t>(expert) * (args.n / kBlock) + row_block) * (args.k / kBlock) + sub;
+      codes[block] = args.qdata + from * (16 * kBlockCodes);
+      scales[block] = args.scale + from * (16 * kBlockScales);
+    }
+  }
+
+  // The next `count`, to [BLOCKS][SUBS] of each.
+  METHOD void operator()(uint4* to_codes, uint4* to_scales, int count, BarrierAt barrier) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+      copy_bulk(to_codes + block * SUBS * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier);
+      copy_bulk(to_scales + block * SUBS * kBlockScales, scales[block], count * 16 * kBlockScales, barrier);
+      codes[block] += SUBS * 16 * kBlockCodes, scales[block] += SUBS * 16 * kBlockScales;
+    }
+  }
+};

@@ -53,14 +53,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
     if (lane != 0) return;
     for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
       const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
-      const uint8_t *codes[kBlocks], *scales[kBlocks];
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int row_block = block_of_expert<SWIGLU>(args, at.tile_n * kTileRows, block);
-        const int64_t from = (static_cast<int64_t>(at.expert) * (args.n / kBlock) + row_block) * all_subs + first_sub;
-        codes[block] = args.qdata + from * (16 * kBlockCodes);
-        scales[block] = args.scale + from * (16 * kBlockScales);
-      }
+      WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);
       for (int sub = 0; sub < subs; sub += kSubs) {
         const int count = min(subs - sub, kSubs);
         wait(barrier_of(empty, stage.index), stage.parity ^ 1);
@@ -68,12 +61,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
         uint4* const to = memory + stage.index * kStage;
         tile_of_stage[stage.index] = at;
         arrive_and_expect(barrier, count * kBlocks * 16 * (kBlockCodes + kBlockScales));
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          copy_bulk(to + block * kSubs * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier);
-          copy_bulk(to + kScales + block * kSubs * kBlockScales, scales[block], count * 16 * kBlockScales, barrier);
-          codes[block] += kSubs * 16 * kBlockCodes, scales[block] += kSubs * 16 * kBlockScales;
-        }
+        copy(to, to + kScales, count, barrier);
         stage.advance();
       }
     }
@@ -175,41 +163,23 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
 
     if constexpr (WK > 1) {  // add the shares of K, always in the same order; the warpgroups take turns at the epilogue
       constexpr int kShare = R * C * 128 * 4;  // of a warpgroup
-      const int last = turn % WK, thread = threadIdx.x % 128;
-      float* const shares = partial + (turn % 2 * WN + warp_n) * WK * kShare;
-      if (warp_k != last) {
-#pragma unroll
-        for (int r = 0; r < R; ++r)
-#pragma unroll
-          for (int c = 0; c < C; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) shares[warp_k * kShare + ((r * C + c) * 4 + i) * 128 + thread] = acc[r][c][i];
-      }
+      const int last = turn % WK;
+      float* const shares = partial + (turn % 2 * WN + warp_n) * WK * kShare + threadIdx.x % 128;
+      if (warp_k != last) for_each_sum(acc, [&](float& sum, int i) { shares[warp_k * kShare + i * 128] = sum; });
       meet(1 + warp_n, 128 * WK);
       if (warp_k != last) continue;
+      for_each_sum(acc, [&](float& own, int i) {
+        float sum = 0.0f;
 #pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int c = 0; c < C; ++c)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < WK; ++other)
-              sum += other == last ? acc[r][c][i] : shares[other * kShare + ((r * C + c) * 4 + i) * 128 + thread];
-            acc[r][c][i] = sum;
-          }
+        for (int other = 0; other < WK; ++other) sum += other == last ? own : shares[other * kShare + i * 128];
+        own = sum;
+      });
     }
     if constexpr (SPLIT > 1) {
       const int thread = threadIdx.x % 128;
       float* const sums = args.sums + (static_cast<int64_t>(tile) * SPLIT * WN + warp_n) * (R * C * 512) + thread;
       constexpr int kPart = WN * R * C * 512;  // from a block's sums to the next one's
-#pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int c = 0; c < C; ++c)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[part * kPart + ((r * C + c) * 4 + i) * 128] = acc[r][c][i];
+      for_each_sum(acc, [&](float& sum, int i) { sums[part * kPart + i * 128] = sum; });
       __threadfence();
       meet(1 + WN + group, 128);  // of the warpgroup
       if (thread == 0) {
@@ -222,17 +192,11 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
       const bool last = is_last[group];
       meet(1 + WN + group, 128);  // before the next tile's is written
       if (!last) continue;
+      for_each_sum(acc, [&](float& own, int i) {
+        own = 0.0f;
 #pragma unroll
-      for (int r = 0; r < R; ++r)
-#pragma unroll
-        for (int c = 0; c < C; ++c)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int other = 0; other < SPLIT; ++other) sum += load_other(sums + other * kPart + ((r * C + c) * 4 + i) * 128);
-            acc[r][c][i] = sum;
-          }
+        for (int other = 0; other < SPLIT; ++other) own += load_other(sums + other * kPart + i * 128);
+      });
     }
     store<BF16, SWIGLU, C, R, 64>(
         args, acc, rows, [&](int i) { return SCALED ? row_scale[i / 8][i % 2] : 1.0f; }, at.row0, at.end, n0, g, t);

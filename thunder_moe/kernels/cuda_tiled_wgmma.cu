@@ -64,26 +64,15 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     if (warp != 4 * WG || lane != 0) return;
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
-      const uint8_t *codes_from[kBlocks], *scales_from[kBlocks];
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int row_block = block_of_expert<SWIGLU>(args, at.tile_n * kTileRows, block);
-        const int64_t from = (static_cast<int64_t>(at.expert) * (args.n / kBlock) + row_block) * subs;
-        codes_from[block] = args.qdata + from * (16 * kBlockCodes);
-        scales_from[block] = args.scale + from * (16 * kBlockScales);
-      }
+      WeightCopies<SWIGLU, kBlocks, 1> copy(args, at.expert, at.tile_n * kTileRows, 0);
       for (int sub = 0; sub < subs; ++sub) {
         wait(barrier_of(empty, stage.index), stage.parity ^ 1);
         const BarrierAt barrier = barrier_of(full, stage.index);
         tile_of_stage[stage.index] = at;
         arrive_and_expect(barrier, 16 * (kTokenUnits + kBlocks * (kBlockCodes + kBlockScales)));
         copy_box(tokens + stage.index * kTokenUnits, &all.x, sub * kBlock, at.row0, barrier);
-#pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          copy_bulk(codes + (stage.index * kBlocks + block) * kBlockCodes, codes_from[block], 16 * kBlockCodes, barrier);
-          copy_bulk(scales + (stage.index * kBlocks + block) * kBlockScales, scales_from[block], 16 * kBlockScales, barrier);
-          codes_from[block] += 16 * kBlockCodes, scales_from[block] += 16 * kBlockScales;
-        }
+        uint4* const to_codes = codes + stage.index * kBlocks * kBlockCodes;
+        copy(to_codes, scales + stage.index * kBlocks * kBlockScales, 1, barrier);
         stage.advance();
       }
     }

@@ -95,15 +95,12 @@ DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor til
   else if constexpr (N == 10) WGMMA(80, R40, "%40,%41,%42,%43", "%44", ACC8(0), ACC2(8));
   else if constexpr (N == 11) WGMMA(88, R44, "%44,%45,%46,%47", "%48", ACC8(0), ACC2(8), ACC1(10));
   else if constexpr (N == 12) WGMMA(96, R48, "%48,%49,%50,%51", "%52", ACC8(0), ACC4(8));
-  else if constexpr (N == 13) WGMMA(104, R52, "%52,%53,%54,%55", "%56", ACC8(0), ACC4(8), ACC1(12));
   else if constexpr (N == 14) WGMMA(112, R56, "%56,%57,%58,%59", "%60", ACC8(0), ACC4(8), ACC2(12));
   else if constexpr (N == 16) WGMMA(128, R64, "%64,%65,%66,%67", "%68", ACC16(0));
   else if constexpr (N == 18) WGMMA(144, R72, "%72,%73,%74,%75", "%76", ACC16(0), ACC2(16));
   else if constexpr (N == 20) WGMMA(160, R80, "%80,%81,%82,%83", "%84", ACC16(0), ACC4(16));
   else if constexpr (N == 22) WGMMA(176, R88, "%88,%89,%90,%91", "%92", ACC16(0), ACC4(16), ACC2(20));
   else if constexpr (N == 24) WGMMA(192, R96, "%96,%97,%98,%99", "%100", ACC16(0), ACC8(16));
-  else if constexpr (N == 26) WGMMA(208, R104, "%104,%105,%106,%107", "%108", ACC16(0), ACC8(16), ACC2(24));
-  else if constexpr (N == 28) WGMMA(224, R112, "%112,%113,%114,%115", "%116", ACC16(0), ACC8(16), ACC4(24));
   else if constexpr (N == 32) WGMMA(256, R128, "%128,%129,%130,%131", "%132", ACC16(0), ACC16(16));
   else static_assert(N < 0, "not written out for so many tokens");
 }

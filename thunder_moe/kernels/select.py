@@ -15,9 +15,19 @@ from types import ModuleType
 
 import torch
 
+from thunder_moe.nvfp4 import NVFP4Weight
 from thunder_moe.nvfp4_layouts import layout_fits
 
-__all__ = ["BACKENDS", "SIMULATIONS", "preferred_layout", "resolve_layout", "select", "simulate_w4a4", "use_backend"]
+__all__ = [
+    "BACKENDS",
+    "SIMULATIONS",
+    "lay_out",
+    "preferred_layout",
+    "resolve_layout",
+    "select",
+    "simulate_w4a4",
+    "use_backend",
+]
 
 # In order of preference; each has the devices that it serves (None: all). "humming" is never chosen by itself: it reads
 # a layout of its own.
@@ -84,6 +94,12 @@ def preferred_layout(device: torch.device, n: int, k: int) -> str:
 def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:
     """What "auto" means for (E, n, k) weights on a device, `preferred_layout`; other layouts are what they say."""
     return preferred_layout(device, n, k) if layout == "auto" else layout
+
+
+def lay_out(weight: NVFP4Weight, layout: str) -> NVFP4Weight:
+    """A weight in a layout of `nvfp4.LAYOUTS`, or in the one that "auto" means for it, `resolve_layout`."""
+    _, n, k = weight.shape
+    return weight.to_layout(resolve_layout(layout, weight.device, n, k))
 
 
 @contextlib.contextmanager
