@@ -87,10 +87,8 @@ def adversary():
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None, split=1):
-        emulator(
-            sources, expression, threads, min(blocks, (multiprocessors or blocks) // split * split), argument, adversary
-        )
+    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
+        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))

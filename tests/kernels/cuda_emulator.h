@@ -73,8 +73,10 @@ struct Pending {
 // ---- bulk copies and their barriers ----
 
 // An mbarrier: a phase is over when all have arrived and all bytes that were announced have come.
-struct Barrier {
-  int arrivals, left, phase, bytes;
+struct Barrier {  // as large as an mbarrier
+  uint8_t arrivals, left;
+  uint16_t phase;
+  int bytes;
   void settle() {
     if (left > 0 || bytes != 0) return;
     left = arrivals;
@@ -357,18 +359,19 @@ static void perform(const BulkCopy& copy) {
   copy.barrier->settle();
 }
 
-typedef Barrier* Barriers;  // some, one after the other
 typedef Barrier* BarrierAt;
-static Barriers barriers(Barrier* first) { return first; }
-static Barrier* barrier_of(Barriers all, int index) { return all + index; }
+static Barrier* barrier_at(void* barrier) { return static_cast<Barrier*>(barrier); }
 
-static void init_barrier(Barrier* barrier, int arrivals) { *barrier = {arrivals, arrivals, 0, 0}; }
+static void init_barrier(Barrier* barrier, int arrivals) {
+  *barrier = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
+}
 static void fence_barriers() {}
 static void arrive(Barrier* barrier) {
-  if (--barrier->left < 0) {
+  if (barrier->left == 0) {
     std::fprintf(stderr, "cuda_emulator: more arrivals at a barrier than it was made for\n");
     std::abort();
   }
+  --barrier->left;
   barrier->settle();
 }
 static void arrive_and_expect(Barrier* barrier, int bytes) {
@@ -398,7 +401,11 @@ static void copy_piece(uint4* to, const void* from, Barrier* barrier) {  // 16 b
   }
 }
 
-static void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier) {
+typedef bool CachePolicy;
+static CachePolicy cache_policy(bool read_once) { return read_once; }
+static bool is_elected() { return threadIdx.x % 32 == 31; }  // not the one that a kernel may have in mind
+
+static void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier, CachePolicy) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || reinterpret_cast<uintptr_t>(to_shared) % 16 || bytes % 16 || bytes <= 0) {
     std::fprintf(stderr, "cuda_emulator: a bulk copy of %d bytes, or between misaligned addresses\n", bytes);
     std::abort();
@@ -435,18 +442,6 @@ template <int REGISTERS>
 static void shrink_registers() {}
 template <int REGISTERS>
 static void grow_registers() {}
-
-// What copy16 has issued and not waited for becomes work of the barrier.
-static void arrive_after_copies(Barrier* barrier) {
-  std::vector<Copy>& open = fibers[threadIdx.x].copies.open;
-  for (const Copy& copy : open) {
-    barrier->bytes += copy.bytes;
-    std::memset(copy.to, 0xFF, copy.bytes);
-    bulk_copies.push_back({copy.to, nullptr, static_cast<int>(copy.bytes), barrier, copy.value});
-  }
-  open.clear();
-  arrive(barrier);
-}
 
 static Meeting named_meetings[16];
 static void meet(int id, int threads) {

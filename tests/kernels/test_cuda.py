@@ -41,6 +41,8 @@ TILED_CONFIGS = {
     "tiled wgmma, odd": GemmConfig("tiled_wgmma", 9, 1, 2, 1, 1),
     "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1),
     "tiled wgmma, three warpgroups": GemmConfig("tiled_wgmma", 6, 2, 3, 1, 1),
+    "tiled wgmma, 128 k": GemmConfig("tiled_wgmma", 7, 1, 4, 1, 2),
+    "tiled wgmma, 256 k": GemmConfig("tiled_wgmma", 3, 2, 1, 1, 4),
 }
 SWIGLU_CONFIGS = {
     "split 4": GemmConfig("split", 1, 2, 2, 4, 2),
@@ -236,6 +238,7 @@ TIMED_TILES = [
     "tiled mma, 16 tokens",
     "tiled wgmma, odd",
     "tiled wgmma, two blocks of rows",
+    "tiled wgmma, 128 k",
 ]
 
 
@@ -283,12 +286,13 @@ def test_configurations_fit_the_device(capability):
                         assert config.layout == layout
                         assert config.kernel != "wgmma" or capability == (9, 0)
                         assert config.shared_bytes <= available
-                        assert config.threads <= (512 if layout == "linear" else 576)
+                        assert config.threads <= (512 if layout == "linear" else 640)
                         assert config.depth % 2 == 0 or config.kernel != "split"
                         assert config.row_blocks == 2 or not swiglu
                         if layout == "linear":
                             assert config.warps_k <= max(1, k // 128)
                         else:
+                            assert config == config.fitted(k)
                             assert config.warps_k * config.split * 64 <= max(64, k)
                             assert config.stages >= 3
 

@@ -37,6 +37,9 @@ _ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
 _SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
+# Of weights: up to so many, it counts what time it takes to write out what they drive from the L2 cache (H200).
+_READ_ONCE_BYTES = 300_000_000
+_COUNTERS = 32  # of a row of zeros, in front of those of sums: a cache line for the units of work that have been taken
 _ELEMENTWISE_THREADS = 256
 _ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
@@ -51,6 +54,8 @@ class _GemmArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+        ("units_asked", ctypes.c_void_p),
+        ("read_once", ctypes.c_int),
     )
 
 
@@ -291,6 +296,7 @@ def _gemm(
     multiprocessors, capability = _device_facts(activation.device)
     layout = weight.layout if weight.layout == TILED else "linear"
     config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability, layout)
+    config = config.fitted(k)
     if config.layout == TILED and capability != (9, 0):
         raise ValueError(
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
@@ -305,17 +311,20 @@ def _gemm(
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
     if tiles >= 2**31:
         raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
-    sums = sums_done = None
-    if config.split > 1 and (tiles * config.warps_n > zeros.ROW_SIZE or config.least_k > k):
+    if tiles * config.warps_n > zeros.ROW_SIZE - _COUNTERS:
         config = replace(config, split=1)
-    if config.split > 1:
+    sums = sums_done = units_asked = None
+    if config.layout == TILED:
+        units_asked = zeros.zeros_of(activation.device).row(_COUNTERS if config.split == 1 else zeros.ROW_SIZE)
+    if units_asked is not None and config.split > 1:
+        sums_done = units_asked[_COUNTERS:]
         sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
-        sums_done = zeros.zeros_of(activation.device).row()
+    read_once = config.kernel == "tiled_mma" and live * n * k * 9 // 16 <= _READ_ONCE_BYTES
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
-        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(units_asked), read_once,
     )  # fmt: skip
     if config.kernel == "tiled_wgmma":
         argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
@@ -329,7 +338,6 @@ def _gemm(
         argument,
         activation.device,
         multiprocessors,
-        config.split,
     )
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
@@ -376,14 +384,12 @@ def _launch(
     argument: ctypes.Structure,
     device: torch.device,
     multiprocessors: int | None = None,
-    split: int = 1,
 ) -> None:
-    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles): a
-    multiple of `split`."""
+    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
     assert device.index is not None
     kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
     if multiprocessors is not None:
-        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor // split * split)
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     with torch.cuda.device(device):
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
 

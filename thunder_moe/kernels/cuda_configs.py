@@ -34,7 +34,15 @@ _TILED_MMA_SPLITS = (
     (1, 1, 3, 2), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 4), (2, 1, 2, 2), (2, 1, 2, 4), (2, 1, 3, 2),
     (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
-_TILED_WGMMA_TOKENS = (4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)  # blocks of 8
+# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, 64 k of a stage, for up
+# to 12 blocks of tokens and for more; the most blocks of sums that registers hold, by warpgroups.
+_TILED_WGMMA_TOKENS = (4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
+_TILED_WGMMA_SMALL = (
+    (1, 2, 2), (1, 2, 4), (1, 3, 2), (1, 3, 4), (1, 4, 2), (1, 4, 4),
+    (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 3, 1), (2, 3, 2),
+)  # fmt: skip
+_TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
+_TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
 _TILED_BYTES = 216 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
@@ -52,7 +60,7 @@ class GemmConfig:
         warps_n: warps along N; warpgroups for all but "split" and "staged".
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
-            64 k of a warpgroup in a stage for "tiled_mma"; 1 for "tiled_wgmma".
+            64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
         split: blocks of threads that share K of a tile of "tiled_mma"; 1 for the others.
     """
 
@@ -76,8 +84,8 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        if self.kernel == "tiled_mma":  # and two warps that copy
-            return 128 * self.warps_n * self.warps_k + 64
+        if self.kernel == "tiled_mma":  # and a warp that copies
+            return 128 * self.warps_n * self.warps_k + 32
         if self.kernel == "tiled_wgmma":  # and a warpgroup that copies
             return 128 * (self.warps_n + 1)
         return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
@@ -92,6 +100,12 @@ class GemmConfig:
         """K with which no warp is left without any."""
         return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.split * self.depth * 64
 
+    def fitted(self, k: int) -> GemmConfig:
+        """The same, or with as much of it as K allows."""
+        if self.kernel == "tiled_wgmma":
+            return replace(self, depth=math.gcd(self.depth, k // 64))
+        return replace(self, split=1) if self.least_k > k else self
+
     @property
     def sums_of_tile(self) -> int:
         """Float32 sums that the blocks of a tile exchange."""
@@ -101,8 +115,9 @@ class GemmConfig:
     def _stage_bytes(self) -> int:
         """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
         blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
-        apart = 16 if self.kernel == "tiled_mma" else 0
-        return blocks * subs * (2048 + 256) + -(-8 * self.token_blocks * (128 * subs + apart) // 128) * 128
+        apart, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
+        own = 48  # what work it is of, barriers
+        return -(-(blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart) + own) // align) * align
 
     @property
     def _other_bytes(self) -> int:
@@ -134,7 +149,7 @@ class GemmConfig:
         flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
         if self.layout == TILED:
             flags[2] = str(scaled).lower()
-            split = []
+            split = [self.depth]
             if self.kernel == "tiled_mma":
                 flags.append(str(k % (64 * self.warps_k * self.depth) == 0).lower())
                 split = [self.warps_k, self.depth, self.split]
@@ -201,9 +216,9 @@ def choose_config(
             for at, config in measured
             if not at.rows <= 8 * config.token_blocks < point.rows and config.least_k <= max(k, CHUNK)
         ]
-        return min(fits or measured, key=lambda entry: entry[0].distance(point))[1]
+        return min(fits or measured, key=lambda entry: entry[0].distance(point))[1].fitted(k)
     if layout == TILED:
-        return _by_rule_tiled(point)
+        return _by_rule_tiled(point).fitted(k)
     return _by_rule(point, swiglu, multiprocessors, capability)
 
 
@@ -233,8 +248,8 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
     row_blocks = (2,) if swiglu else (1, 2, 4)
     # Blocks of weight rows of a warpgroup, warpgroups along N and along K, blocks of 64 k of each in a stage.
     splits = [shape for shape in _TILED_MMA_SPLITS if shape[0] in row_blocks and shape[2] * shape[3] * 64 <= point.k]
-    for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2), splits):
-        if point.rows <= 8 * c and (c == 1 or point.rows > 2):
+    for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2, 4), splits):
+        if point.rows <= 8 * c and point.rows > (0, 0, 2, 0, 12)[c] and c * r <= 8:
             config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth)
             if config.stages < 3:
                 continue
@@ -243,10 +258,14 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
             for split in (2, 3, 4):
                 if tiles <= 160 and 64 * warps_k * depth * split <= point.k:
                     yield replace(config, split=split)
-    for c, (r, groups) in itertools.product(_TILED_WGMMA_TOKENS, ((1, 2), (1, 3), (2, 2), (2, 3))):
-        fits = max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48)
-        if point.rows > 12 and fits and r in row_blocks and c * r <= (24 if groups == 3 else 44):
-            yield GemmConfig("tiled_wgmma", c, r, groups, 1, 1)
+    for c in _TILED_WGMMA_TOKENS:
+        if point.rows <= 12 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
+            continue
+        for r, groups, depth in _TILED_WGMMA_SMALL if c <= 12 else _TILED_WGMMA_LARGE:
+            config = GemmConfig("tiled_wgmma", c, r, groups, 1, depth)
+            fits = c * r <= _TILED_WGMMA_SUMS[groups] and config.stages >= 3
+            if fits and r in row_blocks and point.k % (64 * depth) == 0:
+                yield config
 
 
 @functools.cache
@@ -265,7 +284,7 @@ def _by_rule_tiled(point: Point) -> GemmConfig:
     if point.rows <= 16:
         return GemmConfig("tiled_mma", 1 if point.rows <= 8 else 2, row_blocks=2, warps_n=1, warps_k=2, depth=2)
     blocks = 6 if point.rows <= 48 else 10 if point.rows <= 80 else 16
-    return GemmConfig("tiled_wgmma", blocks, row_blocks=2, warps_n=2, warps_k=1, depth=1)
+    return GemmConfig("tiled_wgmma", blocks, row_blocks=2, warps_n=2, warps_k=1, depth=2 if blocks <= 12 else 1)
 
 
 def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:

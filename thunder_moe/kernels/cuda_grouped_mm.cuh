@@ -20,6 +20,8 @@ struct Arguments {
   int rows, experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none
+  int* units_asked;  // by blocks, for units of work: zero, before and after
+  int read_once;  // whether hardly any weight is read by two tiles, and few enough of all that it matters, see cuda.py
 };
 
 constexpr int kChunk = 128;     // k of a chunk: 32 of each of the 4 threads that share a row

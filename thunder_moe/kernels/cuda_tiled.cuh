@@ -13,10 +13,8 @@ typedef uint64_t Barrier;  // an mbarrier in shared memory
 
 DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Barriers by their address, which is found once.
-typedef uint32_t Barriers, BarrierAt;
-DEVICE Barriers barriers(Barrier* first) { return shared_address(first); }
-DEVICE BarrierAt barrier_of(Barriers all, int index) { return all + 8 * index; }
+typedef uint32_t BarrierAt;  // its address
+DEVICE BarrierAt barrier_at(void* barrier) { return shared_address(barrier); }
 
 DEVICE void init_barrier(BarrierAt barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -32,10 +30,20 @@ DEVICE void wait(BarrierAt barrier, int parity) {  // until the phase of this pa
       "@done bra end;\nbra again;\nend:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
+// How the L2 cache keeps what is copied: as usual, or as the first to go, so that what is read once does not drive out, and
+// have written to memory, what others have left there.
+typedef uint64_t CachePolicy;
+DEVICE CachePolicy cache_policy(bool read_once) {
+  CachePolicy policy;
+  if (!read_once) return 0x1000000000000000;  // as if there were none; createpolicy's evict_normal is another, and slower
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Asynchronous; `bytes` and both addresses are multiples of 16.
-DEVICE void copy_bulk(void* to_shared, const void* from, int bytes, BarrierAt barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to_shared)),
-               "l"(from), "r"(bytes), "r"(barrier) : "memory");
+DEVICE void copy_bulk(void* to_shared, const void* from, int bytes, BarrierAt barrier, CachePolicy policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to_shared)),
+               "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
 }
 
 // A view of a matrix of 16-bit numbers (rows, K) as boxes of 64 k by some rows; the driver makes it.
@@ -56,9 +64,12 @@ DEVICE void shrink_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %
 template <int REGISTERS>
 DEVICE void grow_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
-// Arrives when the thread's copies so far (copy16) have come.
-DEVICE void arrive_after_copies(BarrierAt barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+// True for one thread of a warp that is here as a whole. ptxas knows that it is one: it need not see to it that copies are
+// issued for each thread that is there.
+DEVICE bool is_elected() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
 }
 
 // The barrier `id` (1 to 15) of `threads` threads, warps of which meet there.
@@ -89,12 +100,14 @@ DEVICE void load_matrices(uint32_t (&out)[4], const uint4* row) {
 }
 #endif
 
-// The stages of a ring, taken in turn: `index`, and the parity of how often it has come round.
-template <int STAGES>
-struct Stage {
-  int index = 0, parity = 0;
+// The stages of a ring, taken in turn, each of BYTES: where the next begins, and the parity of how often the ring has come
+// round. All else of a stage follows from where it begins; there is nothing to be computed from its number.
+template <int STAGES, int BYTES>
+struct Ring {
+  int begin = 0, parity = 0;
   METHOD void advance() {
-    if (++index == STAGES) index = 0, parity ^= 1;
+    begin += BYTES;
+    if (begin == STAGES * BYTES) begin = 0, parity ^= 1;
   }
 };
 
@@ -161,21 +174,51 @@ DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_sta
   if (lane == 0) tile_start[0] = row_start[0] = 0;
 }
 
-// The tiles of a block, one after the other: each that follows is `step` tiles further. Divisions take long: the few that
-// there are, are done while offsets come from memory.
-struct Tiles {
-  int tiles_n, tile_m, tile_n, step_m, step_n;  // a tile's number is tile_m * tiles_n + tile_n
+// What a stage is of: share `part` of K of tile number `tile`; no more is to come where at.expert is negative.
+struct alignas(16) Work {
+  Tile at;
+  int tile, part;
+};
 
-  METHOD Tiles(int first, int step, int tiles_n)
-      : tiles_n(tiles_n), tile_m(first / tiles_n), tile_n(first % tiles_n), step_m(step / tiles_n), step_n(step % tiles_n) {}
+// The units of work, SPLIT of each tile, that a block does one after the other. At first each that is as many further as there
+// are blocks; of some LAST rounds whichever is next when the block gets to it, so that a block that is faster does more, and
+// all are done at about the same time. Whoever copies asks for such a one ahead; all its warp calls these.
+template <int SPLIT, int LAST>
+struct Units {
+  int tiles_n, units, unit, tile_m, tile_n, part;  // a tile's number is tile_m * tiles_n + tile_n
 
+  // Divisions take long: those for the first unit are done while offsets come from memory.
+  METHOD explicit Units(int tiles_n) : tiles_n(tiles_n) { locate(blockIdx.x); }
+
+  // `counter` counts how many have been asked for, zero before and after.
+  METHOD void begin(int* counter, int tiles_m) {
+    const int blocks = gridDim.x;
+    asked = counter, units = tiles_m * tiles_n * SPLIT, fixed = max(units / blocks - LAST, 1) * blocks;
+    ask();
+    if (!any()) advance();
+  }
+  METHOD bool any() const { return unit < units; }
+  METHOD int tile() const { return tile_m * tiles_n + tile_n; }
   METHOD void advance() {
-    tile_m += step_m, tile_n += step_n;
-    if (tile_n >= tiles_n) ++tile_m, tile_n -= tiles_n;
+    const int blocks = gridDim.x;
+    if (unit + blocks < fixed) return locate(unit + blocks);
+    order = __shfl_sync(0xffffffffu, order, 0);
+    locate(fixed + order);
+    if (any()) ask();
+    // Every block asks until it gets none; this one is the last to.
+    else if (order + 1 == max(units - fixed, 0) + blocks && threadIdx.x % 32 == 0) *asked = 0;
   }
 
-  METHOD Tile find(int experts, const int* tile_start, const int* row_start, int height) const {
-    return tile_at(experts, tile_start, row_start, tile_m, tile_n, tiles_n, height);
+ private:
+  int *asked, fixed, order;
+
+  METHOD void locate(int to) {
+    unit = to, part = to % SPLIT;
+    const int tile = to / SPLIT;
+    tile_m = tile / tiles_n, tile_n = tile % tiles_n;
+  }
+  METHOD void ask() {
+    if (threadIdx.x % 32 == 0) order = atomicAdd(asked, 1);
   }
 };
 
@@ -192,8 +235,9 @@ DEVICE int block_of_expert(const Arguments& args, int first_feature, int block) 
 template <bool SWIGLU, int BLOCKS, int SUBS>
 struct WeightCopies {
   const uint8_t *codes[BLOCKS], *scales[BLOCKS];
+  CachePolicy policy;
 
-  METHOD WeightCopies(const Arguments& args, int expert, int first_feature, int sub) {
+  METHOD WeightCopies(const Arguments& args, int expert, int first_feature, int sub) : policy(cache_policy(args.read_once)) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
       const int row_block = block_of_expert<SWIGLU>(args, first_feature, block);
@@ -207,8 +251,8 @@ struct WeightCopies {
   METHOD void operator()(uint4* to_codes, uint4* to_scales, int count, BarrierAt barrier) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
-      copy_bulk(to_codes + block * SUBS * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier);
-      copy_bulk(to_scales + block * SUBS * kBlockScales, scales[block], count * 16 * kBlockScales, barrier);
+      copy_bulk(to_codes + block * SUBS * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier, policy);
+      copy_bulk(to_scales + block * SUBS * kBlockScales, scales[block], count * 16 * kBlockScales, barrier, policy);
       codes[block] += SUBS * 16 * kBlockCodes, scales[block] += SUBS * 16 * kBlockScales;
     }
   }

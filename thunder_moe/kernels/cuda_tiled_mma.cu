@@ -6,103 +6,103 @@
 
 // SCALED: whether there is a slot_scale; FULL: K is a multiple of a stage; C: blocks of 8 tokens of a tile; R: blocks of 64
 // weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK: warpgroups along N and along K; SUB: 64 k of a
-// warpgroup in a stage; SPLIT: blocks that share K of a tile: the last that is done adds what all have left in memory, in
-// their order.
+// warpgroup in a stage; SPLIT: shares of K of a tile, for as many blocks: the last that is done adds what all have left in
+// memory, in their order.
 template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int SPLIT, int STAGES>
-__global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(const Arguments args) {
+__global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(const Arguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(C <= 4, "a lane finds one token");
-  constexpr int kConsumers = 128 * WN * WK, kThreads = kConsumers + 64, kTokens = 8 * C;
+  constexpr int kConsumers = 128 * WN * WK, kTokens = 8 * C;
   constexpr int kBlocks = WN * R, kSubs = WK * SUB;  // of weights in a stage, along N and along K
   constexpr int kTileRows = 64 * WN * (SWIGLU ? 1 : R);  // output features
-  // A stage in units of 16 bytes: codes [kBlocks][kSubs][128], scales [kBlocks][kSubs][16], tokens [kTokens][kPitch].
-  constexpr int kScales = kBlocks * kSubs * kBlockCodes, kInput = kScales + kBlocks * kSubs * kBlockScales;
-  constexpr int kPitch = 8 * kSubs + 1;  // odd, for the banks of load_matrices
-  constexpr int kStage = (kInput + kTokens * kPitch + 7) / 8 * 8;  // 128 bytes, for the copy engine
+  // Where in a stage lie, in bytes, the codes and scales [kBlocks][kSubs] of blocks, the tokens [kTokens][kPitch], what work they
+  // are of, and the barriers.
+  constexpr int kScales = kBlocks * kSubs * kBlockCodes * 16, kInput = kScales + kBlocks * kSubs * kBlockScales * 16;
+  constexpr int kPitch = 128 * kSubs + 16;  // an odd number of 16 bytes, for the banks of load_matrices
+  constexpr int kWork = kInput + kTokens * kPitch, kFull = kWork + sizeof(Work), kEmpty = kFull + sizeof(Barrier);
+  constexpr int kStage = (kEmpty + sizeof(Barrier) + 127) / 128 * 128;  // for the copy engine
   DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
-  __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
-  __shared__ Tile tile_of_stage[STAGES];
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ const uint16_t* token_of[kTokens];
-  __shared__ uint32_t scale_top;
+  __shared__ volatile uint32_t scale_top;
   __shared__ bool is_last[WN * WK];
 
-  uint4* const memory = align_shared(unaligned, 128);
-  const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 128));
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
-  const int tiles_n = (features + kTileRows - 1) / kTileRows;
   const int all_subs = args.k / kBlock;
   const int stages_k = (all_subs + kSubs - 1) / kSubs;  // at least SPLIT of them
-  const int part = blockIdx.x % SPLIT;  // gridDim.x is a multiple of SPLIT
-  const int first_sub = stages_k * part / SPLIT * kSubs, subs = min(stages_k * (part + 1) / SPLIT * kSubs, all_subs) - first_sub;
-  const int first_tile = blockIdx.x / SPLIT, step = gridDim.x / SPLIT;
-  Tiles own(first_tile, step, tiles_n);
+  const auto first_sub_of = [&](int part) { return min(stages_k * part / SPLIT * kSubs, all_subs); };
+  Units<SPLIT, 2> units((features + kTileRows - 1) / kTileRows);
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
-  if (threadIdx.x == kThreads - 1) {
-    for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 33), init_barrier(barrier_of(empty, i), kConsumers / 32);
+  if (threadIdx.x == kConsumers) {
+    for (int i = 0; i < STAGES; ++i) {
+      init_barrier(barrier_at(memory + i * kStage + kFull), 1);
+      init_barrier(barrier_at(memory + i * kStage + kEmpty), kConsumers / 32);
+    }
     fence_barriers();
     scale_top = 0x70007000;
   }
   __syncthreads();
-  const int tiles = tile_start[args.experts] * tiles_n;
-  Stage<STAGES> stage;
+  Ring<STAGES, kStage> stage;
 
-  if (warp == kConsumers / 32) {  // copies weights
-    if (lane != 0) return;
-    for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
-      const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
-      WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);
-      for (int sub = 0; sub < subs; sub += kSubs) {
-        const int count = min(subs - sub, kSubs);
-        wait(barrier_of(empty, stage.index), stage.parity ^ 1);
-        const BarrierAt barrier = barrier_of(full, stage.index);
-        uint4* const to = memory + stage.index * kStage;
-        tile_of_stage[stage.index] = at;
-        arrive_and_expect(barrier, count * kBlocks * 16 * (kBlockCodes + kBlockScales));
-        copy(to, to + kScales, count, barrier);
-        stage.advance();
-      }
-    }
-    return;
-  }
-  if (warp == kConsumers / 32 + 1) {  // copies tokens
-    for (int tile = first_tile; tile < tiles; tile += step, own.advance()) {
-      const Tile at = own.find(args.experts, tile_start, row_start, kTokens);
+  if (warp == kConsumers / 32) {  // copies
+    const bool elected = is_elected();
+    const CachePolicy usual = cache_policy(false);
+    auto fill = [&](const Work& work, int bytes) {  // waits for the stage, says what it will be of; the barrier of its bytes
+      uint8_t* const to = memory + stage.begin;
+      wait(barrier_at(to + kEmpty), stage.parity ^ 1);
+      *reinterpret_cast<Work*>(to + kWork) = work;
+      arrive_and_expect(barrier_at(to + kFull), bytes);
+    };
+    for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
+      const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
+      const int first_sub = first_sub_of(units.part), subs = first_sub_of(units.part + 1) - first_sub;
       const int live = min(at.end - at.row0, kTokens);
-      __syncwarp();
+      WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);
+      auto copy_weights = [&](int count) {
+        fill({at, units.tile(), units.part}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
+        uint8_t* const to = memory + stage.begin;
+        copy(reinterpret_cast<uint4*>(to), reinterpret_cast<uint4*>(to + kScales), count, barrier_at(to + kFull));
+      };
+      auto copy_tokens = [&](int sub, int count) {
+        uint8_t* const to = memory + stage.begin;
+        for (int token = 0; token < live; ++token)
+          copy_bulk(to + kInput + token * kPitch, token_of[token] + sub * kBlock, count * 128, barrier_at(to + kFull), usual);
+        stage.advance();
+      };
+      if (elected) copy_weights(min(subs, kSubs));  // they do not wait until the tokens have been found
       if (lane < live) token_of[lane] = token_of_row(args, at.row0 + lane, at.end) + first_sub * kBlock;
       __syncwarp();
-      for (int sub = 0; sub < subs; sub += kSubs) {
-        const int units = min(subs - sub, kSubs) * 8;  // of a token
-        wait(barrier_of(empty, stage.index), stage.parity ^ 1);
-        uint4* const to = memory + stage.index * kStage + kInput;
-        for (int row = 0; row < live; ++row) {
-          const uint16_t* const from = token_of[row] + sub * kBlock;
-#pragma unroll
-          for (int unit = 0; unit < 8 * kSubs; unit += 32)
-            if (unit + lane < units) copy16(to + row * kPitch + unit + lane, from + 8 * (unit + lane), true);
+      if (elected) {
+        copy_tokens(0, min(subs, kSubs));
+        for (int sub = kSubs; sub < subs; sub += kSubs) {
+          const int count = min(subs - sub, kSubs);
+          copy_weights(count);
+          copy_tokens(sub, count);
         }
-        arrive_after_copies(barrier_of(full, stage.index));
-        stage.advance();
       }
+      __syncwarp();
     }
+    if (elected) fill({{-1, 0, 0, 0}, 0, 0}, 0);
     return;
   }
 
   const int g = lane / 4, t = lane % 4;
   const int group = warp / 4, warp_k = group % WK, warp_n = group / WK;  // warpgroup
   float* const partial = reinterpret_cast<float*>(memory + STAGES * kStage);
-  // Where this thread reads in a stage.
-  const int from_codes = (warp_n * R * kSubs + warp_k) * kBlockCodes + warp % 4 * 32 + lane;
-  const int from_scales = 2 * (kScales + (warp_n * R * kSubs + warp_k) * kBlockScales) + warp % 4 * 8 + g;
-  const int from_tokens = kInput + lane % 8 * kPitch + 8 * warp_k + lane / 8;
+  // What this thread reads of the first stage.
+  const uint8_t* const codes_of_ring = memory + ((warp_n * R * kSubs + warp_k) * kBlockCodes + warp % 4 * 32 + lane) * 16;
+  const uint8_t* const scales_of_ring = memory + kScales + (warp_n * R * kSubs + warp_k) * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
+  const uint8_t* const tokens_of_ring = memory + kInput + lane % 8 * kPitch + (8 * warp_k + lane / 8) * 16;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
-  int turn = 0;  // tiles that this block has done
-  for (int tile = first_tile; tile < tiles; tile += step, ++turn) {
-    wait(barrier_of(full, stage.index), stage.parity);
-    const Tile at = tile_of_stage[stage.index];
+  for (int turn = 0;; ++turn) {
+    wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+    const Work work = *reinterpret_cast<const Work*>(memory + stage.begin + kWork);
+    const Tile& at = work.at;
+    if (at.expert < 0) return;
+    const int subs = first_sub_of(work.part + 1) - first_sub_of(work.part);
     const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
@@ -114,11 +114,10 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
         for (int column = 0; column < 2; ++column) row_scale[c][column] = scale_of_row(args, at.row0 + 8 * c + 2 * t + column, at.end);
     float acc[R][C][4] = {};
     for (int sub = 0; sub < subs; sub += kSubs) {
-      wait(barrier_of(full, stage.index), stage.parity);
-      const uint4* const from = memory + stage.index * kStage;
-      const uint4* const codes_from = from + from_codes;
-      const uint2* const scales_from = reinterpret_cast<const uint2*>(from) + from_scales;
-      const uint4* const tokens_from = from + from_tokens;
+      wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+      const uint4* const codes_from = reinterpret_cast<const uint4*>(codes_of_ring + stage.begin);
+      const uint2* const scales_from = reinterpret_cast<const uint2*>(scales_of_ring + stage.begin);
+      const uint4* const tokens_from = reinterpret_cast<const uint4*>(tokens_of_ring + stage.begin);
       // Every other 64 k is loaded before the one before it is multiplied.
       uint32_t x[2][C][2][4];
       uint4 codes[2][R];
@@ -134,7 +133,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
         for (int c = 0; c < C; ++c)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            load_matrices(x[i % 2][c][half], tokens_from + 8 * c * kPitch + 8 * WK * i + 4 * half);
+            load_matrices(x[i % 2][c][half], tokens_from + 8 * c * (kPitch / 16) + 8 * WK * i + 4 * half);
       };
       load(0);
 #pragma unroll
@@ -157,7 +156,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
           }
       }
       __syncwarp();
-      if (lane == 0) arrive(barrier_of(empty, stage.index));
+      if (lane == 0) arrive(barrier_at(memory + stage.begin + kEmpty));
       stage.advance();
     }
 
@@ -177,14 +176,14 @@ __global__ void __launch_bounds__(128 * WN * WK + 64, 1) grouped_mm_tiled_mma(co
     }
     if constexpr (SPLIT > 1) {
       const int thread = threadIdx.x % 128;
-      float* const sums = args.sums + (static_cast<int64_t>(tile) * SPLIT * WN + warp_n) * (R * C * 512) + thread;
+      float* const sums = args.sums + (static_cast<int64_t>(work.tile) * SPLIT * WN + warp_n) * (R * C * 512) + thread;
       constexpr int kPart = WN * R * C * 512;  // from a block's sums to the next one's
-      for_each_sum(acc, [&](float& sum, int i) { sums[part * kPart + i * 128] = sum; });
+      for_each_sum(acc, [&](float& sum, int i) { sums[work.part * kPart + i * 128] = sum; });
       __threadfence();
       meet(1 + WN + group, 128);  // of the warpgroup
       if (thread == 0) {
-        const int before = atomicAdd(&args.sums_done[tile * WN + warp_n], 1);
-        if (before == SPLIT - 1) args.sums_done[tile * WN + warp_n] = 0;
+        const int before = atomicAdd(&args.sums_done[work.tile * WN + warp_n], 1);
+        if (before == SPLIT - 1) args.sums_done[work.tile * WN + warp_n] = 0;
         is_last[group] = before == SPLIT - 1;
         __threadfence();
       }

@@ -26,71 +26,85 @@ struct Number {
 };
 
 // SCALED: whether there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a warpgroup
-// (SwiGLU: one of gate, one of up); WG: warpgroups that multiply, one more copies. One block runs tile after tile.
-template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int STAGES>
+// (SwiGLU: one of gate, one of up); WG: warpgroups that multiply, one more copies; SUB: 64 k of a stage, K has a multiple.
+// One block runs tile after tile.
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int SUB, int STAGES>
 __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TiledArguments all) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   constexpr int kThreads = 128 * (WG + 1), kTokens = 8 * C, kBlocks = WG * R;
   constexpr int kTileRows = 64 * WG * (SWIGLU ? 1 : R);  // output features
-  constexpr int kTokenUnits = kTokens * 8;  // of 16 bytes, in a stage
-  DYNAMIC_SHARED(uint4, memory);  // [STAGES] of tokens [kTokens][8], then of codes [kBlocks][128], then of scales [kBlocks][16]
-  __shared__ Barrier full_barriers[STAGES], empty_barriers[STAGES];
-  __shared__ Tile tile_of_stage[STAGES];
+  // Where in a stage lie, in bytes, the tokens [SUB][kTokens][64], the codes and scales [kBlocks][SUB] of blocks, what work
+  // they are of, and the barriers.
+  constexpr int kTokenBytes = 128 * kTokens, kCodes = SUB * kTokenBytes, kScales = kCodes + kBlocks * SUB * kBlockCodes * 16;
+  constexpr int kWork = kScales + kBlocks * SUB * kBlockScales * 16, kFull = kWork + sizeof(Work), kEmpty = kFull + sizeof(Barrier);
+  constexpr int kStage = (kEmpty + sizeof(Barrier) + 1023) / 1024 * 1024;  // for the swizzle
+  constexpr int kNoStage = STAGES * kStage - kEmpty;  // begins where it has a barrier like `empty`, and nothing else
+  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], and the barrier of kNoStage
   __shared__ float row_scale[SCALED ? WG : 1][256];
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ int warp_total[kThreads / 32];
+  __shared__ volatile uint32_t scale_top;
 
-  const Barriers full = barriers(full_barriers), empty = barriers(empty_barriers);
   const Arguments& args = all.gemm;
-  uint4* const tokens = align_shared(memory, 1024);
-  uint4* const codes = tokens + STAGES * kTokenUnits;
-  uint4* const scales = codes + STAGES * kBlocks * kBlockCodes;
+  uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
-  const int tiles_n = (features + kTileRows - 1) / kTileRows;
-  const int subs = args.k / kBlock;
+  Units<1, 64> units((features + kTileRows - 1) / kTileRows);
+  const int stages_k = args.k / (kBlock * SUB);
   if (threadIdx.x == 0) {
     prefetch_map(&all.x);
-    for (int i = 0; i < STAGES; ++i) init_barrier(barrier_of(full, i), 1), init_barrier(barrier_of(empty, i), 4 * WG);
+    scale_top = 0x70007000;
+    for (int i = 0; i < STAGES; ++i) {
+      init_barrier(barrier_at(memory + i * kStage + kFull), 1);
+      init_barrier(barrier_at(memory + i * kStage + kEmpty), 4 * WG);
+    }
+    init_barrier(barrier_at(memory + kNoStage + kEmpty), 4 * WG);
     fence_barriers();
   }
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);  // ends with a barrier
-  const int tiles = tile_start[args.experts] * tiles_n;
-  Stage<STAGES> stage;
+  Ring<STAGES, kStage> stage;
 
   if (warp >= 4 * WG) {
-    shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : 32)>();
-    if (warp != 4 * WG || lane != 0) return;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const Tile at = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
-      WeightCopies<SWIGLU, kBlocks, 1> copy(args, at.expert, at.tile_n * kTileRows, 0);
-      for (int sub = 0; sub < subs; ++sub) {
-        wait(barrier_of(empty, stage.index), stage.parity ^ 1);
-        const BarrierAt barrier = barrier_of(full, stage.index);
-        tile_of_stage[stage.index] = at;
-        arrive_and_expect(barrier, 16 * (kTokenUnits + kBlocks * (kBlockCodes + kBlockScales)));
-        copy_box(tokens + stage.index * kTokenUnits, &all.x, sub * kBlock, at.row0, barrier);
-        uint4* const to_codes = codes + stage.index * kBlocks * kBlockCodes;
-        copy(to_codes, scales + stage.index * kBlocks * kBlockScales, 1, barrier);
-        stage.advance();
-      }
+    shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : WG == 3 ? 32 : 24)>();
+    if (warp != 4 * WG) return;
+    const bool elected = is_elected();
+    auto fill = [&](const Work& work, int bytes) {  // waits for the stage, says what it will be of and how much will come
+      uint8_t* const to = memory + stage.begin;
+      wait(barrier_at(to + kEmpty), stage.parity ^ 1);
+      *reinterpret_cast<Work*>(to + kWork) = work;
+      arrive_and_expect(barrier_at(to + kFull), bytes);
+    };
+    for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
+      const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
+      WeightCopies<SWIGLU, kBlocks, SUB> copy(args, at.expert, at.tile_n * kTileRows, 0);
+      if (elected)
+        for (int k = 0; k < args.k; k += SUB * kBlock) {
+          fill({at, 0, 0}, kWork);
+          uint8_t* const to = memory + stage.begin;
+          const BarrierAt full = barrier_at(to + kFull);
+#pragma unroll
+          for (int sub = 0; sub < SUB; ++sub) copy_box(to + sub * kTokenBytes, &all.x, k + sub * kBlock, at.row0, full);
+          copy(reinterpret_cast<uint4*>(to + kCodes), reinterpret_cast<uint4*>(to + kScales), SUB, full);
+          stage.advance();
+        }
+      __syncwarp();
     }
+    if (elected) fill({{-1, 0, 0, 0}, 0, 0}, 0);
     return;
   }
 
-  grow_registers<(WG == 1 ? 256 - 56 : WG == 2 ? 232 : 160)>();
+  grow_registers<(WG == 1 ? 256 - 56 : WG == 2 ? 232 : WG == 3 ? 160 : 112)>();
   const int g = lane / 4, t = lane % 4, warpgroup = warp / 4;
-  const uint4* const codes_from = codes + warpgroup * R * kBlockCodes + warp % 4 * 32 + lane;
-  const uint2* const scales_from = reinterpret_cast<const uint2*>(scales + warpgroup * R * kBlockScales) + warp % 4 * 8 + g;
-  auto release = [&](int index) {  // a stage
-    __syncwarp();
-    if (lane == 0) arrive(barrier_of(empty, index));
-  };
-  const TileDescriptor described = describe(tokens);
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    wait(barrier_of(full, stage.index), stage.parity);
-    const Tile at = tile_of_stage[stage.index];
+  // What this thread reads of the first stage.
+  const uint8_t* const codes = memory + kCodes + warpgroup * R * SUB * kBlockCodes * 16 + (warp % 4 * 32 + lane) * 16;
+  const uint8_t* const scales = memory + kScales + warpgroup * R * SUB * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
+  TileDescriptor tokens = describe(reinterpret_cast<const uint4*>(memory));  // of the stage
+  const uint32_t top = scale_top;  // from memory, so that it stays in a register
+  for (;;) {
+    wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+    const Tile at = reinterpret_cast<const Work*>(memory + stage.begin + kWork)->at;
+    if (at.expert < 0) return;
     const int n0 = at.tile_n * kTileRows + warpgroup * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
@@ -108,37 +122,43 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       uint32_t a[2][2][4];
       uint4 code;
       uint2 scale;
-      auto load = [&](int r) {  // 64 k of a block of the stage
-        code = codes_from[(stage.index * kBlocks + r) * kBlockCodes];
-        scale = scales_from[(stage.index * kBlocks + r) * 2 * kBlockScales];
+      auto load = [&](int block) {  // of the stage: R blocks of rows of 64 k, then of the next
+        const int at = block % R * SUB + block / R;
+        code = *reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes * 16);
+        scale = *reinterpret_cast<const uint2*>(scales + stage.begin + at * kBlockScales * 16);
+      };
+      auto release = [&](int begin) {  // the stage that begins there
+        __syncwarp();
+        if (lane == 0) arrive(barrier_at(memory + begin + kEmpty));
       };
       load(0);
-      decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, 0x70007000);
-      int before = stage.index;  // the stage before this one
-      for (int sub = 0; sub < subs; ++sub) {
-        const int now = stage.index;
-        const bool more = sub + 1 < subs;
+      decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, top);
+      int before = kNoStage;  // where the stage before this one begins
+      for (int turn = 1; turn <= stages_k; ++turn) {
+        const int now = stage.begin;
 #pragma unroll
-        for (int r = 0; r < R; ++r)
+        for (int block = 0; block < R * SUB; ++block)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             fence_registers();
 #pragma unroll
-            for (int step = 0; step < 2; ++step) wgmma<BF16, N>(acc[r], a[half][step], described + now * kTokenUnits, 2 * half + step);
+            for (int step = 0; step < 2; ++step) wgmma<BF16, N>(acc[block % R], a[half][step], tokens + block / R * (kTokenBytes / 16), 2 * half + step);
             commit_products();
-            if (half == 1 && r + 1 < R) load(r + 1);
-            if (half == 1 && r + 1 == R) {
-              stage.advance();
-              if (more) {
-                wait(barrier_of(full, stage.index), stage.parity);
-                load(0);
-              }
-            }
             wait_for_products<1>();  // those that read the other operand
-            if (r == 0 && half == 0 && sub > 0) release(before);
-            if (half == 0) decode_steps<BF16>(a[1][0], a[1][1], code.z, code.w, scale.y, 0x70007000);
-            else if (r + 1 < R || more) decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, 0x70007000);
+            if (block == 0 && half == 0) release(before);
+            if (half == 0) {
+              decode_steps<BF16>(a[1][0], a[1][1], code.z, code.w, scale.y, top);
+              if (block + 1 < R * SUB) load(block + 1);
+              else {
+                stage.advance();
+                if (turn < stages_k) {
+                  wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+                  load(0);
+                }
+              }
+            } else decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, top);  // behind the last, for nothing
           }
+        tokens += (stage.begin - now) >> 4;
         before = now;
       }
       wait_for_products<0>();
@@ -153,11 +173,21 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       store<BF16, SWIGLU, N, R, 64>(
           args, acc, rows, [&](int i) { return SCALED ? row_scale[warpgroup][i] : 1.0f; }, at.row0, at.end, n0, g, t);
     };
-    // A tile that is half empty is multiplied by half, where registers suffice for both codes.
-    if constexpr (C % 2 == 0 && C * R <= (WG < 3 ? 32 : 20)) {
-      if (at.end - at.row0 <= 4 * C) {
-        multiply_tokens(Number<C / 2>());
-        continue;
+    // A tile that is not full is multiplied by less, where registers suffice for all three codes.
+    if constexpr (C * R <= (WG < 3 ? 40 : 24)) {
+      constexpr int kLess = C <= 12 ? 2 : C <= 24 ? 4 : 8;
+      const int empty = C - (at.end - at.row0 + 7) / 8;
+      if constexpr (C - 2 * kLess >= 2) {
+        if (empty >= 2 * kLess) {
+          multiply_tokens(Number<C - 2 * kLess>());
+          continue;
+        }
+      }
+      if constexpr (C - kLess >= 2) {
+        if (empty >= kLess) {
+          multiply_tokens(Number<C - kLess>());
+          continue;
+        }
       }
     }
     multiply_tokens(Number<C>());

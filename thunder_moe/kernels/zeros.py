@@ -13,11 +13,11 @@ from torch import Tensor
 __all__ = ["ROW_SIZE", "Zeros", "zeros_of"]
 
 ROW_SIZE = 2048  # as many as humming.layer.HummingLayer keeps for its locks
-_ROWS = 1024
+_SIZE = 1024 * ROW_SIZE
 
 
 class Zeros:
-    """Rows of int32 zeros on a device.
+    """int32 zeros on a device, given out in rows.
 
     Attributes:
         start: int32 (1,), the row at which the first expert starts.
@@ -26,19 +26,25 @@ class Zeros:
     def __init__(self, device: torch.device) -> None:
         self.start = torch.zeros(1, dtype=torch.int32, device=device)
         self._device = device
-        self._rows = torch.zeros(_ROWS, ROW_SIZE, dtype=torch.int32, device=device)
+        self._all = torch.zeros(_SIZE, dtype=torch.int32, device=device)
         self._used = 0
         self._of_stream: dict[int, Tensor] = {}
 
-    def row(self) -> Tensor:
-        """int32 (ROW_SIZE,) for a kernel that is launched, or captured, on the current stream."""
+    def row(self, size: int = ROW_SIZE) -> Tensor:
+        """int32 (at least `size`,) for a kernel that is launched, or captured, on the current stream.
+
+        Args:
+            size: how many, at most `ROW_SIZE`; a multiple of 32, a cache line.
+        """
         stream = torch.cuda.current_stream(self._device).cuda_stream
         capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing and stream in self._of_stream:
-            return self._of_stream[stream]
-        if self._used == _ROWS:  # one more launch, in a graph at every replay
-            return torch.zeros_like(self._rows[0])
-        row, self._used = self._rows[self._used], self._used + 1
+        if not capturing:
+            if stream in self._of_stream:
+                return self._of_stream[stream]
+            size = ROW_SIZE  # for whatever the stream's next kernels need
+        if self._used + size > _SIZE:  # one more launch, in a graph at every replay
+            return torch.zeros_like(self._all[:size])
+        row, self._used = self._all[self._used : self._used + size], self._used + size
         if not capturing:
             self._of_stream[stream] = row
         return row
