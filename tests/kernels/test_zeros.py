@@ -8,11 +8,10 @@ from thunder_moe.kernels import zeros
 
 
 def test_kernels_that_may_run_at_once_have_rows_of_their_own(monkeypatch):
-    monkeypatch.setattr(zeros, "_SIZE", 5 * zeros.ROW_SIZE)
     now = SimpleNamespace(cuda_stream=1, capturing=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now.capturing)
-    all_rows = zeros.Zeros(torch.device("cpu"))
+    all_rows = zeros.Zeros(torch.device("cpu"), 5 * zeros.ROW_SIZE)
 
     def row(stream, capturing=False):
         now.cuda_stream, now.capturing = stream, capturing
@@ -27,11 +26,10 @@ def test_kernels_that_may_run_at_once_have_rows_of_their_own(monkeypatch):
 
 
 def test_a_captured_call_takes_no_more_than_it_needs(monkeypatch):
-    monkeypatch.setattr(zeros, "_SIZE", zeros.ROW_SIZE)
     now = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    all_rows = zeros.Zeros(torch.device("cpu"))
+    all_rows = zeros.Zeros(torch.device("cpu"), zeros.ROW_SIZE)
     rows = [all_rows.row(32) for _ in range(zeros.ROW_SIZE // 32)]
     taken = {index for row in rows for index in range(row.data_ptr(), row.data_ptr() + 4 * 32, 4)}
     assert len(taken) == zeros.ROW_SIZE  # apart from each other

@@ -319,7 +319,8 @@ def _gemm(
     if units_asked is not None and config.split > 1:
         sums_done = units_asked[_COUNTERS:]
         sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
-    read_once = config.kernel == "tiled_mma" and live * n * k * 9 // 16 <= _READ_ONCE_BYTES
+    few = config.token_blocks > 1 or live * n * k * 9 // 16 <= _READ_ONCE_BYTES
+    read_once = config.kernel == "tiled_mma" and few
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,

@@ -36,14 +36,15 @@ _TILED_MMA_SPLITS = (
 )  # fmt: skip
 # Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, 64 k of a stage, for up
 # to 12 blocks of tokens and for more; the most blocks of sums that registers hold, by warpgroups.
-_TILED_WGMMA_TOKENS = (4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
+_TILED_WGMMA_TOKENS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
 _TILED_WGMMA_SMALL = (
     (1, 2, 2), (1, 2, 4), (1, 3, 2), (1, 3, 4), (1, 4, 2), (1, 4, 4),
     (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 3, 1), (2, 3, 2),
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-_TILED_BYTES = 216 << 10  # of SM90's 227 KiB: the rest is what the kernels have of their own
+_SHARED_BYTES = 227 << 10  # of a block on SM90
+_TABLES_BYTES = 8704  # of kernels of tiled weights: where tiles and rows of 1,024 experts start, and small things
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
 
@@ -93,7 +94,7 @@ class GemmConfig:
     @property
     def stages(self) -> int:
         """Of kernels of tiled weights: as many as shared memory holds."""
-        return min(12, (_TILED_BYTES - self._other_bytes) // self._stage_bytes)
+        return min(12, (_SHARED_BYTES - _TABLES_BYTES - self._other_bytes) // self._stage_bytes)
 
     @property
     def least_k(self) -> int:
@@ -121,9 +122,15 @@ class GemmConfig:
 
     @property
     def _other_bytes(self) -> int:
-        """What aligns the stages, and sums that warpgroups of "tiled_mma" along K exchange, twice."""
-        share = 128 * 4 * 4 * self.row_blocks * self.token_blocks
-        return 1024 + (2 * self.warps_n * self.warps_k * share if self.warps_k > 1 else 0)
+        """What aligns the stages, and what lies behind them.
+
+        For "tiled_mma" sums that warpgroups along K exchange, twice; for "tiled_wgmma" one more end of a stage, and
+        scales of rows for SwiGLU.
+        """
+        if self.kernel == "tiled_wgmma":
+            return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
+        share = 128 * 4 * 4 * self.row_blocks * self.token_blocks if self.warps_k > 1 else 0
+        return 1024 + 2 * self.warps_n * self.warps_k * share
 
     @property
     def shared_bytes(self) -> int:
@@ -259,7 +266,7 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
                 if tiles <= 160 and 64 * warps_k * depth * split <= point.k:
                     yield replace(config, split=split)
     for c in _TILED_WGMMA_TOKENS:
-        if point.rows <= 12 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
+        if point.rows <= 5 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
             continue
         for r, groups, depth in _TILED_WGMMA_SMALL if c <= 12 else _TILED_WGMMA_LARGE:
             config = GemmConfig("tiled_wgmma", c, r, groups, 1, depth)

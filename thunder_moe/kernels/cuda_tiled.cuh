@@ -4,6 +4,9 @@
 // One warp of a block (the producer) has the copy engine fill a ring of stages, far ahead of the other warps (the
 // consumers), also across tiles. Of each stage, the barrier `full` opens when its bytes have come, `empty` when all
 // consumers are done with it. The layout is that of `to_tiled` in nvfp4_layouts.py.
+//
+// Tensor cores and everything else share the registers' bandwidth: while they multiply, another instruction takes about
+// two cycles. So what a consumer does beside decoding counts: it asks for much at a time, and computes few addresses.
 
 constexpr int kBlock = 64;             // rows and k of a block of weights
 constexpr int kBlockCodes = 2048 / 16, kBlockScales = 256 / 16;  // of a block, in units of 16 bytes
@@ -111,6 +114,40 @@ struct Ring {
   }
 };
 
+// What a stage is of: share `part` of K of tile number `tile`; no more is to come where at.expert is negative.
+struct alignas(16) Work {
+  Tile at;
+  int tile, part;
+};
+
+// What a stage ends with.
+struct alignas(16) StageEnd {
+  Work work;
+  Barrier full, empty;
+};
+
+// `end`: of the first stage.
+template <int STAGES, int BYTES>
+DEVICE void init_ring(uint8_t* end, int consumers) {
+  for (int i = 0; i < STAGES; ++i) {
+    StageEnd* const stage = reinterpret_cast<StageEnd*>(end + i * BYTES);
+    init_barrier(barrier_at(&stage->full), 1);
+    init_barrier(barrier_at(&stage->empty), consumers);
+  }
+}
+
+// Once a stage is free, says what it will be of and how many bytes will come.
+DEVICE void announce(StageEnd* stage, int parity, const Work& work, int bytes) {
+  wait(barrier_at(&stage->empty), parity ^ 1);
+  stage->work = work;
+  arrive_and_expect(barrier_at(&stage->full), bytes);
+}
+constexpr Work kNoWork = {{-1, 0, 0, 0}, 0, 0};
+
+// In one piece and through a const pointer: read otherwise, ptxas no longer finds that all threads of a warp are at the same
+// stage, and computes where it lies for each of them (20 instructions more for 64 k of a warpgroup by wgmma).
+DEVICE Work read_work(const StageEnd* stage) { return stage->work; }
+
 // ---- decoding ----
 
 // A pair of codes where a bf16 has its sign and exponent, everything else zero, times the low or high half of a pair of
@@ -146,7 +183,7 @@ DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t e
 
 // ---- tiles ----
 
-// The same as count_tiles, by one warp: each lane counts for neighbouring experts. Nobody waits for it here.
+// The same as count_tiles, by one warp, without a barrier: each lane counts for neighbouring experts.
 DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_start, int* row_start) {
   const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
   const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
@@ -174,15 +211,10 @@ DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_sta
   if (lane == 0) tile_start[0] = row_start[0] = 0;
 }
 
-// What a stage is of: share `part` of K of tile number `tile`; no more is to come where at.expert is negative.
-struct alignas(16) Work {
-  Tile at;
-  int tile, part;
-};
-
-// The units of work, SPLIT of each tile, that a block does one after the other. At first each that is as many further as there
-// are blocks; of some LAST rounds whichever is next when the block gets to it, so that a block that is faster does more, and
-// all are done at about the same time. Whoever copies asks for such a one ahead; all its warp calls these.
+// The units of work, SPLIT of each tile, that a block does one after the other. At first they are as far apart as there are
+// blocks; of some LAST rounds a block does whichever is next when it gets to it, so that a faster one does more and all are
+// done at about the same time. They are no more because the answer takes long, and because blocks that keep in step find in
+// the L2 cache what others have read. The producer asks for such a unit ahead; all its warp calls these.
 template <int SPLIT, int LAST>
 struct Units {
   int tiles_n, units, unit, tile_m, tile_n, part;  // a tile's number is tile_m * tiles_n + tile_n

@@ -16,16 +16,15 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   constexpr int kConsumers = 128 * WN * WK, kTokens = 8 * C;
   constexpr int kBlocks = WN * R, kSubs = WK * SUB;  // of weights in a stage, along N and along K
   constexpr int kTileRows = 64 * WN * (SWIGLU ? 1 : R);  // output features
-  // Where in a stage lie, in bytes, the codes and scales [kBlocks][kSubs] of blocks, the tokens [kTokens][kPitch], what work they
-  // are of, and the barriers.
+  // Where in a stage lie, in bytes, the codes and scales [kBlocks][kSubs] of blocks, the tokens [kTokens][kPitch], and its end.
   constexpr int kScales = kBlocks * kSubs * kBlockCodes * 16, kInput = kScales + kBlocks * kSubs * kBlockScales * 16;
   constexpr int kPitch = 128 * kSubs + 16;  // an odd number of 16 bytes, for the banks of load_matrices
-  constexpr int kWork = kInput + kTokens * kPitch, kFull = kWork + sizeof(Work), kEmpty = kFull + sizeof(Barrier);
-  constexpr int kStage = (kEmpty + sizeof(Barrier) + 127) / 128 * 128;  // for the copy engine
+  constexpr int kEnd = kInput + kTokens * kPitch;
+  constexpr int kStage = (kEnd + sizeof(StageEnd) + 127) / 128 * 128;  // for the copy engine
   DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], then partial sums [2][WK][WN][R * C][128] where WK > 1
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ const uint16_t* token_of[kTokens];
-  __shared__ volatile uint32_t scale_top;
+  __shared__ volatile uint32_t scale_top;  // volatile: the compiler is not to know what is in it
   __shared__ bool is_last[WN * WK];
 
   uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 128));
@@ -37,39 +36,32 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   Units<SPLIT, 2> units((features + kTileRows - 1) / kTileRows);
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == kConsumers) {
-    for (int i = 0; i < STAGES; ++i) {
-      init_barrier(barrier_at(memory + i * kStage + kFull), 1);
-      init_barrier(barrier_at(memory + i * kStage + kEmpty), kConsumers / 32);
-    }
+    init_ring<STAGES, kStage>(memory + kEnd, kConsumers / 32);
     fence_barriers();
     scale_top = 0x70007000;
   }
   __syncthreads();
   Ring<STAGES, kStage> stage;
+  auto end_of_stage = [&] { return reinterpret_cast<StageEnd*>(memory + stage.begin + kEnd); };
 
   if (warp == kConsumers / 32) {  // copies
     const bool elected = is_elected();
     const CachePolicy usual = cache_policy(false);
-    auto fill = [&](const Work& work, int bytes) {  // waits for the stage, says what it will be of; the barrier of its bytes
-      uint8_t* const to = memory + stage.begin;
-      wait(barrier_at(to + kEmpty), stage.parity ^ 1);
-      *reinterpret_cast<Work*>(to + kWork) = work;
-      arrive_and_expect(barrier_at(to + kFull), bytes);
-    };
     for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
       const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
       const int first_sub = first_sub_of(units.part), subs = first_sub_of(units.part + 1) - first_sub;
       const int live = min(at.end - at.row0, kTokens);
       WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);
       auto copy_weights = [&](int count) {
-        fill({at, units.tile(), units.part}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
+        StageEnd* const end = end_of_stage();
+        announce(end, stage.parity, {at, units.tile(), units.part}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
         uint8_t* const to = memory + stage.begin;
-        copy(reinterpret_cast<uint4*>(to), reinterpret_cast<uint4*>(to + kScales), count, barrier_at(to + kFull));
+        copy(reinterpret_cast<uint4*>(to), reinterpret_cast<uint4*>(to + kScales), count, barrier_at(&end->full));
       };
       auto copy_tokens = [&](int sub, int count) {
-        uint8_t* const to = memory + stage.begin;
-        for (int token = 0; token < live; ++token)
-          copy_bulk(to + kInput + token * kPitch, token_of[token] + sub * kBlock, count * 128, barrier_at(to + kFull), usual);
+        uint8_t* const to = memory + stage.begin + kInput;
+        const BarrierAt full = barrier_at(&end_of_stage()->full);
+        for (int token = 0; token < live; ++token) copy_bulk(to + token * kPitch, token_of[token] + sub * kBlock, count * 128, full, usual);
         stage.advance();
       };
       if (elected) copy_weights(min(subs, kSubs));  // they do not wait until the tokens have been found
@@ -85,7 +77,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
       }
       __syncwarp();
     }
-    if (elected) fill({{-1, 0, 0, 0}, 0, 0}, 0);
+    if (elected) announce(end_of_stage(), stage.parity, kNoWork, 0);
     return;
   }
 
@@ -98,8 +90,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   const uint8_t* const tokens_of_ring = memory + kInput + lane % 8 * kPitch + (8 * warp_k + lane / 8) * 16;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   for (int turn = 0;; ++turn) {
-    wait(barrier_at(memory + stage.begin + kFull), stage.parity);
-    const Work work = *reinterpret_cast<const Work*>(memory + stage.begin + kWork);
+    wait(barrier_at(&end_of_stage()->full), stage.parity);
+    const Work work = read_work(end_of_stage());
     const Tile& at = work.at;
     if (at.expert < 0) return;
     const int subs = first_sub_of(work.part + 1) - first_sub_of(work.part);
@@ -114,7 +106,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
         for (int column = 0; column < 2; ++column) row_scale[c][column] = scale_of_row(args, at.row0 + 8 * c + 2 * t + column, at.end);
     float acc[R][C][4] = {};
     for (int sub = 0; sub < subs; sub += kSubs) {
-      wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+      wait(barrier_at(&end_of_stage()->full), stage.parity);
       const uint4* const codes_from = reinterpret_cast<const uint4*>(codes_of_ring + stage.begin);
       const uint2* const scales_from = reinterpret_cast<const uint2*>(scales_of_ring + stage.begin);
       const uint4* const tokens_from = reinterpret_cast<const uint4*>(tokens_of_ring + stage.begin);
@@ -156,7 +148,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
           }
       }
       __syncwarp();
-      if (lane == 0) arrive(barrier_at(memory + stage.begin + kEmpty));
+      if (lane == 0) arrive(barrier_at(&end_of_stage()->empty));
       stage.advance();
     }
 

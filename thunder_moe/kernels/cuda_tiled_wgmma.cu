@@ -32,57 +32,48 @@ template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int SUB, in
 __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TiledArguments all) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
-  constexpr int kThreads = 128 * (WG + 1), kTokens = 8 * C, kBlocks = WG * R;
+  constexpr int kTokens = 8 * C, kBlocks = WG * R;
   constexpr int kTileRows = 64 * WG * (SWIGLU ? 1 : R);  // output features
-  // Where in a stage lie, in bytes, the tokens [SUB][kTokens][64], the codes and scales [kBlocks][SUB] of blocks, what work
-  // they are of, and the barriers.
+  // Where in a stage lie, in bytes, the tokens [SUB][kTokens][64], the codes and scales [kBlocks][SUB] of blocks, and its
+  // end.
   constexpr int kTokenBytes = 128 * kTokens, kCodes = SUB * kTokenBytes, kScales = kCodes + kBlocks * SUB * kBlockCodes * 16;
-  constexpr int kWork = kScales + kBlocks * SUB * kBlockScales * 16, kFull = kWork + sizeof(Work), kEmpty = kFull + sizeof(Barrier);
-  constexpr int kStage = (kEmpty + sizeof(Barrier) + 1023) / 1024 * 1024;  // for the swizzle
-  constexpr int kNoStage = STAGES * kStage - kEmpty;  // begins where it has a barrier like `empty`, and nothing else
-  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], and the barrier of kNoStage
-  __shared__ float row_scale[SCALED ? WG : 1][256];
+  constexpr int kEnd = kScales + kBlocks * SUB * kBlockScales * 16;
+  constexpr int kStage = (kEnd + sizeof(StageEnd) + 1023) / 1024 * 1024;  // for the swizzle
+  constexpr int kNoStage = STAGES * kStage - kEnd;  // begins where it has an end, and nothing else
+  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], the end of kNoStage, scales of rows [WG][256] where SCALED
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
-  __shared__ int warp_total[kThreads / 32];
-  __shared__ volatile uint32_t scale_top;
+  __shared__ volatile uint32_t scale_top;  // volatile: the compiler is not to know what is in it
 
   const Arguments& args = all.gemm;
   uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
-  Units<1, 64> units((features + kTileRows - 1) / kTileRows);
+  Units<1, 6> units((features + kTileRows - 1) / kTileRows);
   const int stages_k = args.k / (kBlock * SUB);
-  if (threadIdx.x == 0) {
+  if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
+  if (threadIdx.x == 128 * WG) {
     prefetch_map(&all.x);
     scale_top = 0x70007000;
-    for (int i = 0; i < STAGES; ++i) {
-      init_barrier(barrier_at(memory + i * kStage + kFull), 1);
-      init_barrier(barrier_at(memory + i * kStage + kEmpty), 4 * WG);
-    }
-    init_barrier(barrier_at(memory + kNoStage + kEmpty), 4 * WG);
+    init_ring<STAGES, kStage>(memory + kEnd, 4 * WG);
+    init_ring<1, kStage>(memory + kNoStage + kEnd, 4 * WG);
     fence_barriers();
   }
-  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);  // ends with a barrier
+  __syncthreads();
   Ring<STAGES, kStage> stage;
+  auto end_of_stage = [&] { return reinterpret_cast<StageEnd*>(memory + stage.begin + kEnd); };
 
   if (warp >= 4 * WG) {
     shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : WG == 3 ? 32 : 24)>();
     if (warp != 4 * WG) return;
     const bool elected = is_elected();
-    auto fill = [&](const Work& work, int bytes) {  // waits for the stage, says what it will be of and how much will come
-      uint8_t* const to = memory + stage.begin;
-      wait(barrier_at(to + kEmpty), stage.parity ^ 1);
-      *reinterpret_cast<Work*>(to + kWork) = work;
-      arrive_and_expect(barrier_at(to + kFull), bytes);
-    };
     for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
       const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
       WeightCopies<SWIGLU, kBlocks, SUB> copy(args, at.expert, at.tile_n * kTileRows, 0);
       if (elected)
         for (int k = 0; k < args.k; k += SUB * kBlock) {
-          fill({at, 0, 0}, kWork);
+          announce(end_of_stage(), stage.parity, {at, 0, 0}, kEnd);
           uint8_t* const to = memory + stage.begin;
-          const BarrierAt full = barrier_at(to + kFull);
+          const BarrierAt full = barrier_at(&end_of_stage()->full);
 #pragma unroll
           for (int sub = 0; sub < SUB; ++sub) copy_box(to + sub * kTokenBytes, &all.x, k + sub * kBlock, at.row0, full);
           copy(reinterpret_cast<uint4*>(to + kCodes), reinterpret_cast<uint4*>(to + kScales), SUB, full);
@@ -90,7 +81,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
         }
       __syncwarp();
     }
-    if (elected) fill({{-1, 0, 0, 0}, 0, 0}, 0);
+    if (elected) announce(end_of_stage(), stage.parity, kNoWork, 0);
     return;
   }
 
@@ -100,10 +91,11 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   const uint8_t* const codes = memory + kCodes + warpgroup * R * SUB * kBlockCodes * 16 + (warp % 4 * 32 + lane) * 16;
   const uint8_t* const scales = memory + kScales + warpgroup * R * SUB * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
   TileDescriptor tokens = describe(reinterpret_cast<const uint4*>(memory));  // of the stage
+  float* const row_scale = reinterpret_cast<float*>(memory + STAGES * kStage + sizeof(StageEnd)) + 256 * warpgroup;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   for (;;) {
-    wait(barrier_at(memory + stage.begin + kFull), stage.parity);
-    const Tile at = reinterpret_cast<const Work*>(memory + stage.begin + kWork)->at;
+    wait(barrier_at(&end_of_stage()->full), stage.parity);
+    const Tile at = read_work(end_of_stage()).at;
     if (at.expert < 0) return;
     const int n0 = at.tile_n * kTileRows + warpgroup * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
@@ -114,7 +106,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       for (int i = 0; i < 2; ++i) own_scale[i] = scale_of_row(args, at.row0 + threadIdx.x % 128 + 128 * i, at.end);
 
     // All k of the tile's first 8 * N tokens. `a` has the left operands of 32 k by 64 rows: one is multiplied while the other
-    // is decoded.
+    // is decoded. What tokens do not exist are multiplied, and not stored.
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
       float acc[R][N][4] = {};
@@ -129,7 +121,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       };
       auto release = [&](int begin) {  // the stage that begins there
         __syncwarp();
-        if (lane == 0) arrive(barrier_at(memory + begin + kEmpty));
+        if (lane == 0) arrive(barrier_at(&reinterpret_cast<StageEnd*>(memory + begin + kEnd)->empty));
       };
       load(0);
       decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, top);
@@ -152,7 +144,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
               else {
                 stage.advance();
                 if (turn < stages_k) {
-                  wait(barrier_at(memory + stage.begin + kFull), stage.parity);
+                  wait(barrier_at(&end_of_stage()->full), stage.parity);
                   load(0);
                 }
               }
@@ -167,11 +159,11 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       if constexpr (SCALED) {
         meet(1 + warpgroup, 128);  // the tile before has been stored
 #pragma unroll
-        for (int i = 0; i < 2; ++i) row_scale[warpgroup][threadIdx.x % 128 + 128 * i] = own_scale[i];
+        for (int i = 0; i < 2; ++i) row_scale[threadIdx.x % 128 + 128 * i] = own_scale[i];
         meet(1 + warpgroup, 128);
       }
       store<BF16, SWIGLU, N, R, 64>(
-          args, acc, rows, [&](int i) { return SCALED ? row_scale[warpgroup][i] : 1.0f; }, at.row0, at.end, n0, g, t);
+          args, acc, rows, [&](int i) { return SCALED ? row_scale[i] : 1.0f; }, at.row0, at.end, n0, g, t);
     };
     // A tile that is not full is multiplied by less, where registers suffice for all three codes.
     if constexpr (C * R <= (WG < 3 ? 40 : 24)) {

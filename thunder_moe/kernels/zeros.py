@@ -19,14 +19,18 @@ _SIZE = 1024 * ROW_SIZE
 class Zeros:
     """int32 zeros on a device, given out in rows.
 
+    Args:
+        device: where they are.
+        size: how many.
+
     Attributes:
         start: int32 (1,), the row at which the first expert starts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, size: int = _SIZE) -> None:
         self.start = torch.zeros(1, dtype=torch.int32, device=device)
         self._device = device
-        self._all = torch.zeros(_SIZE, dtype=torch.int32, device=device)
+        self._all = torch.zeros(size, dtype=torch.int32, device=device)
         self._used = 0
         self._of_stream: dict[int, Tensor] = {}
 
@@ -42,7 +46,7 @@ class Zeros:
             if stream in self._of_stream:
                 return self._of_stream[stream]
             size = ROW_SIZE  # for whatever the stream's next kernels need
-        if self._used + size > _SIZE:  # one more launch, in a graph at every replay
+        if self._used + size > self._all.numel():  # one more launch, in a graph at every replay
             return torch.zeros_like(self._all[:size])
         row, self._used = self._all[self._used : self._used + size], self._used + size
         if not capturing:
@@ -56,8 +60,8 @@ _ZEROS: dict[torch.device, Zeros] = {}
 def zeros_of(device: torch.device) -> Zeros:
     """The zeros of a device."""
     zeros = _ZEROS.get(device)
-    if zeros is None:
-        zeros = Zeros(device)
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory goes with the graph
-            _ZEROS[device] = zeros
-    return zeros
+    if zeros is not None:
+        return zeros
+    if torch.cuda.is_current_stream_capturing():  # a graph's memory goes with the graph, which sets it at every replay
+        return Zeros(device, ROW_SIZE)
+    return _ZEROS.setdefault(device, Zeros(device))
