@@ -1,5 +1,5 @@
 """How close a kernel comes to what the hardware allows: limits measured in the same run, floors, means, peers.
-Called by bench_grouped_mm.py; calls timing.measure.
+Called by bench_grouped_mm.py, and from the command line with a peers' file, whose plot it draws; calls timing, report.
 
 The floor of a GEMM with NVFP4 weights is the larger of the time that reading and writing takes (the weights of experts
 that have rows at 4.5 bits, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share
@@ -20,6 +20,7 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
+from report import plot_lines, table
 from timing import measure
 
 __all__ = ["Limits", "missing", "panels", "read_peers", "summary"]
@@ -139,6 +140,41 @@ def _peers_row(row: Any) -> dict[str, Any]:
     return {**{key: row[key] for key in ("shape", "gemm", "tokens")}, "times_faster": faster, "floor_share": share}
 
 
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Prints the means of a peers' file and draws its shares of the floor, beside it.
+
+    Args:
+        argv: command-line arguments, those of the process when None.
+
+    Returns:
+        The means, see `summary`.
+
+    Raises:
+        SystemExit: bad arguments.
+    """
+    result = argparse.ArgumentParser(description="Shares of the floor of the kernels in a yardstick's file.")
+    result.add_argument("file", type=pathlib.Path, help="JSON of a yardstick's rows, in microseconds")
+    path = result.parse_args(argv).file
+    try:
+        peers = read_peers(str(path))
+    except argparse.ArgumentTypeError as error:
+        result.error(str(error))
+    means = summary(peers, "tokens")
+    title = "One expert GEMM with 4-bit weights: how close kernels come to what the hardware allows"
+    image = plot_lines(
+        path.with_suffix(".png"),
+        panels(peers, "tokens"),
+        x="tokens",
+        y="share of the floor [%]",
+        reference=100,
+        title=title,
+        log=False,
+    )
+    print(table(means, ("gemm", "tokens"), "bf16", of="geometric means over the shapes"), *missing(peers), sep="\n")
+    print(image)
+    return means
+
+
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
@@ -165,3 +201,7 @@ def _points(rows: Sequence[dict[str, Any]], x: str) -> Points:
         for name, share in mean["floor_share"].items():
             result.setdefault(name, []).append((mean[x], 100 * share))
     return result
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@ Called by pytest; calls benchmarks/roofline.py, report.py and bench_grouped_mm.p
 """
 
 import json
+import pathlib
 
 import pytest
 import torch
@@ -86,6 +87,19 @@ def test_peers_are_read_with_their_own_floor(roofline, peers_file):
     panels = roofline.panels(peers, "tokens", peers)
     assert panels["GEMM alone, geometric mean"] == panels["geometric mean"]
     assert list(panels["GEMM alone, down, geometric mean"]) == ["matmul_ogs (triton_kernels)"]
+
+
+def test_a_peers_file_is_drawn_by_itself(roofline, peers_file, capsys, tmp_path):
+    file = peers_file(PEERS)
+    assert roofline.main([file]) == roofline.summary(roofline.read_peers(file), "tokens")
+    image = pathlib.Path(file).with_suffix(".png")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert str(image) in printed
+    assert "Marlin (vLLM) is missing in 1 of 3 rows" in printed
+    with pytest.raises(SystemExit):
+        roofline.main([str(tmp_path / "none.json")])
+    assert "none.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

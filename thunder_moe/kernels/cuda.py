@@ -37,7 +37,8 @@ _ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
 _SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
-# Of weights: up to so many, it counts what time it takes to write out what they drive from the L2 cache (H200).
+# Weights that pass the L2 cache as the first to leave it spare the time to write out what they would drive from it. Beyond
+# so many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
 _COUNTERS = 32  # of a row of zeros, in front of those of sums: a cache line for the units of work that have been taken
 _ELEMENTWISE_THREADS = 256
@@ -309,8 +310,8 @@ def _gemm(
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
-    if tiles >= 2**31:
-        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**31 tiles")
+    if tiles >= 2**30:
+        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**30 tiles")
     if tiles * config.warps_n > zeros.ROW_SIZE - _COUNTERS:
         config = replace(config, split=1)
     sums = sums_done = units_asked = None
@@ -319,8 +320,8 @@ def _gemm(
     if units_asked is not None and config.split > 1:
         sums_done = units_asked[_COUNTERS:]
         sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
-    few = config.token_blocks > 1 or live * n * k * 9 // 16 <= _READ_ONCE_BYTES
-    read_once = config.kernel == "tiled_mma" and few
+    passing = config.token_blocks > 1 or live * n * k * 9 // 16 <= _READ_ONCE_BYTES
+    read_once = config.kernel == "tiled_mma" and passing
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
