@@ -37,8 +37,8 @@ _ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
 _SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
 _MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
-# Weights that pass the L2 cache as the first to leave it spare the time to write out what they would drive from it. Beyond
-# so many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
+# Weights that are the first to leave the L2 cache spare the time to write out what they would drive from it. Beyond so
+# many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
 _COUNTERS = 32  # of a row of zeros, in front of those of sums: a cache line for the units of work that have been taken
 _ELEMENTWISE_THREADS = 256
@@ -296,8 +296,8 @@ def _gemm(
     swiglu, form = features != n, form or PLAIN_SWIGLU
     multiprocessors, capability = _device_facts(activation.device)
     layout = weight.layout if weight.layout == TILED else "linear"
-    config = config or choose_config(rows, experts, features, k, swiglu, multiprocessors, capability, layout)
-    config = config.fitted(k)
+    shape = rows, experts, features, k
+    config = choose_config(*shape, swiglu, multiprocessors, capability, layout) if config is None else config.fitted(k)
     if config.layout == TILED and capability != (9, 0):
         raise ValueError(
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
@@ -317,11 +317,11 @@ def _gemm(
     sums = sums_done = units_asked = None
     if config.layout == TILED:
         units_asked = zeros.zeros_of(activation.device).row(_COUNTERS if config.split == 1 else zeros.ROW_SIZE)
-    if units_asked is not None and config.split > 1:
-        sums_done = units_asked[_COUNTERS:]
-        sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
-    passing = config.token_blocks > 1 or live * n * k * 9 // 16 <= _READ_ONCE_BYTES
-    read_once = config.kernel == "tiled_mma" and passing
+        if config.split > 1:
+            sums_done = units_asked[_COUNTERS:]
+            sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
+    fast = config.token_blocks == 1 and live * n * k * 9 // 16 > _READ_ONCE_BYTES  # copies are the limit, and many
+    read_once = config.kernel == "tiled_mma" and not fast
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,

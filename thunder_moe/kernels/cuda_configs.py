@@ -102,7 +102,7 @@ class GemmConfig:
         return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.split * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
-        """The same, or with as much of it as K allows."""
+        """The same, but for what a K does not allow: so much in a stage, or so many that share it."""
         if self.kernel == "tiled_wgmma":
             return replace(self, depth=math.gcd(self.depth, k // 64))
         return replace(self, split=1) if self.least_k > k else self
@@ -117,7 +117,7 @@ class GemmConfig:
         """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
         blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
         apart, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
-        own = 48  # what work it is of, barriers
+        own = 48  # `StageEnd`
         return -(-(blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart) + own) // align) * align
 
     @property

@@ -5,8 +5,8 @@
 // consumers), also across tiles. Of each stage, the barrier `full` opens when its bytes have come, `empty` when all
 // consumers are done with it. The layout is that of `to_tiled` in nvfp4_layouts.py.
 //
-// Tensor cores and everything else share the registers' bandwidth: while they multiply, another instruction takes about
-// two cycles. So what a consumer does beside decoding counts: it asks for much at a time, and computes few addresses.
+// While the tensor cores multiply, any other instruction takes about two cycles (measured; probably for the registers'
+// bandwidth). So what a consumer does beside decoding counts: its stages are long, and it computes few addresses.
 
 constexpr int kBlock = 64;             // rows and k of a block of weights
 constexpr int kBlockCodes = 2048 / 16, kBlockScales = 256 / 16;  // of a block, in units of 16 bytes
