@@ -366,7 +366,14 @@ static void init_barrier(Barrier* barrier, int arrivals) {
   *barrier = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
 }
 static void fence_barriers() {}
+static void check(const Barrier* barrier) {
+  if (barrier->arrivals == 0xFF) {  // as all of shared memory at first
+    std::fprintf(stderr, "cuda_emulator: a barrier that has not been initialised\n");
+    std::abort();
+  }
+}
 static void arrive(Barrier* barrier) {
+  check(barrier);
   if (barrier->left == 0) {
     std::fprintf(stderr, "cuda_emulator: more arrivals at a barrier than it was made for\n");
     std::abort();
@@ -381,6 +388,7 @@ static void arrive_and_expect(Barrier* barrier, int bytes) {
 
 // Late copies come one at a time, when somebody waits for them; until then their place holds NaNs.
 static void wait(Barrier* barrier, int parity) {
+  check(barrier);
   while (barrier->phase % 2 == parity) {
     const auto mine = [&](const BulkCopy& copy) { return copy.barrier == barrier; };
     const auto next = std::find_if(bulk_copies.begin(), bulk_copies.end(), mine);
