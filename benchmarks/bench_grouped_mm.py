@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import comma_list, one_of, parser, plot, plot_lines, positive, relative_error, save, table, timed
-from roofline import Limits, missing, panels, read_peers, summary
+from report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
+from roofline import Limits, missing, panels, plot_shares, read_peers, summary
 from shapes import CUDA_SHAPES, SHAPES, MoEShape
 from timing import measure
 from torch import Tensor
@@ -118,14 +118,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         baseline=BASELINE,
         title=title,
     )
-    roofline = plot_lines(
+    roofline = plot_shares(
         path.with_name(f"{path.stem}_roofline.png"),
         panels(rows, what, args.peers),
-        x=what,
-        y="share of the floor [%]",
-        reference=100,
-        title=f"{title}: how close it comes to what the hardware allows",
-        log=False,
+        what,
+        f"{title}: how close it comes to what the hardware allows",
     )
     print(table(rows, ("shape", "gemm", what), BASELINE), limits, sep="\n")
     print("", table(means, ("gemm", what), BASELINE, of="geometric means over the shapes"), sep="\n")

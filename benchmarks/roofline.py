@@ -23,7 +23,7 @@ import torch
 from report import plot_lines, table
 from timing import measure
 
-__all__ = ["Limits", "missing", "panels", "read_peers", "summary"]
+__all__ = ["Limits", "missing", "panels", "plot_shares", "read_peers", "summary"]
 
 BYTES_PER_WEIGHT = 4.5 / 8
 # Bytes that are read, and the size of the square matrices that are multiplied.
@@ -108,6 +108,11 @@ def panels(rows: Sequence[dict[str, Any]], x: str, peers: Sequence[dict[str, Any
     return result
 
 
+def plot_shares(path: pathlib.Path, lines: dict[str, Points], x: str, title: str) -> pathlib.Path:
+    """Draws `panels` to a PNG, the floor dashed, and returns its path."""
+    return plot_lines(path, lines, x=x, y="share of the floor [%]", reference=100, title=title, log=False)
+
+
 def read_peers(text: str) -> list[dict[str, Any]]:
     """An argparse type: the rows of a yardstick's JSON file, as `summary` and `panels` take them.
 
@@ -161,15 +166,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         result.error(str(error))
     means = summary(peers, "tokens")
     title = "One expert GEMM with 4-bit weights: how close kernels come to what the hardware allows"
-    image = plot_lines(
-        path.with_suffix(".png"),
-        panels(peers, "tokens"),
-        x="tokens",
-        y="share of the floor [%]",
-        reference=100,
-        title=title,
-        log=False,
-    )
+    image = plot_shares(path.with_suffix(".png"), panels(peers, "tokens"), "tokens", title)
     print(table(means, ("gemm", "tokens"), "bf16", of="geometric means over the shapes"), *missing(peers), sep="\n")
     print(image)
     return means

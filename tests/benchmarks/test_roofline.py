@@ -147,7 +147,7 @@ def test_grouped_mm_reports_shares_of_the_floor(load, roofline, tmp_path, capsys
         drawn.update(panels)
         return load("report").plot_lines(path, panels, **options)
 
-    monkeypatch.setattr(benchmark, "plot_lines", plot_lines)
+    monkeypatch.setattr(roofline, "plot_lines", plot_lines)
     arguments = ["--gemms", "gate_up,gate_up_swiglu", "--tokens", "2", "--output", str(tmp_path)]
     rows = benchmark.main([*RUN, *arguments, "--peers", peers_file(PEERS)])
     content = json.loads((tmp_path / "bench_grouped_mm_cpu.json").read_text())

@@ -320,8 +320,8 @@ def _gemm(
         if config.split > 1:
             sums_done = units_asked[_COUNTERS:]
             sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
-    fast = config.token_blocks == 1 and live * n * k * 9 // 16 > _READ_ONCE_BYTES  # copies are the limit, and many
-    read_once = config.kernel == "tiled_mma" and not fast
+    products_limit = config.token_blocks > 1
+    read_once = config.kernel == "tiled_mma" and (products_limit or live * n * k * 9 // 16 <= _READ_ONCE_BYTES)
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,

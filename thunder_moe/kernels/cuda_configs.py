@@ -247,7 +247,7 @@ def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: 
     elif point.rows > 8:
         for c, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
             found.append(GemmConfig("staged", c, r, warps_n, 1, depth))
-    available = (227 if capability == (9, 0) else 99) << 10  # 99: Ada and consumer Blackwell
+    available = _SHARED_BYTES if capability == (9, 0) else 99 << 10  # 99: Ada and consumer Blackwell
     return [config for config in found if config.shared_bytes <= available]
 
 

@@ -231,6 +231,9 @@ struct Units {
   }
   METHOD bool any() const { return unit < units; }
   METHOD int tile() const { return tile_m * tiles_n + tile_n; }
+  METHOD Tile find(const Arguments& args, const int* tile_start, const int* row_start, int height) const {
+    return tile_at(args.experts, tile_start, row_start, tile_m, tile_n, tiles_n, height);
+  }
   METHOD void advance() {
     const int blocks = gridDim.x;
     if (unit + blocks < fixed) return locate(unit + blocks);

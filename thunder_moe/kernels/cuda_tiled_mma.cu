@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
     const bool elected = is_elected();
     const CachePolicy usual = cache_policy(false);
     for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
-      const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
+      const Tile at = units.find(args, tile_start, row_start, kTokens);
       const int first_sub = first_sub_of(units.part), subs = first_sub_of(units.part + 1) - first_sub;
       const int live = min(at.end - at.row0, kTokens);
       WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);

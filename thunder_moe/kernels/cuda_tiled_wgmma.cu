@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     if (warp != 4 * WG) return;
     const bool elected = is_elected();
     for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
-      const Tile at = tile_at(args.experts, tile_start, row_start, units.tile_m, units.tile_n, units.tiles_n, kTokens);
+      const Tile at = units.find(args, tile_start, row_start, kTokens);
       WeightCopies<SWIGLU, kBlocks, SUB> copy(args, at.expert, at.tile_n * kTileRows, 0);
       if (elected)
         for (int k = 0; k < args.k; k += SUB * kBlock) {

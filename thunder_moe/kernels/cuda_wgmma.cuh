@@ -93,7 +93,6 @@ DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor til
   else if constexpr (N == 8) WGMMA(64, R32, "%32,%33,%34,%35", "%36", ACC8(0));
   else if constexpr (N == 9) WGMMA(72, R36, "%36,%37,%38,%39", "%40", ACC8(0), ACC1(8));
   else if constexpr (N == 10) WGMMA(80, R40, "%40,%41,%42,%43", "%44", ACC8(0), ACC2(8));
-  else if constexpr (N == 11) WGMMA(88, R44, "%44,%45,%46,%47", "%48", ACC8(0), ACC2(8), ACC1(10));
   else if constexpr (N == 12) WGMMA(96, R48, "%48,%49,%50,%51", "%52", ACC8(0), ACC4(8));
   else if constexpr (N == 14) WGMMA(112, R56, "%56,%57,%58,%59", "%60", ACC8(0), ACC4(8), ACC2(12));
   else if constexpr (N == 16) WGMMA(128, R64, "%64,%65,%66,%67", "%68", ACC16(0));
