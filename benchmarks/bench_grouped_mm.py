@@ -58,8 +58,8 @@ class Load:
         return Load(rows_per_expert, experts * rows_per_expert, offsets, experts)
 
     @staticmethod
-    def routed(tokens: int, shape: MoEShape, device: torch.device) -> Load:
-        logits = torch.randn(tokens, shape.num_experts, generator=torch.Generator().manual_seed(0))
+    def routed(tokens: int, shape: MoEShape, device: torch.device, seed: int = 0) -> Load:
+        logits = torch.randn(tokens, shape.num_experts, generator=torch.Generator().manual_seed(seed))
         counts = logits.topk(shape.top_k).indices.flatten().bincount(minlength=shape.num_experts)
         offsets = counts.cumsum(0).int().to(device)
         return Load(tokens, tokens * shape.top_k, offsets, int((counts > 0).sum()))

@@ -1,8 +1,9 @@
 """Measures which configuration of the CUDA kernels is fastest where, and writes thunder_moe/kernels/cuda_configs.json.
 Called from the command line on a machine with a GPU; calls kernels.cuda, and timing, report and shapes beside it.
 
-Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed.
-Entries of other devices and layouts stay in the file.
+Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed. Its time
+is the geometric mean over some random routings: how many tiles there are decides how evenly blocks share them. Entries
+of other devices and layouts stay in the file.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = parser(__doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
     result.add_argument("--layouts", type=comma_list(one_of(LAYOUTS)), default=list(LAYOUTS), help=f"of: {LAYOUTS}")
+    result.add_argument("--routings", type=positive, default=2, help="random ones of each (default: %(default)s)")
     result.add_argument("--file", type=Path, default=MEASURED, help="where to write (default: %(default)s)")
     args = result.parse_args(argv)
     capability = torch.cuda.get_device_capability()
@@ -60,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for layout in args.layouts:
                 packed = packed.to_layout(layout)
                 for tokens in args.tokens:
-                    load = Load.routed(tokens, shape, torch.device("cuda"))
-                    point, config, seconds = _fastest(load, weight, packed, swiglu, capability, args)
+                    loads = [Load.routed(tokens, shape, torch.device("cuda"), seed) for seed in range(args.routings)]
+                    point, config, seconds = _fastest(loads, weight, packed, swiglu, capability, args)
                     entry = dict(capability=list(capability), swiglu=swiglu, point=point, config=astuple(config))
                     entries.append(entry | dict(us=round(seconds * 1e6, 2)))
                     tqdm.write(f"{shape.name} {which} {layout} {tokens}: {astuple(config)} {seconds * 1e6:.1f} us")
@@ -77,35 +80,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _fastest(
-    load: Load,
+    loads: list[Load],
     weight: Tensor,
     packed: NVFP4Weight,
     swiglu: bool,
     capability: tuple[int, int],
     args: argparse.Namespace,
 ) -> tuple[Point, GemmConfig, float]:
-    """The point that a load is, the configuration that is fastest there, and its seconds."""
+    """The point that the loads are, the configuration that is fastest there, and its seconds."""
     experts, n, k = weight.shape
-    x = torch.randn(load.rows, k, dtype=torch.bfloat16, device="cuda")
-    live = min(load.rows, experts)
-    point = Point(live, load.rows / live, n // 2 if swiglu else n, k)
+    rows = loads[0].rows
+    live = min(rows, experts)
+    point = Point(live, rows / live, n // 2 if swiglu else n, k)
     configs = candidates(point, swiglu, capability, packed.layout)
     _compile(configs, swiglu, k)
-    wanted = torch._grouped_mm(x, weight.transpose(1, 2), load.offsets)
-    if swiglu:
-        gate, up = wanted.float().chunk(2, -1)
-        wanted = torch.nn.functional.silu(gate) * up
-    functions: dict[str, Callable[[], Any]] = {}
-    for config in configs:
-        kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
-        call = functools.partial(kernel, x, packed, load.offsets, config=config)
-        error = relative_error(call(), wanted)
-        if error > TOLERANCE:
-            raise RuntimeError(f"{config} is wrong: relative error {error:.2g} at {point}")
-        functions[str(astuple(config))] = call
-    timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
-    best = min(configs, key=lambda config: timings[str(astuple(config))].median)
-    return point, best, timings[str(astuple(best))].median
+    x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
+    kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
+    log_seconds = dict.fromkeys(configs, 0.0)
+    for load in loads:
+        wanted = torch._grouped_mm(x, weight.transpose(1, 2), load.offsets)
+        if swiglu:
+            gate, up = wanted.float().chunk(2, -1)
+            wanted = torch.nn.functional.silu(gate) * up
+        functions: dict[str, Callable[[], Any]] = {}
+        for config in configs:
+            call = functools.partial(kernel, x, packed, load.offsets, config=config)
+            error = relative_error(call(), wanted)
+            if error > TOLERANCE:
+                raise RuntimeError(f"{config} is wrong: relative error {error:.2g} at {point}")
+            functions[str(config)] = call
+        timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
+        for config in configs:
+            log_seconds[config] += math.log(timings[str(config)].median) / len(loads)
+    best = min(configs, key=log_seconds.__getitem__)
+    return point, best, math.exp(log_seconds[best])
 
 
 def _compile(configs: list[Any], swiglu: bool, k: int) -> None:

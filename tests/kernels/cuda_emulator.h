@@ -460,7 +460,11 @@ static void meet(int id, int threads) {
 }
 
 static float load_other(const float* p) { return *p; }
-static void __threadfence() {}
+static void raise_flag(int* flag) { *flag = 1; }
+static void take_flag(int* flag) {
+  while (*flag == 0) yield();
+  *flag = 0;
+}
 
 static uint32_t rotate_left(uint32_t value, int by) { return value << by | value >> (32 - by); }
 

@@ -35,8 +35,8 @@ TILED_CONFIGS = {
     "tiled mma, 32 tokens": GemmConfig("tiled_mma", 4, 2, 1, 2, 2),
     "tiled mma, split 4": GemmConfig("tiled_mma", 1, 2, 1, 4, 1),
     "tiled mma, four blocks of rows": GemmConfig("tiled_mma", 1, 4, 1, 3, 1),
-    "tiled mma, two blocks": GemmConfig("tiled_mma", 1, 2, 1, 2, 1, 2),
-    "tiled mma, three blocks": GemmConfig("tiled_mma", 2, 1, 2, 1, 1, 3),
+    "tiled mma, shared": GemmConfig("tiled_mma", 1, 2, 1, 2, 1, True),
+    "tiled mma, shared, 16 tokens": GemmConfig("tiled_mma", 2, 1, 2, 1, 1, True),
     "tiled wgmma": GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1),
     "tiled wgmma, odd": GemmConfig("tiled_wgmma", 9, 1, 2, 1, 1),
     "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1),
@@ -270,6 +270,36 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     assert not zeros.zeros_of(rows.device).row().any()  # nothing that blocks have counted is left
 
 
+@pytest.mark.parametrize(
+    ("tiles", "shared"),
+    [(1, 1), (2, 2), (3, 3), (4, 0), (7, 0), (8, 8), (12, 12), (13, 13), (14, 0), (17, 10)],
+)
+@pytest.mark.parametrize(
+    "config", [GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True), GemmConfig("tiled_mma", 2, 2, 1, 2, 2, True)]
+)
+def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, shared):
+    """Seven blocks: those of few tiles, or of the last round and one more, where it would leave blocks without work."""
+    k, blocks, empty = 960 * config.warps_k * config.depth, 7, torch.empty  # 15 stages
+    left = []
+
+    def nans(*size, **how):
+        left.append(empty(*size, **how).fill_(float("nan")))
+        return left[-1]
+
+    weight, exact = make(1, tiles * config.tile_features(swiglu=False), k - 64)  # the last is not full
+    weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k - 64).bfloat16(), torch.tensor([7]).int()
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
+    monkeypatch.setattr(torch, "empty", nans)
+    out = cuda.grouped_mm(rows, weight, offsets, config=config)
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+    assert not zeros.zeros_of(rows.device).row().any()
+    pieces = 0 if shared == 0 else blocks if tiles > blocks else blocks // tiles * tiles
+    # Who does not have the end of a tile leaves sums for who has.
+    wanted = sum((block + 1) * shared * 15 // pieces % 15 > 0 for block in range(pieces))
+    assert left[-1].view(blocks, -1).isfinite().any(1).sum() == wanted
+    assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
 def test_configurations_fit_the_device(capability):
     """Tiles of every configuration that can be chosen fit shared memory, and split K only as far as there is K."""
@@ -294,7 +324,7 @@ def test_configurations_fit_the_device(capability):
                             assert config.warps_k <= max(1, k // 128)
                         else:
                             assert config == config.fitted(k)
-                            assert config.warps_k * config.split * 64 <= max(64, k)
+                            assert config.warps_k * 64 <= max(64, k)
                             assert config.stages >= 3
 
 

@@ -8,7 +8,6 @@ for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchron
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,7 +39,7 @@ _ROUTE_THREADS = 256
 # Weights that are the first to leave the L2 cache spare the time to write out what they would drive from it. Beyond so
 # many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
-_COUNTERS = 32  # of a row of zeros, in front of those of sums: a cache line for the units of work that have been taken
+_COUNTERS = 32  # of a row of zeros, in front of the flags: a cache line for the tiles that have been taken
 _ELEMENTWISE_THREADS = 256
 _ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
@@ -51,11 +50,11 @@ class _GemmArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_done")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_left")),
         *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
-        ("units_asked", ctypes.c_void_p),
+        ("tiles_asked", ctypes.c_void_p),
         ("read_once", ctypes.c_int),
     )
 
@@ -312,21 +311,22 @@ def _gemm(
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
     if tiles >= 2**30:
         raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**30 tiles")
-    if tiles * config.warps_n > zeros.ROW_SIZE - _COUNTERS:
-        config = replace(config, split=1)
-    sums = sums_done = units_asked = None
+    blocks = tiles
+    sums = sums_left = tiles_asked = None
     if config.layout == TILED:
-        units_asked = zeros.zeros_of(activation.device).row(_COUNTERS if config.split == 1 else zeros.ROW_SIZE)
-        if config.split > 1:
-            sums_done = units_asked[_COUNTERS:]
-            sums = torch.empty(tiles * config.sums_of_tile, dtype=torch.float32, device=activation.device)
+        flags = 4 * config.warps_n * multiprocessors if config.shared else 0
+        tiles_asked = zeros.zeros_of(activation.device).row(_COUNTERS + -(-flags // _COUNTERS) * _COUNTERS)
+        if config.shared:
+            sums_left = tiles_asked[_COUNTERS:]
+            sums = torch.empty(multiprocessors * config.sums, dtype=torch.float32, device=activation.device)
+            blocks = min(tiles * (k // 64), multiprocessors)
     products_limit = config.token_blocks > 1
     read_once = config.kernel == "tiled_mma" and (products_limit or live * n * k * 9 // 16 <= _READ_ONCE_BYTES)
-    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_done)
+    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_left)
     argument: ctypes.Structure = _GemmArguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
-        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(units_asked), read_once,
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tiles_asked), read_once,
     )  # fmt: skip
     if config.kernel == "tiled_wgmma":
         argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
@@ -336,7 +336,7 @@ def _gemm(
         expression,
         config.threads,
         config.shared_bytes,
-        tiles * config.split,
+        blocks,
         argument,
         activation.device,
         multiprocessors,

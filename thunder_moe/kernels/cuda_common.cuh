@@ -73,15 +73,15 @@ DEVICE uint32_t narrow2(float low, float high) {
 // first of its mantissa. Everything else is zero.
 DEVICE void unpack_words(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd) {
   constexpr uint32_t kPair = 0x81C081C0;
-  const uint32_t fourths = select_bits(0x60306030, even, rotate_left(odd, 2));  // both words hold half of both fourth pairs
+  const uint32_t fourths = select_bits(0x06030603, even, odd << 2);  // both words hold half of both fourth pairs
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     uint32_t(&pairs)[4] = step ? second : first;
     const uint32_t word = step ? odd : even;
     pairs[0] = word & kPair;
-    pairs[1] = rotate_left(word, 28) & kPair;
-    pairs[2] = (word << 6) & kPair;
-    pairs[3] = (step ? fourths << 2 : rotate_left(fourths, 24)) & kPair;
+    pairs[1] = (word << 4) & kPair;
+    pairs[2] = rotate_left(word, 10) & kPair;
+    pairs[3] = (step ? rotate_left(fourths, 12) : fourths << 6) & kPair;
   }
 }
 

@@ -62,7 +62,7 @@ class GemmConfig:
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
-        split: blocks of threads that share K of a tile of "tiled_mma"; 1 for the others.
+        shared: of "tiled_mma", whether blocks share tiles where some of them would be left without any.
     """
 
     kernel: str
@@ -71,7 +71,7 @@ class GemmConfig:
     warps_n: int
     warps_k: int
     depth: int
-    split: int = 1
+    shared: bool = False
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -99,18 +99,16 @@ class GemmConfig:
     @property
     def least_k(self) -> int:
         """K with which no warp is left without any."""
-        return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.split * self.depth * 64
+        return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
-        """The same, but for what a K does not allow: so much in a stage, or so many that share it."""
-        if self.kernel == "tiled_wgmma":
-            return replace(self, depth=math.gcd(self.depth, k // 64))
-        return replace(self, split=1) if self.least_k > k else self
+        """The same, but for stages of which K is not a multiple where it has to be."""
+        return replace(self, depth=math.gcd(self.depth, k // 64)) if self.kernel == "tiled_wgmma" else self
 
     @property
-    def sums_of_tile(self) -> int:
-        """Float32 sums that the blocks of a tile exchange."""
-        return self.split * self.warps_n * self.row_blocks * self.token_blocks * 512
+    def sums(self) -> int:
+        """Float32 sums of a tile, which blocks that share it exchange."""
+        return self.warps_n * self.row_blocks * self.token_blocks * 512
 
     @property
     def _stage_bytes(self) -> int:
@@ -153,19 +151,19 @@ class GemmConfig:
 
     def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
         """The C++ name of the kernel; `scaled`: with a slot_scale."""
-        flags = [str(flag).lower() for flag in (dtype == torch.bfloat16, swiglu, k % CHUNK == 0)]
-        if self.layout == TILED:
-            flags[2] = str(scaled).lower()
-            split = [self.depth]
-            if self.kernel == "tiled_mma":
-                flags.append(str(k % (64 * self.warps_k * self.depth) == 0).lower())
-                split = [self.warps_k, self.depth, self.split]
-            sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.stages))
-            return f"grouped_mm_{self.kernel}<{', '.join([*flags, *sizes])}>"
-        split = [self.warps_k] if self.kernel == "split" else []
-        sizes = map(str, (self.token_blocks, self.row_blocks, self.warps_n, *split, self.depth))
+        tiled = self.layout == TILED
+        flags = [scaled if tiled else k % CHUNK == 0]
+        sizes = [self.token_blocks, self.row_blocks, self.warps_n, self.depth]
+        if self.kernel in ("split", "tiled_mma"):
+            sizes.insert(3, self.warps_k)
+        if self.kernel == "tiled_mma":
+            flags.append(k % (64 * self.warps_k * self.depth) == 0)
+            sizes.append(self.shared)
+        if tiled:
+            sizes.append(self.stages)
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
-        return f"{name}<{', '.join([*flags, *sizes])}>"
+        parameters = (dtype == torch.bfloat16, swiglu, *flags, *sizes)
+        return f"{name}<{', '.join(str(value).lower() for value in parameters)}>"
 
 
 class Point(NamedTuple):
@@ -261,10 +259,7 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
             if config.stages < 3:
                 continue
             yield config
-            tiles = point.live * -(-point.features // config.tile_features(swiglu))
-            for split in (2, 3, 4):
-                if tiles <= 160 and 64 * warps_k * depth * split <= point.k:
-                    yield replace(config, split=split)
+            yield replace(config, shared=True)
     for c in _TILED_WGMMA_TOKENS:
         if point.rows <= 5 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
             continue

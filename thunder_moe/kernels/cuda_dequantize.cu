@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
     for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t scale = scales >> (16 * (i % 2) + 8 * odd) & 0xFF;  // 5 bits of exponent, 3 of mantissa
+        const uint32_t scale = rotate_left(scales, odd ? 28 : 4) >> (16 * (i % 2)) & 0xFF;  // 5 bits of exponent, 3 of mantissa
         const float factor = bits_to_float(scale << 20) * bits_to_float((106 + 127) << 23) * global[i % 2];
         const float low = e2m1((pairs[odd][i] >> 6 & 7) | (pairs[odd][i] >> 12 & 8)) * factor;
         const float high = e2m1((pairs[odd][i] >> 22 & 7) | (pairs[odd][i] >> 28 & 8)) * factor;

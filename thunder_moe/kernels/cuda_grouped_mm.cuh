@@ -15,12 +15,12 @@ struct Arguments {
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
   const void* bias;         // (E, N) or null
   uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU, rounded up to an even number
-  float* sums;              // of the blocks that share K of a tile, or null
-  int* sums_done;           // of each tile: zero, before and after
+  float* sums;              // of blocks that share tiles, or null, see leave_sums
+  int* sums_left;           // flags: zero, before and after
   int rows, experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none
-  int* units_asked;  // by blocks, for units of work: zero, before and after
+  int* tiles_asked;  // by blocks, for whole tiles: zero, before and after
   int read_once;  // whether hardly any weight is read by two tiles, and few enough of all that it matters, see cuda.py
 };
 

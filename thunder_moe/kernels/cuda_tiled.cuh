@@ -78,6 +78,16 @@ DEVICE bool is_elected() {
 // The barrier `id` (1 to 15) of `threads` threads, warps of which meet there.
 DEVICE void meet(int id, int threads) { asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// A flag that a block raises, when others are to see what its warp has written, and another waits for and takes down.
+DEVICE void raise_flag(int* flag) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
+}
+DEVICE void take_flag(int* flag) {
+  int raised;
+  do asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+  while (raised == 0);
+  *flag = 0;
+}
 DEVICE float load_other(const float* p) {  // what another block has written
   float value;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
@@ -114,10 +124,11 @@ struct Ring {
   }
 };
 
-// What a stage is of: share `part` of K of tile number `tile`; no more is to come where at.expert is negative.
+// What a stage is of: tile `at`, of whose K the block does `subs` times 64 k. `share` says how many blocks do what is in front
+// of them; -1: another does the end. No more is to come where at.expert is negative.
 struct alignas(16) Work {
   Tile at;
-  int tile, part;
+  int subs, share;
 };
 
 // What a stage ends with.
@@ -158,12 +169,13 @@ DEVICE uint32_t scale_pair(uint32_t pair, uint32_t scales) {
   return multiply_by_half<BF16, HIGH>(pair, scales);
 }
 
-// Byte 0 (odd: 1) and byte 2 (odd: 3) of a word of scales -> two 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
-// 5 bits of exponent and 3 of mantissa stand where a 16-bit float has the lowest of its exponent; `top`: 0x70007000.
+// The pair of scales of the even (odd) step of a word, 8 bits at bit 4 of each half once it is rotated left by 8 (by 0) -> two
+// 16-bit floats, times 2**118 (bf16) or 2**6 (fp16). 5 bits of exponent and 3 of mantissa stand where a 16-bit float has the
+// lowest of its exponent; `top`: 0x70007000.
 template <bool BF16>
 DEVICE uint32_t decode_scales_of_step(uint32_t word, bool odd, uint32_t top) {
-  if constexpr (BF16) return ((odd ? word >> 4 : word << 4) & 0x0FF00FF0) | top;
-  else return (odd ? word >> 1 : word << 7) & 0x7F807F80;
+  if constexpr (BF16) return ((odd ? word : rotate_left(word, 8)) & 0x0FF00FF0) | top;
+  else return (odd ? word << 3 : rotate_left(word, 11)) & 0x7F807F80;
 }
 
 // Two words of codes and their word of scales -> the left operands of two steps of 16 k.
@@ -211,51 +223,110 @@ DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_sta
   if (lane == 0) tile_start[0] = row_start[0] = 0;
 }
 
-// The units of work, SPLIT of each tile, that a block does one after the other. At first they are as far apart as there are
-// blocks; of some LAST rounds a block does whichever is next when it gets to it, so that a faster one does more and all are
-// done at about the same time. They are no more because the answer takes long, and because blocks that keep in step find in
-// the L2 cache what others have read. The producer asks for such a unit ahead; all its warp calls these.
-template <int SPLIT, int LAST>
+// What a block does, one after the other: tiles, of which LAST for each block go to whichever gets to them, so that a faster
+// block does more and all are done at about the same time. They are no more because the answer takes long, and because
+// blocks that keep in step find in the L2 cache what others have read. A block asks ahead. All lanes of the producer call it.
+//
+// SHARED: where blocks would be left without work for the time of kWorthSharing stages, all do the same amount instead. The
+// tiles that are too few to give each block one more, and as many as there are blocks, come first: all their K in a row is
+// cut into a piece for each block (stream-K). Where there are fewer tiles than blocks, each is cut into as many pieces as
+// all can have. A block begins with the end of its piece, which another needs that has the end of the tile: it hardly ever
+// waits then.
+template <bool SHARED, int LAST>
 struct Units {
-  int tiles_n, units, unit, tile_m, tile_n, part;  // a tile's number is tile_m * tiles_n + tile_n
+  int tile_m, tile_n;       // of the tile, whose number is tile_m * tiles_n + tile_n
+  int first, last, before;  // of its K, stages from `first` to in front of `last`, behind those of so many blocks
 
-  // Divisions take long: those for the first unit are done while offsets come from memory.
-  METHOD explicit Units(int tiles_n) : tiles_n(tiles_n) { locate(blockIdx.x); }
+  // Divisions take long: those for the first tile are done while offsets come from memory.
+  METHOD Units(int tiles_n, int stages) : tiles_n(tiles_n), stages(stages) { take(blockIdx.x, 0, stages); }
 
   // `counter` counts how many have been asked for, zero before and after.
   METHOD void begin(int* counter, int tiles_m) {
-    const int blocks = gridDim.x;
-    asked = counter, units = tiles_m * tiles_n * SPLIT, fixed = max(units / blocks - LAST, 1) * blocks;
+    const int blocks = gridDim.x, block = blockIdx.x;
+    asked = counter, tiles = tiles_m * tiles_n, whole = block, fixed = max(tiles / blocks - LAST, 1) * blocks;
     ask();
+    if constexpr (SHARED) {
+      const int count = tiles_to_share();
+      shared = count * stages, from = cut(block), to = cut(block + 1);
+      if (count > 0) {
+        whole = count + block - blocks, fixed = tiles;
+        return advance();
+      }
+    }
     if (!any()) advance();
   }
-  METHOD bool any() const { return unit < units; }
-  METHOD int tile() const { return tile_m * tiles_n + tile_n; }
+  METHOD bool any() const { return whole < tiles; }
+  METHOD int share() const { return last < stages ? -1 : before; }
   METHOD Tile find(const Arguments& args, const int* tile_start, const int* row_start, int height) const {
     return tile_at(args.experts, tile_start, row_start, tile_m, tile_n, tiles_n, height);
   }
   METHOD void advance() {
-    const int blocks = gridDim.x;
-    if (unit + blocks < fixed) return locate(unit + blocks);
-    order = __shfl_sync(0xffffffffu, order, 0);
-    locate(fixed + order);
-    if (any()) ask();
-    // Every block asks until it gets none; this one is the last to.
-    else if (order + 1 == max(units - fixed, 0) + blocks && threadIdx.x % 32 == 0) *asked = 0;
+    const int blocks = gridDim.x, block = blockIdx.x;
+    if constexpr (SHARED)
+      if (from < to) {
+        const int tile = (to - 1) / stages, begin = tile * stages;
+        take(tile, max(from - begin, 0), to - begin);
+        if (first > 0 && last == stages) before = block - ((begin + 1) * sharers - 1) / shared;  // the last whose cut is not behind
+        to = begin;
+        return;
+      }
+    whole += blocks;
+    if (whole >= fixed) {
+      order = __shfl_sync(0xffffffffu, order, 0);
+      whole = fixed + order;
+      if (any()) ask();
+      // Every block asks until it gets none; this one is the last to.
+      else if (order + 1 == max(tiles - fixed, 0) + blocks && threadIdx.x % 32 == 0) *asked = 0;
+    }
+    take(whole, 0, stages);
   }
 
  private:
-  int *asked, fixed, order;
+  static constexpr int kWorthSharing = 2;  // measured: what sharing takes
+  const int tiles_n, stages;
+  int *asked, tiles, whole, fixed, order;
+  int sharers, shared, from, to;  // the last three are stages of all tiles that are shared
 
-  METHOD void locate(int to) {
-    unit = to, part = to % SPLIT;
-    const int tile = to / SPLIT;
+  METHOD void take(int tile, int from_stage, int to_stage) {
     tile_m = tile / tiles_n, tile_n = tile % tiles_n;
+    first = from_stage, last = to_stage, before = 0;
   }
+  METHOD int tiles_to_share() {
+    const int blocks = gridDim.x, rest = tiles % blocks;
+    sharers = blocks;
+    if (tiles > 0 && tiles < blocks) sharers = min(blocks / tiles, stages) * tiles;
+    const int saved = tiles < blocks ? stages - stages * tiles / sharers : (blocks - rest) * stages / blocks;
+    return rest == 0 || saved < kWorthSharing ? 0 : min(tiles, rest + blocks);
+  }
+  METHOD int cut(int block) const { return min(block, sharers) * shared / sharers; }  // where its piece begins
   METHOD void ask() {
     if (threadIdx.x % 32 == 0) order = atomicAdd(asked, 1);
   }
 };
+
+// Where blocks share a tile, each but the last leaves its sums, and a flag for each warp: zero, before and after. Blocks start
+// in the order of their numbers, so that whom one waits for is there.
+//   sums [blocks][groups][R * C * 4][128]; flags [blocks][groups][4]
+template <int SIZE, int R, int C>
+DEVICE void leave_sums(const Arguments& args, float (&acc)[R][C][4], int group, int groups) {
+  const int slot = blockIdx.x * groups + group;
+  float* const to = args.sums + slot * (128 * SIZE) + threadIdx.x % 128;
+  for_each_sum(acc, [&](float& sum, int i) { to[i * 128] = sum; });
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) raise_flag(args.sums_left + 4 * slot + threadIdx.x / 32 % 4);
+}
+
+// Adds what the `share` blocks in front of this one have left.
+template <int SIZE, int R, int C>
+DEVICE void add_sums(const Arguments& args, float (&acc)[R][C][4], int group, int groups, int share) {
+  const int slot = (blockIdx.x - share) * groups + group, warp = threadIdx.x / 32 % 4;
+  for (int i = threadIdx.x % 32; i < share; i += 32) take_flag(args.sums_left + 4 * (slot + i * groups) + warp);
+  __syncwarp();
+  const float* const from = args.sums + slot * (128 * SIZE) + threadIdx.x % 128;
+#pragma unroll 4  // loads that do not wait for each other
+  for (int i = 0; i < share; ++i)
+    for_each_sum(acc, [&](float& sum, int at) { sum += load_other(from + (i * groups * SIZE + at) * 128); });
+}
 
 // Block `block` of the 64-row blocks of a tile, as a number among those of its expert: with SwiGLU gate and up take
 // turns. Blocks that do not exist are read from the last that does, and not stored.

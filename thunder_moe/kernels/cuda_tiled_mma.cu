@@ -6,9 +6,8 @@
 
 // SCALED: whether there is a slot_scale; FULL: K is a multiple of a stage; C: blocks of 8 tokens of a tile; R: blocks of 64
 // weight rows of a warpgroup (SwiGLU: one of gate, one of up); WN, WK: warpgroups along N and along K; SUB: 64 k of a
-// warpgroup in a stage; SPLIT: shares of K of a tile, for as many blocks: the last that is done adds what all have left in
-// memory, in their order.
-template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, int SPLIT, int STAGES>
+// warpgroup in a stage; SHARED: whether blocks may share tiles.
+template <bool BF16, bool SWIGLU, bool SCALED, bool FULL, int C, int R, int WN, int WK, int SUB, bool SHARED, int STAGES>
 __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(const Arguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
@@ -25,15 +24,12 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
   __shared__ const uint16_t* token_of[kTokens];
   __shared__ volatile uint32_t scale_top;  // volatile: the compiler is not to know what is in it
-  __shared__ bool is_last[WN * WK];
 
   uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 128));
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int all_subs = args.k / kBlock;
-  const int stages_k = (all_subs + kSubs - 1) / kSubs;  // at least SPLIT of them
-  const auto first_sub_of = [&](int part) { return min(stages_k * part / SPLIT * kSubs, all_subs); };
-  Units<SPLIT, 2> units((features + kTileRows - 1) / kTileRows);
+  Units<SHARED, 2> units((features + kTileRows - 1) / kTileRows, (all_subs + kSubs - 1) / kSubs);
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == kConsumers) {
     init_ring<STAGES, kStage>(memory + kEnd, kConsumers / 32);
@@ -47,14 +43,14 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   if (warp == kConsumers / 32) {  // copies
     const bool elected = is_elected();
     const CachePolicy usual = cache_policy(false);
-    for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
+    for (units.begin(args.tiles_asked, tile_start[args.experts]); units.any(); units.advance()) {
       const Tile at = units.find(args, tile_start, row_start, kTokens);
-      const int first_sub = first_sub_of(units.part), subs = first_sub_of(units.part + 1) - first_sub;
+      const int first_sub = units.first * kSubs, subs = min(units.last * kSubs, all_subs) - first_sub;
       const int live = min(at.end - at.row0, kTokens);
       WeightCopies<SWIGLU, kBlocks, kSubs> copy(args, at.expert, at.tile_n * kTileRows, first_sub);
       auto copy_weights = [&](int count) {
         StageEnd* const end = end_of_stage();
-        announce(end, stage.parity, {at, units.tile(), units.part}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
+        announce(end, stage.parity, {at, subs, units.share()}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
         uint8_t* const to = memory + stage.begin;
         copy(reinterpret_cast<uint4*>(to), reinterpret_cast<uint4*>(to + kScales), count, barrier_at(&end->full));
       };
@@ -94,7 +90,6 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
     const Work work = read_work(end_of_stage());
     const Tile& at = work.at;
     if (at.expert < 0) return;
-    const int subs = first_sub_of(work.part + 1) - first_sub_of(work.part);
     const int n0 = at.tile_n * kTileRows + warp_n * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // asked for here, needed behind the loop
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
@@ -105,7 +100,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
 #pragma unroll
         for (int column = 0; column < 2; ++column) row_scale[c][column] = scale_of_row(args, at.row0 + 8 * c + 2 * t + column, at.end);
     float acc[R][C][4] = {};
-    for (int sub = 0; sub < subs; sub += kSubs) {
+    for (int sub = 0; sub < work.subs; sub += kSubs) {
       wait(barrier_at(&end_of_stage()->full), stage.parity);
       const uint4* const codes_from = reinterpret_cast<const uint4*>(codes_of_ring + stage.begin);
       const uint2* const scales_from = reinterpret_cast<const uint2*>(scales_of_ring + stage.begin);
@@ -115,7 +110,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
       uint4 codes[2][R];
       uint2 scales[2][R];
       auto load = [&](int i) {
-        if (i >= SUB || (!FULL && sub + WK * i + warp_k >= subs)) return;
+        if (i >= SUB || (!FULL && sub + WK * i + warp_k >= work.subs)) return;
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           codes[i % 2][r] = codes_from[(r * kSubs + WK * i) * kBlockCodes];
@@ -131,7 +126,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
 #pragma unroll
       for (int i = 0; i < SUB; ++i) {
         load(i + 1);
-        if (!FULL && sub + WK * i + warp_k >= subs) break;
+        if (!FULL && sub + WK * i + warp_k >= work.subs) break;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -166,28 +161,13 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
         own = sum;
       });
     }
-    if constexpr (SPLIT > 1) {
-      const int thread = threadIdx.x % 128;
-      float* const sums = args.sums + (static_cast<int64_t>(work.tile) * SPLIT * WN + warp_n) * (R * C * 512) + thread;
-      constexpr int kPart = WN * R * C * 512;  // from a block's sums to the next one's
-      for_each_sum(acc, [&](float& sum, int i) { sums[work.part * kPart + i * 128] = sum; });
-      __threadfence();
-      meet(1 + WN + group, 128);  // of the warpgroup
-      if (thread == 0) {
-        const int before = atomicAdd(&args.sums_done[work.tile * WN + warp_n], 1);
-        if (before == SPLIT - 1) args.sums_done[work.tile * WN + warp_n] = 0;
-        is_last[group] = before == SPLIT - 1;
-        __threadfence();
+    if constexpr (SHARED) {
+      constexpr int kSums = R * C * 4;
+      if (work.share < 0) {
+        leave_sums<kSums>(args, acc, warp_n, WN);
+        continue;
       }
-      meet(1 + WN + group, 128);
-      const bool last = is_last[group];
-      meet(1 + WN + group, 128);  // before the next tile's is written
-      if (!last) continue;
-      for_each_sum(acc, [&](float& own, int i) {
-        own = 0.0f;
-#pragma unroll
-        for (int other = 0; other < SPLIT; ++other) own += load_other(sums + other * kPart + i * 128);
-      });
+      add_sums<kSums>(args, acc, warp_n, WN, work.share);
     }
     store<BF16, SWIGLU, C, R, 64>(
         args, acc, rows, [&](int i) { return SCALED ? row_scale[i / 8][i % 2] : 1.0f; }, at.row0, at.end, n0, g, t);

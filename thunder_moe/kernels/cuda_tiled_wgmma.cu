@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   uint8_t* const memory = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be a warp's
   const int features = SWIGLU ? args.n / 2 : args.n;
-  Units<1, 6> units((features + kTileRows - 1) / kTileRows);
   const int stages_k = args.k / (kBlock * SUB);
+  Units<false, 6> units((features + kTileRows - 1) / kTileRows, stages_k);
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == 128 * WG) {
     prefetch_map(&all.x);
@@ -63,13 +63,14 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   auto end_of_stage = [&] { return reinterpret_cast<StageEnd*>(memory + stage.begin + kEnd); };
 
   if (warp >= 4 * WG) {
-    shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : WG == 3 ? 32 : 24)>();
+    shrink_registers<(WG == 1 ? 56 : WG == 2 ? 40 : 32)>();
     if (warp != 4 * WG) return;
     const bool elected = is_elected();
-    for (units.begin(args.units_asked, tile_start[args.experts]); units.any(); units.advance()) {
+    for (units.begin(args.tiles_asked, tile_start[args.experts]); units.any(); units.advance()) {
       const Tile at = units.find(args, tile_start, row_start, kTokens);
       WeightCopies<SWIGLU, kBlocks, SUB> copy(args, at.expert, at.tile_n * kTileRows, 0);
       if (elected)
+#pragma unroll 1
         for (int k = 0; k < args.k; k += SUB * kBlock) {
           announce(end_of_stage(), stage.parity, {at, 0, 0}, kEnd);
           uint8_t* const to = memory + stage.begin;
@@ -105,13 +106,14 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
 #pragma unroll
       for (int i = 0; i < 2; ++i) own_scale[i] = scale_of_row(args, at.row0 + threadIdx.x % 128 + 128 * i, at.end);
 
-    // All k of the tile's first 8 * N tokens. `a` has the left operands of 32 k by 64 rows: one is multiplied while the other
-    // is decoded. What tokens do not exist are multiplied, and not stored.
+    // All k of the tile's first 8 * N tokens. `a` has the left operands of 64 k by 64 rows, or 32 where registers allow no
+    // more, twice: one is multiplied while the other is decoded. What tokens do not exist are multiplied, and not stored.
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
+      constexpr int kSteps = R * N <= (WG < 3 ? 28 : WG == 3 ? 12 : 4) && R * SUB % 2 == 0 ? 4 : 2;
       float acc[R][N][4] = {};
       keep_apart<N>();
-      uint32_t a[2][2][4];
+      uint32_t a[2][kSteps][4];
       uint4 code;
       uint2 scale;
       auto load = [&](int block) {  // of the stage: R blocks of rows of 64 k, then of the next
@@ -119,37 +121,40 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
         code = *reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes * 16);
         scale = *reinterpret_cast<const uint2*>(scales + stage.begin + at * kBlockScales * 16);
       };
+      auto decode = [&](int i) {  // piece i of a block
+        if (kSteps == 4 || i % 2 == 0) decode_steps<BF16>(a[i % 2][0], a[i % 2][1], code.x, code.y, scale.x, top);
+        if (kSteps == 4 || i % 2 == 1) decode_steps<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code.z, code.w, scale.y, top);
+      };
       auto release = [&](int begin) {  // the stage that begins there
         __syncwarp();
         if (lane == 0) arrive(barrier_at(&reinterpret_cast<StageEnd*>(memory + begin + kEnd)->empty));
       };
       load(0);
-      decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, top);
+      decode(0);
       int before = kNoStage;  // where the stage before this one begins
       for (int turn = 1; turn <= stages_k; ++turn) {
         const int now = stage.begin;
+        constexpr int kPieces = 4 / kSteps;  // of a block
 #pragma unroll
-        for (int block = 0; block < R * SUB; ++block)
+        for (int i = 0; i < R * SUB * kPieces; ++i) {
+          const int block = i / kPieces, first = i % kPieces * kSteps;
+          fence_registers();
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            fence_registers();
-#pragma unroll
-            for (int step = 0; step < 2; ++step) wgmma<BF16, N>(acc[block % R], a[half][step], tokens + block / R * (kTokenBytes / 16), 2 * half + step);
-            commit_products();
-            wait_for_products<1>();  // those that read the other operand
-            if (block == 0 && half == 0) release(before);
-            if (half == 0) {
-              decode_steps<BF16>(a[1][0], a[1][1], code.z, code.w, scale.y, top);
-              if (block + 1 < R * SUB) load(block + 1);
-              else {
-                stage.advance();
-                if (turn < stages_k) {
-                  wait(barrier_at(&end_of_stage()->full), stage.parity);
-                  load(0);
-                }
-              }
-            } else decode_steps<BF16>(a[0][0], a[0][1], code.x, code.y, scale.x, top);  // behind the last, for nothing
-          }
+          for (int step = 0; step < kSteps; ++step) wgmma<BF16, N>(acc[block % R], a[i % 2][step], tokens + block / R * (kTokenBytes / 16), first + step);
+          commit_products();
+          const auto fetch = [&] {  // the next block
+            if (block + 1 < R * SUB) return load(block + 1);
+            stage.advance();
+            if (turn == stages_k) return;
+            wait(barrier_at(&end_of_stage()->full), stage.parity);
+            load(0);
+          };
+          if (kSteps == 4) fetch();
+          wait_for_products<1>();  // those that read the other operand
+          if (i == 0) release(before);
+          decode(i + 1);  // behind the last, for nothing
+          if (kSteps == 2 && first == 0) fetch();
+        }
         tokens += (stage.begin - now) >> 4;
         before = now;
       }
