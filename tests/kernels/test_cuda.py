@@ -271,31 +271,45 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
 
 
 @pytest.mark.parametrize(
-    ("tiles", "shared"),
-    [(1, 1), (2, 2), (3, 3), (4, 0), (7, 0), (8, 8), (12, 12), (13, 13), (14, 0), (17, 10)],
+    ("tiles", "stages", "shared"),
+    [
+        *(
+            (1, 15, 1),
+            (2, 15, 2),
+            (3, 15, 3),
+            (4, 15, 0),
+            (7, 15, 0),
+            (8, 15, 8),
+            (12, 15, 12),
+            (14, 15, 0),
+            (17, 15, 10),
+        ),
+        *((1, 5, 1), (3, 2, 0), (8, 6, 8), (12, 6, 0)),
+    ],
 )
 @pytest.mark.parametrize(
     "config", [GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True), GemmConfig("tiled_mma", 2, 2, 1, 2, 2, True)]
 )
-def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, shared):
+def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
     """Seven blocks: those of few tiles, or of the last round and one more, where it would leave blocks without work."""
-    k, blocks, empty = 960 * config.warps_k * config.depth, 7, torch.empty  # 15 stages
+    k, blocks, empty = stages * 64 * config.warps_k * config.depth, 7, torch.empty
     left = []
 
     def nans(*size, **how):
         left.append(empty(*size, **how).fill_(float("nan")))
         return left[-1]
 
-    weight, exact = make(1, tiles * config.tile_features(swiglu=False), k - 64)  # the last is not full
-    weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k - 64).bfloat16(), torch.tensor([7]).int()
+    k -= 64 * (config.warps_k > 1)  # the last is not full
+    weight, exact = make(1, tiles * config.tile_features(swiglu=False), k)
+    weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k).bfloat16(), torch.tensor([7]).int()
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
     monkeypatch.setattr(torch, "empty", nans)
     out = cuda.grouped_mm(rows, weight, offsets, config=config)
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
     assert not zeros.zeros_of(rows.device).row().any()
-    pieces = 0 if shared == 0 else blocks if tiles > blocks else blocks // tiles * tiles
+    pieces = 0 if shared == 0 else blocks if tiles > blocks else min(blocks // tiles, stages) * tiles
     # Who does not have the end of a tile leaves sums for who has.
-    wanted = sum((block + 1) * shared * 15 // pieces % 15 > 0 for block in range(pieces))
+    wanted = sum((block + 1) * shared * stages // pieces % stages > 0 for block in range(pieces))
     assert left[-1].view(blocks, -1).isfinite().any(1).sum() == wanted
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
 
