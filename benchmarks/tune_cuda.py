@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
+WORTH_SHARING = 0.02  # of the time: what sharing tiles has to gain, which depends on how many there are
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 
 
@@ -113,6 +114,9 @@ def _fastest(
         for config in configs:
             log_seconds[config] += math.log(timings[str(config)].median) / len(loads)
     best = min(configs, key=log_seconds.__getitem__)
+    alone = replace(best, shared=False)
+    if log_seconds[alone] - log_seconds[best] < WORTH_SHARING:
+        best = alone
     return point, best, math.exp(log_seconds[best])
 
 

@@ -342,6 +342,14 @@ def test_configurations_fit_the_device(capability):
                             assert config.stages >= 3
 
 
+def test_a_configuration_is_fitted_to_k():
+    mma, wgmma = GemmConfig("tiled_mma", 1, 1, 1, 4, 4, True), GemmConfig("tiled_wgmma", 6, 1, 4, 1, 4)
+    assert mma.fitted(1 << 20) == mma
+    assert mma.fitted((1 << 20) + 64) == GemmConfig("tiled_mma", 1, 1, 1, 4, 4, False)
+    assert wgmma.fitted(512) == wgmma
+    assert wgmma.fitted(384).depth == 2
+
+
 def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     file = tmp_path / "cuda_configs.json"
     few, many = ["split", 1, 1, 4, 2, 4], ["wgmma", 16, 2, 2, 1, 4]

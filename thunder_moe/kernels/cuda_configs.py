@@ -31,8 +31,8 @@ _FILES = {
 }
 # Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each in a stage.
 _TILED_MMA_SPLITS = (
-    (1, 1, 3, 2), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 4), (2, 1, 2, 2), (2, 1, 2, 4), (2, 1, 3, 2),
-    (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
+    (1, 1, 3, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 1), (1, 2, 2, 4), (2, 1, 2, 2),
+    (2, 1, 2, 4), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
 # Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, 64 k of a stage, for up
 # to 12 blocks of tokens and for more; the most blocks of sums that registers hold, by warpgroups.
@@ -43,6 +43,7 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
+_MOST_SHARED_K = 1 << 20  # stages of two rounds of tiles, times blocks: `Units` of cuda_tiled.cuh
 _SHARED_BYTES = 227 << 10  # of a block on SM90
 _TABLES_BYTES = 8704  # of kernels of tiled weights: where tiles and rows of 1,024 experts start, and small things
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
@@ -102,8 +103,10 @@ class GemmConfig:
         return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
-        """The same, but for stages of which K is not a multiple where it has to be."""
-        return replace(self, depth=math.gcd(self.depth, k // 64)) if self.kernel == "tiled_wgmma" else self
+        """The same, but for what a K does not allow: stages it is no multiple of, pieces that int32 cannot count."""
+        if self.kernel == "tiled_wgmma":
+            return replace(self, depth=math.gcd(self.depth, k // 64))
+        return replace(self, shared=False) if k > _MOST_SHARED_K else self
 
     @property
     def sums(self) -> int:

@@ -266,7 +266,7 @@ struct Units {
       if (from < to) {
         const int tile = (to - 1) / stages, begin = tile * stages;
         take(tile, max(from - begin, 0), to - begin);
-        if (first > 0 && last == stages) before = block - ((begin + 1) * sharers - 1) / shared;  // the last whose cut is not behind
+        if (first > 0 && last == stages) before = block - begin * sharers / shared;
         to = begin;
         return;
       }
