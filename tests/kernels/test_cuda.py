@@ -288,7 +288,7 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     ],
 )
 @pytest.mark.parametrize(
-    "config", [GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True), GemmConfig("tiled_mma", 2, 2, 1, 2, 2, True)]
+    "config", [GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True), GemmConfig("tiled_mma", 2, 1, 2, 2, 2, True)]
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
     """Seven blocks: those of few tiles, or of the last round and one more, where it would leave blocks without work."""
