@@ -124,8 +124,8 @@ struct Ring {
   }
 };
 
-// What a stage is of: tile `at`, of whose K the block does `subs` times 64 k. `share` says how many blocks do what is in front
-// of them; -1: another does the end. No more is to come where at.expert is negative.
+// What a stage is of: tile `at`; no more is to come where at.expert is negative. For cuda_tiled_mma.cu also how often 64 k
+// of its K are this block's, and how many blocks share it that do what is in front of them; -1: another does the end.
 struct alignas(16) Work {
   Tile at;
   int subs, share;

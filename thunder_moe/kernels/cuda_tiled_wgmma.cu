@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
 #pragma unroll
       for (int i = 0; i < 2; ++i) own_scale[i] = scale_of_row(args, at.row0 + threadIdx.x % 128 + 128 * i, at.end);
 
-    // All k of the tile's first 8 * N tokens. `a` has the left operands of 64 k by 64 rows, or 32 where registers allow no
-    // more, twice: one is multiplied while the other is decoded. What tokens do not exist are multiplied, and not stored.
+    // All k of the tile's first 8 * N tokens. `a` has the left operands of two pieces of 64 rows, with kSteps times 16 k as
+    // registers allow: one is multiplied while the other is decoded. What tokens do not exist are multiplied, and not stored.
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
-      constexpr int kSteps = R * N <= (WG < 3 ? 28 : WG == 3 ? 12 : 4) && R * SUB % 2 == 0 ? 4 : 2;
+      constexpr int kSteps = R * N <= (WG < 3 ? 28 : WG == 3 ? 12 : 4) && R * SUB % 2 == 0 ? 4 : 2, kPieces = 4 / kSteps;
       float acc[R][N][4] = {};
       keep_apart<N>();
       uint32_t a[2][kSteps][4];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
         code = *reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes * 16);
         scale = *reinterpret_cast<const uint2*>(scales + stage.begin + at * kBlockScales * 16);
       };
-      auto decode = [&](int i) {  // piece i of a block
+      auto decode = [&](int i) {  // piece i, of the block that has been loaded
         if (kSteps == 4 || i % 2 == 0) decode_steps<BF16>(a[i % 2][0], a[i % 2][1], code.x, code.y, scale.x, top);
         if (kSteps == 4 || i % 2 == 1) decode_steps<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code.z, code.w, scale.y, top);
       };
@@ -134,7 +134,6 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       int before = kNoStage;  // where the stage before this one begins
       for (int turn = 1; turn <= stages_k; ++turn) {
         const int now = stage.begin;
-        constexpr int kPieces = 4 / kSteps;  // of a block
 #pragma unroll
         for (int i = 0; i < R * SUB * kPieces; ++i) {
           const int block = i / kPieces, first = i % kPieces * kSteps;
