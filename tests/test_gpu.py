@@ -4,6 +4,7 @@ Called by `pytest -m gpu` on a machine with one; judged by tests/oracle.py.
 
 import contextlib
 import copy
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,7 +27,7 @@ from thunder_moe import (
     rewrite_report,
 )
 from thunder_moe.kernels import cuda, nvrtc
-from thunder_moe.kernels.cuda_configs import Point, candidates
+from thunder_moe.kernels.cuda_configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.epilogues import route as plain_route
 from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
@@ -239,15 +240,38 @@ def test_training_through_torch_compile(frozen):
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
 def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dtype):
-    """Random and skewed routings, with the memory of the output poisoned before each call."""
     if backend != "cuda":
         pytest.skip("of the kernels of the cuda backend")
-    experts, features, k = 6, 200, 656
-    n = 2 * features if swiglu else features
-    weight = quantize(torch.randn(experts, n, k))
-    exact, weight = dequantize(*weight.tensors()), weight.to("cuda")
+    shape = 6, 200, 656
+    configs = candidates(Point(shape[0], mean_rows, *shape[1:]), swiglu, torch.cuda.get_device_capability())
+    check_configurations(configs, "linear", shape, mean_rows, swiglu, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
+def test_every_chosen_configuration_of_tiled_weights(backend, mean_rows, swiglu, dtype):
+    """K is long and tiles are few, so that blocks share them where they may."""
+    layout, capability = "tiled_64x64", torch.cuda.get_device_capability()
+    if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) != layout:
+        pytest.skip("of the kernels of the cuda backend where the device prefers this layout")
+    entries = json.loads(MEASURED.read_text())["entries"]
+    configs = {
+        GemmConfig(*entry["config"])
+        for entry in entries
+        if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu
+    }
+    tiled = sorted((config for config in configs if config.layout == layout), key=str)
+    assert tiled
+    check_configurations(tiled, layout, (6, 192, 4096), mean_rows, swiglu, dtype)
+
+
+def check_configurations(configs, layout, shape, mean_rows, swiglu, dtype):
+    """Random and skewed routings, with the memory of the output poisoned before each call; shape: E, features, K."""
+    experts, features, k = shape
+    weight = quantize(torch.randn(experts, 2 * features if swiglu else features, k))
+    exact, weight = dequantize(*weight.tensors()), weight.to("cuda").to_layout(layout)
     capability = torch.cuda.get_device_capability()
-    configs = candidates(Point(experts, mean_rows, features, k), swiglu, capability)
     with ThreadPoolExecutor() as pool:  # the calls below find the kernels in the cache
         list(
             pool.map(
