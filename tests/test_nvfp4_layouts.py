@@ -3,8 +3,10 @@ Called by pytest; judged by loops over indices, by torchao, and by humming-kerne
 """
 
 import ctypes
+import functools
 import importlib.util
 import itertools
+import operator
 import shutil
 import subprocess
 from pathlib import Path
@@ -118,7 +120,7 @@ extern "C" void run(const uint32_t* in, uint32_t* out, int experts, int n, int k
 
 
 # The registers of a word of "tiled_64x64" as the comments of `to_tiled` and its kernel have them, in Python integers.
-MASK, FIRST, WORD = 0x81C081C0, 0x60306030, 0xFFFFFFFF
+MASK, FIRST, WORD = 0x81C081C0, 0x06030603, 0xFFFFFFFF
 
 
 def rotl(word, count):
@@ -132,7 +134,7 @@ def register(low, high):
 
 
 def joined(*parts):
-    assert sum(parts) == parts[0] | parts[1] | parts[2] | parts[3], "the bits are disjoint"
+    assert sum(parts) == functools.reduce(operator.or_, parts), "the bits are disjoint"
     return sum(parts)
 
 
@@ -154,20 +156,25 @@ def test_tiled_layout_by_index():
                 ]
                 for step in (s, s + 1)
             )
-            assert not rotl(r[3], 8) & rotl(other[3], -2)
-            u = rotl(r[3], 8) | rotl(other[3], -2)
-            assert own[s] == joined(r[0], rotl(r[1], 4), rotl(r[2], -6), u & FIRST)
-            assert own[s + 1] == joined(other[0], rotl(other[1], 4), rotl(other[2], -6), rotl(u & ~FIRST, -2))
+            u = joined(r[3] >> 6, rotl(other[3], -12))
+            assert own[s] == joined(r[0], r[1] >> 4, rotl(r[2], -10), u & FIRST)
+            assert own[s + 1] == joined(other[0], other[1] >> 4, rotl(other[2], -10), (u & ~FIRST) >> 2)
             # As the kernel decodes them.
-            u = own[s] & FIRST | rotl(own[s + 1], 2) & ~FIRST
+            u = own[s] & FIRST | own[s + 1] << 2 & ~FIRST
             for registers, word in ((r, own[s]), (other, own[s + 1])):
-                assert registers[:3] == [word & MASK, rotl(word, -4) & MASK, word << 6 & MASK]
-            assert (r[3], other[3]) == (rotl(u, -8) & MASK, u << 2 & MASK)
+                assert registers[:3] == [word & MASK, word << 4 & MASK, rotl(word, 10) & MASK]
+            assert (r[3], other[3]) == (u << 6 & MASK, rotl(u & WORD, 12) & MASK)
+
+
+def scale_bytes(tiled):
+    """The bytes of each word of scales in "tiled_64x64", a list of [8 rows][step] after the other."""
+    words = tiled.scale.view(torch.int32).flatten().tolist()
+    return [byte for word in words for byte in rotl(word & WORD, 4).to_bytes(4, "little")]
 
 
 def test_tiled_scales_by_index():
     packed = quantize(torch.randn(2, 128, 192) * torch.rand(2, 128, 1) ** 20)
-    blocks = bits(packed.to_layout("tiled_64x64").scale).view(2, 2, 3, 4, 8, 2, 2, 2).tolist()
+    blocks = torch.tensor(scale_bytes(packed.to_layout("tiled_64x64"))).view(2, 2, 3, 4, 8, 2, 2, 2).tolist()
     scales = bits(packed.scale).tolist()
     for place in itertools.product(range(2), range(2), range(3), range(4), range(8), range(2), range(2), range(2)):
         expert, n64, k64, w, g, p, eight_rows, step = place
@@ -187,7 +194,7 @@ def test_tiled_scales_of_every_byte():
     assert not back.qdata[0, 0, :8].any(), "of a block whose scale is 0"
     assert torch.equal(back.qdata.flatten()[8:], codes.flatten()[8:])
     given = scale.view(4, 2, 8, 2, 2).permute(0, 2, 3, 1, 4).flatten().tolist()  # [w, g, two steps, 8 rows, step]
-    code = dict(zip(given, bits(tiled.scale).flatten().tolist(), strict=True))
+    code = dict(zip(given, scale_bytes(tiled), strict=True))
     known = [0, 96, 104, 108, 112, 114, 116, 118, *range(120, 240)]
     assert [code[byte] for byte in range(256)] == [*known, *sorted({*range(256)} - {*known})]
 
