@@ -44,6 +44,11 @@ TILED_CONFIGS = {
     "tiled wgmma, 128 k": GemmConfig("tiled_wgmma", 7, 1, 4, 1, 2),
     "tiled wgmma, 256 k": GemmConfig("tiled_wgmma", 3, 2, 1, 1, 4),
 }
+# Tiles of an expert, stages of their K, and how many of the tiles seven blocks share.
+SHARED_TILES = [
+    (1, 15, 1), (2, 15, 2), (3, 15, 3), (4, 15, 0), (7, 15, 0), (8, 15, 8), (12, 15, 12), (14, 15, 0), (17, 15, 10),
+    (1, 5, 1), (3, 2, 0), (8, 6, 8), (12, 6, 0),
+]  # fmt: skip
 SWIGLU_CONFIGS = {
     "split 4": GemmConfig("split", 1, 2, 2, 4, 2),
     "staged": GemmConfig("staged", 4, 2, 2, 1, 4),
@@ -270,28 +275,12 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     assert not zeros.zeros_of(rows.device).row().any()  # nothing that blocks have counted is left
 
 
-@pytest.mark.parametrize(
-    ("tiles", "stages", "shared"),
-    [
-        *(
-            (1, 15, 1),
-            (2, 15, 2),
-            (3, 15, 3),
-            (4, 15, 0),
-            (7, 15, 0),
-            (8, 15, 8),
-            (12, 15, 12),
-            (14, 15, 0),
-            (17, 15, 10),
-        ),
-        *((1, 5, 1), (3, 2, 0), (8, 6, 8), (12, 6, 0)),
-    ],
-)
+@pytest.mark.parametrize(("tiles", "stages", "shared"), SHARED_TILES)
 @pytest.mark.parametrize(
     "config", [GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True), GemmConfig("tiled_mma", 2, 1, 2, 2, 2, True)]
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
-    """Seven blocks: those of few tiles, or of the last round and one more, where it would leave blocks without work."""
+    """Few tiles, or those of the last round and one more, where it would leave blocks without work."""
     k, blocks, empty = stages * 64 * config.warps_k * config.depth, 7, torch.empty
     left = []
 

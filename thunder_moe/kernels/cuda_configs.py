@@ -43,7 +43,7 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-_MOST_SHARED_K = 1 << 20  # stages of two rounds of tiles, times blocks: `Units` of cuda_tiled.cuh
+_MOST_SHARED_K = 1 << 20  # `Units` of cuda_tiled.cuh multiplies stages of two rounds of tiles by blocks, in int32
 _SHARED_BYTES = 227 << 10  # of a block on SM90
 _TABLES_BYTES = 8704  # of kernels of tiled weights: where tiles and rows of 1,024 experts start, and small things
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
