@@ -1,7 +1,9 @@
 # Everything runs in .venv, which the first call makes. On a fresh machine: `make demo`, `make test`.
 #   PYTHON  the interpreter to make .venv with (3.10 to 3.13)
+#   WORKERS  processes that run the tests, a file in one of them
 #   TORCH   what pip installs as torch; on a Linux machine with a GPU, TORCH=torch takes the newest CUDA build
 PYTHON ?= python3
+WORKERS ?= 2
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -12,7 +14,7 @@ demo: .venv/installed-bench
 	$(BIN)/python examples/llama4_moe_text.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
