@@ -1,7 +1,7 @@
 # Everything runs in .venv, which the first call makes. On a fresh machine: `make demo`, `make test`.
-#   PYTHON  the interpreter to make .venv with (3.10 to 3.13)
+#   PYTHON   the interpreter to make .venv with (3.10 to 3.13)
 #   WORKERS  processes that run the tests, a file in one of them
-#   TORCH   what pip installs as torch; on a Linux machine with a GPU, TORCH=torch takes the newest CUDA build
+#   TORCH    what pip installs as torch; on a Linux machine with a GPU, TORCH=torch takes the newest CUDA build
 PYTHON ?= python3
 WORKERS ?= 2
 TORCH ?= torch==2.13.0
