@@ -307,25 +307,25 @@ struct Units {
 // Where blocks share a tile, each but the last leaves its sums, and a flag for each warp: zero, before and after. Blocks start
 // in the order of their numbers, so that whom one waits for is there.
 //   sums [blocks][groups][R * C * 4][128]; flags [blocks][groups][4]
-template <int SIZE, int R, int C>
+template <int R, int C>
 DEVICE void leave_sums(const Arguments& args, float (&acc)[R][C][4], int group, int groups) {
   const int slot = blockIdx.x * groups + group;
-  float* const to = args.sums + slot * (128 * SIZE) + threadIdx.x % 128;
+  float* const to = args.sums + slot * (R * C * 512) + threadIdx.x % 128;
   for_each_sum(acc, [&](float& sum, int i) { to[i * 128] = sum; });
   __syncwarp();
   if (threadIdx.x % 32 == 0) raise_flag(args.sums_left + 4 * slot + threadIdx.x / 32 % 4);
 }
 
 // Adds what the `share` blocks in front of this one have left.
-template <int SIZE, int R, int C>
+template <int R, int C>
 DEVICE void add_sums(const Arguments& args, float (&acc)[R][C][4], int group, int groups, int share) {
   const int slot = (blockIdx.x - share) * groups + group, warp = threadIdx.x / 32 % 4;
   for (int i = threadIdx.x % 32; i < share; i += 32) take_flag(args.sums_left + 4 * (slot + i * groups) + warp);
   __syncwarp();
-  const float* const from = args.sums + slot * (128 * SIZE) + threadIdx.x % 128;
+  const float* const from = args.sums + slot * (R * C * 512) + threadIdx.x % 128;
 #pragma unroll 4  // loads that do not wait for each other
   for (int i = 0; i < share; ++i)
-    for_each_sum(acc, [&](float& sum, int at) { sum += load_other(from + (i * groups * SIZE + at) * 128); });
+    for_each_sum(acc, [&](float& sum, int at) { sum += load_other(from + (i * groups * R * C * 4 + at) * 128); });
 }
 
 // Block `block` of the 64-row blocks of a tile, as a number among those of its expert: with SwiGLU gate and up take

@@ -162,12 +162,11 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
       });
     }
     if constexpr (SHARED) {
-      constexpr int kSums = R * C * 4;
       if (work.share < 0) {
-        leave_sums<kSums>(args, acc, warp_n, WN);
+        leave_sums(args, acc, warp_n, WN);
         continue;
       }
-      add_sums<kSums>(args, acc, warp_n, WN, work.share);
+      add_sums(args, acc, warp_n, WN, work.share);
     }
     store<BF16, SWIGLU, C, R, 64>(
         args, acc, rows, [&](int i) { return SCALED ? row_scale[i / 8][i % 2] : 1.0f; }, at.row0, at.end, n0, g, t);
