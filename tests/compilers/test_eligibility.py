@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, describe, swaps_last_dims
 
 GOOD = GroupedGemm("w", 4, 32, 64, 8, torch.bfloat16, torch.bfloat16, needs_grad=False)
 
@@ -27,7 +27,49 @@ def test_accepts():
         (dict(in_features=72), "in_features 72 is not a multiple of 16"),
         (dict(out_dtype=torch.float32), "out_dtype torch.float32"),
         (dict(needs_grad=True), "trainable: freeze it"),
+        (dict(hidden_training=True), "forward of an autograd.Function"),
+        (dict(changed="the weight may be changed in place by mul_"), "may be changed in place by mul_"),
     ],
 )
 def test_declines(change, reason):
     assert reason in decline_reason(replace(GOOD, **change))
+
+
+def test_says_why_a_swiglu_is_not_fused():
+    _, decision, reason = describe(GOOD, None, requires_grad=False, fused=False, unfused="the grad mode changes")
+    assert decision == "nvfp4"
+    assert reason == "the weight is frozen; not fused with its SwiGLU: the grad mode changes"
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (lambda w: w, False),
+        (lambda w: w.detach(), False),
+        (lambda w: w.mT, True),
+        (lambda w: w.mT.mT.mT, True),
+        (lambda w: w.permute(0, 2, 1).swapaxes(1, 2), False),
+        (lambda w: w.to(torch.bfloat16).contiguous()[:].view_as(w), False),
+        (lambda w: w[:, :16], None),
+        (lambda w: w[1:], None),
+        (lambda w: w.view(torch.float16), None),
+        (lambda w: w.float(), None),
+        (lambda w: w.transpose(0, 1), None),
+        (lambda w: w.view(4, 64, 32), None),
+        (lambda w: w.flatten(1), None),
+        (lambda w: torch._neg_view(w), None),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_which_views_are_the_weight_itself(view, expected, device):
+    weight = torch.empty(4, 32, 64, dtype=torch.bfloat16, device=device)
+    assert swaps_last_dims(weight, view(weight)) is expected
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 64), (64, 64, 64), (4, 1, 64), (4, 64, 1)])
+def test_views_of_unusual_shapes(shape):
+    weight = torch.empty(shape)
+    assert swaps_last_dims(weight, weight.detach()) is False
+    assert swaps_last_dims(weight, weight.mT) is True
+    assert swaps_last_dims(weight.mT, weight) is True
+    assert swaps_last_dims(weight, torch.empty(2, 2)) is None

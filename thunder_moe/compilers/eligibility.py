@@ -1,5 +1,16 @@
 """Which grouped GEMMs are rewritten, and the reason why another one is not: one predicate for all compilers.
-Called by thunder_transform and fx_sites; calls nothing of the package but the block size.
+Called by thunder_transform and fx_sites, beside `safety` for what surrounds a GEMM; calls nothing but the block size.
+
+What a GEMM may be given as its weight, in every compiler: a view of a whole parameter or buffer, with the parameter's
+dtype, as it lies or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:
+
+    w, w.mT, w.mT.mT.mT, w.transpose(1, 2), swapaxes, swapdims, permute(0, 2, 1), w.detach(), and what does nothing:
+    w.to(x.dtype) and w.contiguous() where w is that already, w[:], w.view(w.shape), w.view_as(w)
+
+and these are not: a slice, a cast or a copy of w, a sum with it, w.view(torch.float16) of a bfloat16 w.
+
+A weight is being trained where it, or its view, requires a gradient and the grad mode is on at the GEMM (a
+``w.detach()`` of a trainable w stays 16-bit), or where `safety.is_hidden_training_forward` hides the grad mode.
 """
 
 from __future__ import annotations
@@ -10,7 +21,7 @@ import torch
 
 from thunder_moe.nvfp4 import BLOCK_SIZE
 
-__all__ = ["Decision", "GroupedGemm", "decline_reason", "describe"]
+__all__ = ["Decision", "GroupedGemm", "decline_reason", "describe", "swaps_last_dims"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,8 @@ class GroupedGemm:
         needs_grad: the weight requires a gradient and gradients are enabled.
         out_dtype: asked of the GEMM, None for the activation's.
         where: file:line of the call, where the compiler tells.
+        hidden_training: the weight requires a gradient, and this is a forward whose grad mode tells nothing.
+        changed: `Program.reason_against_packing` of the weight.
     """
 
     weight: str | None
@@ -40,19 +53,25 @@ class GroupedGemm:
     needs_grad: bool
     out_dtype: torch.dtype | None = None
     where: str | None = None
+    hidden_training: bool = False
+    changed: str | None = None
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:
     """Why a grouped GEMM stays as it is; None when it is rewritten. The gates, in order:
 
-    - the weight is a parameter or a buffer (it can be quantised once, ahead of the call);
+    - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
+    - nothing in the graph changes it;
     - it is bfloat16 or float16, and so are the rows;
     - in_features is a multiple of 16, the block of NVFP4;
     - no output dtype other than the activation's is asked for;
-    - the weight is not being trained: either it is frozen or gradients are disabled.
+    - the weight is not being trained: either it is frozen or gradients are disabled, and not by a forward that is run
+      again for its gradients.
     """
     if gemm.weight is None:
         return "the weight is not a parameter or buffer, unchanged but for a transpose of its last two dims"
+    if gemm.changed is not None:
+        return gemm.changed
     if gemm.weight_dtype not in (torch.bfloat16, torch.float16):
         return f"the weight is {gemm.weight_dtype}, not bfloat16 or float16"
     if gemm.activation_dtype != gemm.weight_dtype:
@@ -63,14 +82,33 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
         return f"out_dtype {gemm.out_dtype} is not the activation's {gemm.activation_dtype}"
     if gemm.needs_grad:
         return "the weight is trainable: freeze it (requires_grad_(False)) or run under torch.no_grad()"
+    if gemm.hidden_training:
+        return "the weight is trainable, and this is the forward of an autograd.Function (or a reentrant checkpoint)"
     return None
+
+
+def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
+    """Whether a view of a weight (E, A, B) has its last two dims swapped; None when it is not a view of all of it.
+
+    Both may be meta tensors. That they share their storage is up to the caller.
+    """
+    same_elements = view.dtype == weight.dtype and view.storage_offset() == weight.storage_offset()
+    if weight.ndim != 3 or view.ndim != 3 or not same_elements or view.is_neg() != weight.is_neg():
+        return None
+    lies = (view.shape, view.stride())
+    if lies == (weight.shape, weight.stride()):
+        return False
+    swapped = weight.transpose(1, 2)
+    return True if lies == (swapped.shape, swapped.stride()) else None
 
 
 # What a report says of one GEMM: (its names and sizes, "16-bit" | "nvfp4" | "nvfp4 + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
 
-def describe(gemm: GroupedGemm, declined: str | None, *, requires_grad: bool, fused: bool) -> Decision:
+def describe(
+    gemm: GroupedGemm, declined: str | None, *, requires_grad: bool, fused: bool, unfused: str | None = None
+) -> Decision:
     """The decision on a GEMM, as reports show it.
 
     Args:
@@ -78,10 +116,11 @@ def describe(gemm: GroupedGemm, declined: str | None, *, requires_grad: bool, fu
         declined: what `decline_reason` said of it.
         requires_grad: of the weight, whether or not gradients are enabled.
         fused: it becomes part of a fused SwiGLU, if it is rewritten.
+        unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
     """
     if declined is not None:
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"
     if fused:
         return gemm, "nvfp4 + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
-    return gemm, "nvfp4", reason
+    return gemm, "nvfp4", reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"

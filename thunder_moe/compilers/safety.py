@@ -1,0 +1,85 @@
+"""The safety analysis of every rewrite: whether GEMMs may be moved, and whether a weight may be packed before the call.
+Called by fx_sites, fx_dense_experts and thunder_transform, each with its own graph as a list of steps; calls nothing.
+
+A rewrite puts one operator in the place of several steps, so that some of them run later (or earlier) than written:
+
+    y = gate GEMM    reads x                 x.zero_() here would change y once the GEMM runs at `product`,
+    u = up GEMM      reads x                 a change of grad mode would take its gradient away or give it one
+    product          fused operator here
+
+Tensors are known by their storages, whatever stands for those in a compiler, so that all views of a tensor count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Program", "Step", "is_hidden_training_forward"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a program, in the order in which it runs; a nested graph is one step, or its steps in a row.
+
+    Attributes:
+        name: of the operation, as a report shows it: "mul_", "aten::copy_".
+        reads: storages of its operands.
+        writes: storages that it changes in place. For an operation that cannot be looked into: all that it reads.
+        grad_enabled: the grad mode in force while it runs.
+        opaque: may change any tensor, or which storage a tensor has (``set_``): counts as writing everything.
+    """
+
+    name: str
+    reads: frozenset[Hashable] = frozenset()
+    writes: frozenset[Hashable] = frozenset()
+    grad_enabled: bool = True
+    opaque: bool = False
+
+    def changes(self, storages: Iterable[Hashable]) -> bool:
+        return self.opaque or not self.writes.isdisjoint(storages)
+
+
+class Program:
+    """The steps of one graph in order. Every reason is a clause for `rewrite_report`; None means that it is safe."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+
+    def reason_against_fusing(self, replaced: Collection[int], storages: Mapping[Hashable, str]) -> str | None:
+        """Why one operator may not run in the place of some steps, anywhere between the first of them and the last.
+
+        Args:
+            replaced: positions of the steps that it replaces, the place of insertion among them. What they write
+                themselves is up to the caller, who knows what they compute.
+            storages: what it reads in their stead (and what they hand to each other), storage -> "the rows".
+        """
+        first, last = min(replaced), max(replaced)
+        between = f"between {self.steps[first].name} and {self.steps[last].name}"
+        for position in range(first, last):
+            step = self.steps[position]
+            if position in replaced:
+                continue
+            for storage, name in storages.items():
+                if step.changes((storage,)):
+                    return f"{name} may be changed in place by {step.name} {between}"
+        if len({self.steps[position].grad_enabled for position in replaced}) > 1:
+            return f"the grad mode changes {between}"
+        return None
+
+    def reason_against_packing(self, storages: Iterable[Hashable]) -> str | None:
+        """Why what was packed before the call may be out of date in it: some step changes the weight."""
+        storages = frozenset(storages)
+        writer = next((step for step in self.steps if step.changes(storages)), None)
+        return None if writer is None else f"the weight may be changed in place by {writer.name} in the same graph"
+
+
+def is_hidden_training_forward() -> bool:
+    """Whether this may be the forward of an `autograd.Function`, whose gradients its own backward computes though the
+    grad mode is off: of reentrant checkpointing, for one. Weights that require a gradient are being trained there.
+
+    torch disables forward-mode AD in such a forward and under `torch.inference_mode`, and not under `torch.no_grad`.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
