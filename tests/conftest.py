@@ -1,12 +1,11 @@
 """Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantisations, a
 GPU's preference of layouts.
-Called by pytest; imports moe_executor first, which makes `import thunder` work on torch >= 2.13.
+Called by pytest; imports thunder_moe, which makes `import thunder` work in all tests on torch >= 2.13.
 """
 
 import pytest
 import torch
 
-from thunder_moe import moe_executor  # noqa: F401
 from thunder_moe.compilers import weight_cache
 from thunder_moe.kernels import select
 from thunder_moe.nvfp4 import quantize

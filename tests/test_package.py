@@ -60,5 +60,63 @@ for call in calls:
     ]
 
 
-def test_thunder_imports_after_moe_executor():
-    assert python("from thunder_moe import moe_executor; import thunder; print(moe_executor.name)") == "thunder_moe"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import thunder_moe, thunder",
+        "from thunder_moe import quantize_; import thunder",
+        "from thunder_moe import moe_executor; import thunder",
+        "import thunder_moe.nn; import thunder.core.prims; thunder = __import__('thunder')",
+        "import thunder_moe, importlib.util; importlib.util.find_spec('thunder'); import thunder",
+    ],
+)
+def test_thunder_imports_after_any_of_our_names(code):
+    code = f"""
+import torch
+before = set(dir(torch.Tensor)), torch.autograd.Function.__dict__["apply"]
+{code}
+from thunder_moe import moe_executor
+print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(torch.ones(1)).item())
+print(before[0] == set(dir(torch.Tensor)), before[1] is torch.autograd.Function.__dict__["apply"])
+"""
+    assert python(code).splitlines() == ["2.0", "True True"]
+
+
+def test_a_failed_import_of_thunder_says_what_to_do():
+    code = """
+import sys, types
+sys.modules["thunder.core"] = types.ModuleType("thunder.core")  # what is left of it
+import thunder_moe
+for use in (lambda: __import__("thunder"), lambda: __import__("thunder_moe.compilers.thunder_executor")):
+    try:
+        use()
+    except ImportError as error:
+        print(str(error).split(": ")[1])
+"""
+    remedy = "start a new process and import thunder_moe before thunder, which makes it work on this version of torch"
+    assert python(code).splitlines() == [remedy] * 2
+
+
+def test_torch_compile_knows_the_backend_of_a_package_that_is_not_installed():
+    code = """
+import importlib.metadata, sys
+importlib.metadata.entry_points = lambda **_: importlib.metadata.EntryPoints(())
+import thunder_moe, torch
+print("torch._dynamo" in sys.modules)
+print(torch._dynamo.lookup_backend("thunder_moe").__module__)
+print(torch._dynamo.list_backends().count("thunder_moe"))
+"""
+    assert python(code).splitlines() == ["False", "thunder_moe.compilers.dynamo", "1"]
+
+
+@pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
+def test_an_installed_package_has_one_backend(first):
+    code = f"""
+import torch
+{first}
+from torch._dynamo import list_backends, lookup_backend
+print(lookup_backend("thunder_moe").__module__, list_backends().count("thunder_moe"))
+import thunder_moe
+print(lookup_backend("thunder_moe") is thunder_moe.compilers.dynamo.thunder_moe_backend)
+"""
+    assert python(code).splitlines() == ["thunder_moe.compilers.dynamo 1", "True"]

@@ -5,6 +5,7 @@ What users import; each name loads its module on first use, so that `import thun
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from thunder_moe.compilers import registration
 from thunder_moe.integrations import hf_plugin
 
 if TYPE_CHECKING:
@@ -93,4 +94,5 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+registration.install()
 hf_plugin.install()

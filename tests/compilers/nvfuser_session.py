@@ -10,6 +10,7 @@ import re
 import sys
 
 import pytest
+import thunder
 import torch
 from looseversion import LooseVersion
 from nvfuser_emulator import run, stand_in
@@ -19,7 +20,6 @@ from thunder_moe import moe_executor
 from thunder_moe.compilers import compat
 from thunder_moe.compilers import nvfuser as route
 
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
 from thunder.transforms.prune_prologue_checks import PrunePrologueChecks  # isort: skip
 
 CUDA = torch.device("cuda", 0)
@@ -39,7 +39,7 @@ def implementation():
         had_alias = "nvfuser" in sys.modules
         if thunder_nvfuser.nvfuserex is None:  # there is no GPU, and Thunder has not looked further
             patch.setattr(thunder_nvfuser, "nvfuser_version", lambda: LooseVersion(VERSION))
-            compat.import_thunder()
+            compat.alias_nvfuser()
         import thunder.executors.nvfuserex_impl as implementation
 
         yield implementation

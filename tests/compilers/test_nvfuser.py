@@ -7,6 +7,7 @@ import re
 import sys
 
 import pytest
+import thunder
 import torch
 import torch.nn.functional as F
 from nvfuser_emulator import Ops, statements
@@ -28,8 +29,6 @@ from thunder_moe.compilers import nvfuser as route
 from thunder_moe.compilers.weight_cache import WeightCache
 from thunder_moe.kernels import w4a4
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
-
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
 
 pytest_plugins = "nvfuser_session"  # the fixtures implementation, fusions and executors
 
@@ -321,7 +320,7 @@ def test_given_sizes_and_places_are_used(fusions, implementation):
 def test_direct_bindings_alone_serve_thunder(implementation, monkeypatch):
     """Thunder 0.2.6 takes one function from a package that wheels of 0.2.36 do not have."""
     monkeypatch.delitem(sys.modules, "nvfuser", raising=False)
-    compat.import_thunder()
+    compat.alias_nvfuser()
     tensor = torch.empty(4, 64, 256).transpose(1, 2)
     implementation.compute_contiguity.cache_clear()
     contiguity, order = implementation.compute_contiguity(tensor.shape, tensor.stride())

@@ -5,12 +5,12 @@ Called by pytest.
 import re
 
 import pytest
+import thunder.core.dtypes as dtypes
 from nvfuser_session import set_gpu
 
 from thunder_moe.compilers import nvfuser as route
 from thunder_moe.compilers.thunder_symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu
 
-import thunder.core.dtypes as dtypes  # isort: skip  (after thunder_moe: see compilers/compat.py)
 from thunder.core.devices import to_device  # isort: skip
 from thunder.core.proxies import TensorProxy  # isort: skip
 from thunder.core.trace import TraceCtx, tracectx  # isort: skip

@@ -5,6 +5,7 @@ Called by `pytest -m gpu` on a machine with both; judged by tests/oracle.py and 
 import copy
 
 import pytest
+import thunder
 import torch
 from oracle import llama4_moe, relative_error
 
@@ -12,7 +13,6 @@ from thunder_moe import Llama4MoE, Llama4MoEConfig, dequantize_, moe_executor, q
 from thunder_moe.kernels import w4a4
 from thunder_moe.nvfp4 import quantize
 
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
 from thunder.executors.nvfuserex import nvfuserex  # isort: skip
 
 BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)

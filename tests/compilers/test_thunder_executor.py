@@ -6,6 +6,7 @@ import copy
 import warnings
 
 import pytest
+import thunder
 import torch
 import torch.nn.functional as F
 from oracle import KERNEL_TOLERANCE, grouped_mm, groups, llama4_moe, relative_error
@@ -23,8 +24,6 @@ from thunder_moe import (
     rewrite_report,
 )
 from thunder_moe.nvfp4 import dequantize, quantize
-
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
 
 BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)

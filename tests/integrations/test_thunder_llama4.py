@@ -11,13 +11,12 @@ from oracle import relative_error
 
 transformers = pytest.importorskip("transformers")
 
+import thunder  # noqa: E402
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe  # noqa: E402
 
 from thunder_moe import RewriteWarning, dequantize_, moe_executor, quantize_, rewrite_report  # noqa: E402
 from thunder_moe.integrations import thunder_llama4 as llama4  # noqa: E402
-
-import thunder  # noqa: E402  # isort: skip  (after moe_executor: see compilers/compat.py)
 
 BF16 = torch.bfloat16
 

@@ -1,5 +1,6 @@
 """Cures for Thunder 0.2.6 on newer torch, each with the version that makes it unnecessary.
-Called by thunder_executor and report before they import thunder; calls nothing of the package.
+Called by compilers.registration when somebody imports thunder, by the modules that need it, and by the torch.compile
+backend; calls nothing of the package.
 """
 
 from __future__ import annotations
@@ -14,31 +15,57 @@ from typing import Any
 
 import torch
 
-__all__ = ["import_thunder", "thunderfx_compile"]
+__all__ = ["alias_nvfuser", "import_thunder", "importing_thunder", "thunderfx_compile"]
 
-# Thunder 0.2.6 lists these Tensor methods by name when it is imported; torch 2.13 removed them (named tensors).
-# Unnecessary from the first Thunder release that imports on torch 2.13.
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
 
 
 def import_thunder() -> None:
-    """Makes ``import thunder`` work.
+    """Imports Thunder.
 
     Raises:
-        ImportError: lightning-thunder is missing; the message names the extra to install.
+        ImportError: lightning-thunder is missing, and the message names the extra to install; or an earlier import of
+            it has failed.
     """
-    for name in _REMOVED_TENSOR_METHODS:
-        if not hasattr(torch.Tensor, name):
-            setattr(torch.Tensor, name, _removed(name))
     try:
-        with _apply_as_python_method(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="transformer_engine module not found")
-            import thunder  # noqa: F401
+        import thunder  # noqa: F401  (under importing_thunder: compilers/registration.py)
     except ModuleNotFoundError as error:
         if error.name != "thunder":
             raise
         raise ImportError("moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'") from error
-    _alias_nvfuser()
+    alias_nvfuser()
+
+
+@contextlib.contextmanager
+def importing_thunder() -> Iterator[None]:
+    """What Thunder's own modules need of torch while they are imported; torch is as it was afterwards.
+
+    Raises:
+        ImportError: an earlier import of Thunder has failed.
+    """
+    if any(name.startswith("thunder.") for name in sys.modules):
+        raise ImportError(
+            "an earlier `import thunder` failed in this process and left half of its modules behind: start a new "
+            "process and import thunder_moe before thunder, which makes it work on this version of torch"
+        )
+    with _removed_tensor_methods(), _apply_as_python_method(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="transformer_engine module not found")
+        yield
+    alias_nvfuser()
+
+
+@contextlib.contextmanager
+def _removed_tensor_methods() -> Iterator[None]:
+    """Thunder 0.2.6 lists some Tensor methods by name that torch 2.13 removed (named tensors).
+    Unnecessary from the first Thunder release that imports on torch 2.13."""
+    missing = [name for name in _REMOVED_TENSOR_METHODS if not hasattr(torch.Tensor, name)]
+    for name in missing:
+        setattr(torch.Tensor, name, _removed(name))
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(torch.Tensor, name)
 
 
 @contextlib.contextmanager
@@ -74,7 +101,7 @@ def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor:
         return compiler, compiler(gm, inputs)
 
 
-def _alias_nvfuser() -> None:
+def alias_nvfuser() -> None:
     """nvFuser wheels from 0.2.36 on have the package `nvfuser_direct` alone, from which Thunder 0.2.6 imports all but
     one function. Unnecessary from the first Thunder release that takes `compute_tensor_descriptor` from there too."""
     direct = sys.modules.get("nvfuser_direct")

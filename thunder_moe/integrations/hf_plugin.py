@@ -6,14 +6,13 @@ thunder_llama4 with Thunder's executor, and hf_quantizer when transformers meets
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["StandIn", "after_import", "install"]
+from thunder_moe.import_hooks import after_import
+
+__all__ = ["StandIn", "install"]
 
 _REGISTRY = "transformers.quantizers.auto"
 _EXPERTS = "transformers.integrations.moe"
@@ -27,51 +26,6 @@ def install() -> None:
     after_import(_REGISTRY, _add_stand_ins)
     after_import(_EXPERTS, _register_experts)
     after_import(_EXECUTOR, lambda _: after_import(_LLAMA4, _register_llama4))
-
-
-def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Runs `action` on a module: now if it is imported, else right after somebody imports it."""
-    if name in sys.modules:
-        action(sys.modules[name])
-    else:
-        finder: Any = _Finder(name, action)  # without importlib.abc, whose import takes longer than this package's
-        sys.meta_path.insert(0, finder)
-
-
-class _Finder:
-    """Finds one module as all others do, to run an action after it; then it is gone."""
-
-    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        self.name, self.action = name, action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        finders: list[Any] = sys.meta_path
-        finders.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.action)  # type: ignore[assignment]
-        return spec
-
-
-class _Loader:
-    """A module's own loader, and the action after it."""
-
-    def __init__(self, loader: Any, action: Callable[[ModuleType], None]) -> None:
-        self.loader, self.action = loader, action
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        self.loader.exec_module(module)
-        self.action(module)
 
 
 def _register_experts(_: ModuleType) -> None:
