@@ -11,6 +11,7 @@ from thunder_moe.integrations import hf_plugin
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder_executor import moe_executor
+    from thunder_moe.compilers.weight_cache import refresh_
     from thunder_moe.integrations.hf_checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
     "compilers.thunder_executor": ("moe_executor",),
+    "compilers.weight_cache": ("refresh_",),
     "integrations.hf_checkpoint": ("load_checkpoint", "save_checkpoint"),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "nn": (
@@ -76,6 +78,7 @@ __all__ = [
     "moe_experts",
     "moe_route",
     "quantize_",
+    "refresh_",
     "rewrite_report",
     "save_checkpoint",
     "simulate_w4a4",

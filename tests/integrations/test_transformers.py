@@ -627,6 +627,15 @@ def test_implementation_trains_in_16_bits(count):
     assert model.model.layers[0].mlp.gate.weight.grad.norm() > 0
 
 
+def test_implementation_sees_what_changes_after_a_training_forward():
+    model = tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe")
+    logits(model)
+    model(tokens()).logits.float().square().mean().backward()
+    for parameter in model.parameters():
+        parameter.data.mul_(-3)  # leaves no trace in the parameter
+    assert torch.equal(logits(model), logits(quantize_(copy.deepcopy(model))))
+
+
 @pytest.mark.skipif(
     torch.__version__.startswith("2.10."),
     reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",

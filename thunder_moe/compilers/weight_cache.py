@@ -1,48 +1,73 @@
 """One NVFP4 copy of each 16-bit weight, however many graphs and compilers use it.
-Called by the prologue or runner of compiled graphs, at every call; calls nvfp4 when a weight has changed. Compilers
-ask it for the layout (`stacked_layout`), which is an argument of the operators and part of their graphs.
+Called by the prologue or runner of compiled graphs, at every call, and by users (`refresh_`); calls nvfp4 when a weight
+has changed. Compilers ask it for the layout (`stacked_layout`), which is an argument of the operators in their graphs.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_moe.kernels import select
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
-__all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows", "stacked_layout"]
+__all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows", "refresh_", "stacked_layout"]
 
-# Version counter and address: addresses of a process are unique across its devices.
-Stamp = tuple[int | None, int]
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is seen of a weight: the same state means the same content, but for changes that leave no trace."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    epoch: int
+    version: int | None  # None for an inference tensor, which has no version counter
+    address: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass
 class _Entry:
-    weights: tuple[weakref.ref[torch.Tensor], ...]
-    stamps: tuple[Stamp, ...]
+    states: tuple[_State, ...]
+    generation: int  # of the cache, when the epochs were last found to be those of `states`
     packed: NVFP4Weight
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class WeightCache:
-    """Quantises on first use and again when a weight has changed.
+    """Quantizes on first use and again when a weight may have changed.
 
-    A weight is known by its identity; its version counter and address tell changes, in place (an optimiser step) or
-    by assignment to ``.data``. Changed weights are quantised into the tensors that exist already, so that their
-    addresses stay (CUDA graphs). Entries die with their weights, or when these have moved to another device. Tensors
-    made under `torch.inference_mode` have no version counter: a change of theirs in place goes unseen.
+    A copy is used only while its weights have the same storage, view of it and version counter, and while nothing is
+    known to have changed them without a trace there: a step of a `torch.optim` optimizer, a training forward
+    (`changed`), `refresh_`. Changed weights are quantized into the tensors that exist already, so that their addresses
+    stay (CUDA graphs). docs/weights.md lists which changes are seen.
+
+    Weights are known by their `id`, without a weak reference, which would forbid `torch.utils.swap_tensors`. An id that
+    lives again in another tensor is found out by the storage. Copies of weights that have died are dropped by the next
+    full garbage collection or before the next copy is made.
     """
 
     def __init__(self) -> None:
         self._entries: dict[tuple, _Entry] = {}
+        # How often a storage that an entry reads was declared changed, by the storage's address as an object.
+        self._epochs: dict[int, int] = {}
+        self._generation = 0  # counts all changes of _epochs
         self._lock = threading.RLock()
+        self._orphans = False  # a storage has died
+        self._watching = False
 
     def get(
         self,
@@ -92,46 +117,175 @@ class WeightCache:
         """
         return self._entry((qdata, scale, global_scale), "swizzle", parts).operands
 
+    def changed(self, *weights: torch.Tensor) -> None:
+        """Declares copies of these weights, and of all that share their storage, out of date: they are made again when
+        they are next used. Compiled graphs call it for weights that take part in a training forward, since what then
+        changes them may leave no trace. 0.3 us for a weight (Zen 5)."""
+        for weight in weights:
+            address = weight.untyped_storage()._cdata
+            if address in self._epochs:
+                self._epochs[address] += 1
+                self._generation += 1
+
+    def refresh(self, weights: Iterable[torch.Tensor]) -> None:
+        """Makes all copies of these weights again, now and at the same addresses."""
+        by_id = {id(weight): weight for weight in weights}
+        self.changed(*by_id.values())
+        for key in list(self._entries):
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            count = len(entry.states)
+            if all(identity in by_id for identity in key[-count:]):
+                self._entry(tuple(by_id[identity] for identity in key[-count:]), *key[:-count])
+
     def _entry(self, weights: tuple[torch.Tensor, ...], *recipe) -> _Entry:
-        # On the path of every call: 1.3 us for one weight (Zen 5).
+        # On the path of every call: 1.7 us for one weight (Zen 4).
         key = (*recipe, *map(id, weights))
-        stamps = tuple(map(_stamp, weights))
         entry = self._entries.get(key)
-        if entry is not None and entry.stamps == stamps and _same(entry, weights):
+        if entry is not None and self._is_current(entry, weights):
             return entry
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and not _same(entry, weights):
-                entry = None  # an id that lives again in another tensor
-            if entry is None or entry.stamps != stamps:
-                entry = self._refresh(key, entry, weights, stamps, recipe)
+            if entry is None or not self._is_current(entry, weights):
+                entry = self._refresh(key, entry, weights, recipe)
             return entry
 
-    def _refresh(self, key, entry: _Entry | None, weights, stamps, recipe) -> _Entry:
-        with torch.no_grad():
+    def _is_current(self, entry: _Entry, weights: tuple[torch.Tensor, ...]) -> bool:
+        for weight, state in zip(weights, entry.states, strict=True):
+            if (
+                state.storage() is not weight.untyped_storage()
+                or state.version != _version(weight)
+                or state.address != weight.data_ptr()
+                or state.strides != weight.stride()
+                or state.shape != weight.shape
+                or state.dtype != weight.dtype
+            ):
+                return False
+        generation = self._generation
+        if entry.generation != generation:
+            if any(
+                self._epochs.get(weight.untyped_storage()._cdata) != state.epoch
+                for weight, state in zip(weights, entry.states, strict=True)
+            ):
+                return False
+            entry.generation = generation
+        return True
+
+    def _state(self, weight: torch.Tensor) -> _State:
+        storage = weight.untyped_storage()
+        reference = weakref.ref(storage, self._forget(storage._cdata))
+        epoch = self._epochs.setdefault(storage._cdata, 0)
+        return _State(
+            reference, epoch, _version(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+        )
+
+    def _refresh(self, key, entry: _Entry | None, weights, recipe) -> _Entry:
+        if not self._watching:
+            self._watch()
+        if entry is None:
+            self._drop_dead()
+        # Taken before the weights are read: what changes them meanwhile makes the copy out of date.
+        generation = self._generation
+        states = tuple(map(self._state, weights))
+        # Normal tensors under inference mode too: later calls write to them, and save them for a backward.
+        with torch.inference_mode(False), torch.no_grad():
             packed = _swizzle(weights, *recipe[1:]) if recipe[0] == "swizzle" else _quantize(weights, *recipe[1:])
             if entry is not None and entry.packed.shape == packed.shape and entry.packed.device == packed.device:
                 for kept, new in zip(entry.packed.tensors(), packed.tensors(), strict=True):
                     if kept.data_ptr() != new.data_ptr():
                         kept.copy_(new)
                 packed = entry.packed
-
-        def forget(_) -> None:
-            self._entries.pop(key, None)
-
-        refs = tuple(weakref.ref(weight, forget) for weight in weights)
-        fp4_weight, scale, global_scale = operands(packed)
-        if packed.layout == "swizzled_128x4":
-            fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+            fp4_weight, scale, global_scale = operands(packed)
+            if packed.layout == "swizzled_128x4":
+                fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
         ids = key[-len(weights) :]
-        for other, kept_entry in list(self._entries.items()):
-            if other[-len(weights) :] == ids and kept_entry.packed.device != packed.device:
+        for other in list(self._entries):
+            kept_entry = self._entries.get(other)
+            if kept_entry is not None and other[-len(weights) :] == ids and kept_entry.packed.device != packed.device:
                 self._entries.pop(other, None)  # the weights have moved, and want another layout here
-        new_entry = self._entries[key] = _Entry(refs, stamps, packed, (fp4_weight, scale, global_scale))
+        new_entry = self._entries[key] = _Entry(states, generation, packed, (fp4_weight, scale, global_scale))
         return new_entry
+
+    def _forget(self, address: int) -> Callable[[Any], None]:
+        """What a dying storage calls, at any time and in any thread: no lock and no iteration."""
+        cache = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            known = cache()
+            if known is not None:
+                known._orphans = True
+                known._epochs.pop(address, None)
+
+        return forget
+
+    def _drop_dead(self) -> None:
+        """Drops the copies of weights that have died. A storage has also died when a living weight got other data: the
+        copies of such weights stay, for their addresses."""
+        if not self._orphans:
+            return
+        self._orphans = False
+        orphans = []
+        for key in list(self._entries):  # the keys are listed at once; the garbage collector may run at any time
+            entry = self._entries.get(key)
+            if entry is not None and any(state.storage() is None for state in entry.states):
+                orphans.append((key, len(entry.states)))
+        if orphans:
+            # Some 0.1 s for a million objects. By type(), which asks no proxy for its __class__.
+            alive = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
+            for key, count in orphans:
+                if alive.issuperset(key[-count:]):
+                    self._orphans = True  # to be looked at again
+                else:
+                    self._entries.pop(key, None)
+
+    def _watch(self) -> None:
+        """Has every `torch.optim` optimizer declare its parameters changed (fused ones leave no trace in them), and the
+        garbage collector drop the copies of dead weights."""
+        self._watching = True
+        cache = weakref.ref(self)
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            known = cache()
+            if known is None or torch.compiler.is_compiling():
+                return
+            for group in optimizer.param_groups:
+                known.changed(*(p for p in group["params"] if p.requires_grad or p.grad is not None))
+
+        def after_collection(phase: str, info: dict[str, int]) -> None:
+            known = cache()
+            if known is not None and known._orphans and phase == "stop" and info["generation"] == 2:
+                known._drop_dead()
+
+        gc.callbacks.append(after_collection)
+        weakref.finalize(self, gc.callbacks.remove, after_collection)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def refresh_(model: Model) -> Model:
+    """Quantizes the 4-bit copies of a model's weights again, after a change that leaves no trace.
+
+    Compiled graphs keep a 4-bit copy beside each frozen 16-bit weight, and make it again when they see the weight
+    change. Writes through ``parameter.data`` or NumPy, and collectives of torch.distributed, cannot be seen: call this
+    after them. docs/weights.md lists what is seen. Copies keep their addresses, so captured CUDA graphs read them.
+
+    Args:
+        model: a module, compiled or not; its parameters and buffers are meant, and all that share their storage.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: as `nvfp4.quantize`, of a weight that holds NaN or Inf now.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
+    WEIGHT_CACHE.refresh(itertools.chain(model.parameters(), model.buffers()))
+    return model
 
 
 def pad_rows(n: int) -> int:
@@ -188,18 +342,11 @@ def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:
     )
 
 
-def _same(entry: _Entry, weights: tuple[torch.Tensor, ...]) -> bool:
-    for ref, weight in zip(entry.weights, weights, strict=True):  # noqa: SIM110  (a loop is faster than all())
-        if ref() is not weight:
-            return False
-    return True
-
-
-def _stamp(weight: torch.Tensor) -> Stamp:
+def _version(weight: torch.Tensor) -> int | None:
     try:
-        return weight._version, weight.data_ptr()
-    except RuntimeError:  # an inference tensor has no version counter
-        return None, weight.data_ptr()
+        return weight._version
+    except RuntimeError:
+        return None
 
 
 WEIGHT_CACHE = WeightCache()

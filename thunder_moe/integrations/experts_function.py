@@ -99,6 +99,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     first, second, *stored_biases = stored_weights(self, form).values()
     biases: list[Tensor] = [*stored_biases]
     if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+        WEIGHT_CACHE.changed(first, second)  # what trains them may leave no trace
         return grouped_mm_experts_forward(self, *inputs)
     layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
     gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
