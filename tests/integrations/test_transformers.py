@@ -16,6 +16,7 @@ import torch
 from oracle import relative_error
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -625,6 +626,20 @@ def test_implementation_trains_in_16_bits(count):
     model(tokens()).logits.float().square().mean().backward()
     assert len(count) == 4
     assert model.model.layers[0].mlp.gate.weight.grad.norm() > 0
+
+
+def test_implementation_trains_in_16_bits_under_reentrant_checkpointing(count):
+    model = tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe").train()
+    block = next(iter(expert_blocks(model).values()))
+    hidden = torch.randn(6, block.gate_up_proj.shape[-1], dtype=BF16, requires_grad=True)
+    choice = torch.rand(6, block.num_experts).topk(2)
+    inputs = (hidden, choice.indices, choice.values.to(BF16))
+    plain = block(*inputs)
+    assert torch.equal(checkpoint(block, *inputs, use_reentrant=True), plain)
+    assert not count
+    with torch.no_grad():
+        assert not torch.equal(block(*inputs), plain)
+    assert len(count) == 2
 
 
 def test_implementation_sees_what_changes_after_a_training_forward():

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
 from thunder_moe.integrations.experts_form import ExpertsForm, apply_gate, halves, require_form, stored_weights
 from thunder_moe.kernels.epilogues import expert_of_row, gather_rows, live_rows
@@ -98,7 +99,8 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
         form = _FORMS[self] = require_form(self)
     first, second, *stored_biases = stored_weights(self, form).values()
     biases: list[Tensor] = [*stored_biases]
-    if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
+    trained = first.requires_grad or second.requires_grad
+    if trained and (torch.is_grad_enabled() or is_hidden_training_forward()):
         WEIGHT_CACHE.changed(first, second)  # what trains them may leave no trace
         return grouped_mm_experts_forward(self, *inputs)
     layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
