@@ -26,6 +26,16 @@ bench: .venv/installed-bench
 	$(BIN)/python benchmarks/bench_moe_layer.py
 	$(BIN)/python benchmarks/bench_compile_overhead.py
 
+# Random programs, compiled and eager: one after the other with each compiler.
+#   PROGRAMS, SEED  how many per compiler, and the first one's seed
+PROGRAMS ?= 1000
+SEED ?= 0
+.PHONY: test-programs
+test-programs: .venv/installed-test
+	for compiler in dynamo-eager dynamo-aot thunder; do \
+	  $(BIN)/python -m tests.differential --programs $(PROGRAMS) --compiler $$compiler --seed $(SEED) || exit 1; \
+	done
+
 # The suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).
 test-matrix: .venv/installed-dev
 	$(BIN)/nox

@@ -1,0 +1,300 @@
+"""Executes a random program eagerly and compiled, compares what both did, and shrinks one that fails.
+Called by the test and the runner; calls programs, runtime and the compilers under test.
+"""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunder_moe
+from thunder_moe import moe_executor, rewrite_report
+
+from .programs import Program, Statement
+from .runtime import Call, Run, checkpoint, exact, gc, is_exact
+
+__all__ = ["COMPILERS", "Outcome", "script", "shrink", "test"]
+
+COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder")
+_BACKENDS = {"dynamo-eager": "eager", "dynamo-aot": "aot_eager", "dynamo-inductor": "inductor"}
+# Relative Frobenius error of one tensor: bfloat16 rounds at other places; a stale or unscaled weight is far beyond.
+TOLERANCE = 0.04
+# Features for which a frozen weight may stay 16-bit; the report then says why.
+EXCUSES = {"detach", "no-op to", "mT.mT.mT", "mT.contiguous()", "changed weights", "autograd.Function", "checkpoint"}
+# Errors that mean that the program itself is not one: of a shrunk program whose definitions are gone.
+_INVALID = (NameError, AttributeError, SyntaxError)
+
+
+@dataclass
+class Outcome:
+    """What came of a program: `failure` is None when compiled and eager execution agree; `rewritten` and `gemms` are
+    numbers of grouped GEMMs in the report; `invalid`: eager execution failed."""
+
+    failure: str | None = None
+    rewritten: int = 0
+    gemms: int = 0
+    invalid: bool = False
+    stock_fails: bool = False
+    eager_raised: bool = False
+    details: list[str] = field(default_factory=list)
+
+
+def test(program: Program, compiler: str) -> Outcome:
+    """Executes a program eagerly and by a compiler. A failure that the compiler has without thunder_moe, too, is no
+    failure of ours: `stock_fails`."""
+    source = program.source()
+    try:
+        expected = _execute(program, source, lambda model: model)
+    except _INVALID as error:
+        return Outcome(invalid=True, details=[repr(error)])
+    outcome = _compare(program, source, compiler, expected)
+    if outcome.failure is not None and not outcome.failure.startswith("report"):
+        stock = _compare(program, source, compiler, expected, stock=True)
+        if stock.failure is not None:
+            return Outcome(stock_fails=True, details=[outcome.failure, stock.failure])
+    return outcome
+
+
+def _compare(program: Program, source: str, compiler: str, expected: Run, stock: bool = False) -> Outcome:
+    torch._dynamo.reset()
+    outcome = Outcome(eager_raised=any(call.raised or call.backward_raised for call in expected.calls))
+    functions: list[Any] = []
+
+    def compile_(model: nn.Module) -> Callable:
+        functions.append(_compiled(model, compiler, program.fullgraph, stock))
+        return functions[-1]
+
+    if stock and compiler == "thunder":
+        source = source.replace("torch._grouped_mm(", "loop_grouped_mm(").replace("F.grouped_mm(", "loop_grouped_mm(")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actual = _execute(program, source, compile_)
+    differences = list(_differences(expected, actual))
+    if not stock:
+        differences += _unreported(program, source, compiler, functions[0], outcome)
+    if differences:
+        outcome.failure = "\n".join(differences)
+    return outcome
+
+
+def _compiled(model: nn.Module, compiler: str, fullgraph: bool, stock: bool) -> Callable:
+    if compiler == "thunder":
+        import thunder
+
+        return thunder.jit(model, executors=[] if stock else [moe_executor])
+    inner = _BACKENDS[compiler]
+    if stock:
+        return torch.compile(model, backend=inner, fullgraph=fullgraph)
+    return torch.compile(model, backend="thunder_moe", fullgraph=fullgraph, options={"thunder_moe.inner": inner})
+
+
+def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Callable]) -> Run:
+    """A run of the program, up to the first call whose forward raises."""
+    filename = f"<program {program.seed}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    eager = compile_.__name__ == "<lambda>"
+    names = dict(
+        torch=torch, nn=nn, F=F, checkpoint=checkpoint, exact=exact, gc=gc, loop_grouped_mm=_loop_grouped_mm,
+        cond=_eager_cond if eager else torch.cond,
+    )  # fmt: skip
+    exec(compile(source, filename, "exec"), names)
+    model = names["Model"]()
+    run = Run(model, compile_(model), program.sizes, getattr(thunder_moe, "refresh_", lambda model: None))
+    if eager:
+        run.function = _Checked(model)
+    try:
+        names["drive"](run)
+    except _INVALID:
+        if eager:
+            raise
+        _note(run)
+    except Exception:
+        _note(run)
+    return run
+
+
+def _note(run: Run) -> None:
+    """Keeps where a run has ended: in a call, or in what changes weights between two."""
+    if run.calls and run.calls[-1].raised is not None:
+        run.calls[-1].raised += "\n" + traceback.format_exc(limit=-4)
+    else:
+        run.calls.append(Call(raised="between calls: " + traceback.format_exc(limit=-4)))
+
+
+@dataclass
+class _Checked:
+    """A model whose weights have to be exact, without which eager execution is no oracle."""
+
+    model: nn.Module
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
+            transposed = any(re.match(r"[ltc]*k\d", part) for part in name.split("."))
+            assert is_exact(weight.mT if transposed else weight), f"{name} is not exact in NVFP4"
+        return self.model(*arguments)
+
+
+def _eager_cond(condition: Tensor, true: Callable, false: Callable, arguments: tuple) -> Any:
+    return (true if condition else false)(*arguments)
+
+
+def _loop_grouped_mm(rows: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor:
+    """torch._grouped_mm by operators that every compiler knows."""
+    number = torch.arange(rows.shape[0])[:, None]  # [M, 1]
+    out = torch.zeros(rows.shape[0], mat_b.shape[2], dtype=rows.dtype)
+    for expert in range(mat_b.shape[0]):
+        inside = number < offs[expert]
+        if expert:
+            inside = inside & (number >= offs[expert - 1])
+        out = torch.where(inside, rows @ mat_b[expert], out)
+    return out
+
+
+def _differences(expected: Run, actual: Run) -> Iterator[str]:
+    for number, (ours, theirs) in enumerate(zip(actual.calls, expected.calls, strict=False)):
+        if bool(ours.raised) != bool(theirs.raised):
+            yield f"call {number}: raised {ours.raised}, eagerly {theirs.raised}"
+            return
+        if ours.raised:
+            return
+        if ours.backward_raised and not theirs.backward_raised:
+            yield f"call {number}: the backward raised {ours.backward_raised}"
+            return
+        for name, value in theirs.tensors.items():
+            if name not in ours.tensors:
+                yield f"call {number}: {name} is missing"
+            elif (error := _error(ours.tensors[name], value)) > TOLERANCE:
+                yield f"call {number}: {name} has relative error {error:.3g}"
+        if not theirs.backward_raised:
+            for name in ours.tensors.keys() - theirs.tensors.keys():
+                yield f"call {number}: {name} is there, eagerly it is not"
+        for name, value in theirs.requires_grad.items():
+            if ours.requires_grad.get(name) != value:
+                yield f"call {number}: requires_grad of {name} is {ours.requires_grad.get(name)}, eagerly {value}"
+    if len(expected.calls) != len(actual.calls):
+        yield f"{len(actual.calls)} calls, eagerly {len(expected.calls)}"
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """Relative Frobenius error; Inf where shape, dtype or the places of Inf and NaN differ."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    actual, expected = actual.double(), expected.double()
+    finite = expected.isfinite()
+    if not torch.equal(actual.isfinite(), finite):
+        return float("inf")
+    difference, size = (torch.where(finite, t, 0.0).norm().item() for t in (actual - expected, expected))
+    return difference / size if size else (float("inf") if difference else 0.0)
+
+
+def _unreported(program: Program, source: str, compiler: str, function: Any, outcome: Outcome) -> list[str]:
+    """Grouped GEMMs that the report does not list, or that stay 16-bit though nothing speaks against NVFP4."""
+    try:
+        entries = list(rewrite_report(function))
+    except ValueError:
+        if outcome.eager_raised:
+            return []
+        return ["report: there is none"]
+    outcome.gemms, outcome.rewritten = len(entries), sum(entry.rewritten for entry in entries)
+    problems = [f"report: {entry.gemm.weight} has no reason" for entry in entries if not entry.reason]
+    if outcome.eager_raised:
+        return problems
+    if not program.features & EXCUSES:
+        gradients = any("train" in step.text or "frozen" in step.text for step in program.steps)
+        problems += [
+            f"report: {entry.gemm.weight} stays 16-bit: {entry.reason}"
+            for entry in entries
+            if not entry.rewritten and not ("trainable" in entry.reason and gradients)
+        ]
+    if compiler != "thunder":
+        listed = {entry.gemm.where for entry in entries}
+        problems += [
+            f"report: line {number} is missing: {line.strip()}"
+            for number, line in enumerate(source.splitlines(), 1)
+            if "grouped_mm(" in line and f"<program {program.seed}>:{number}" not in listed and "(grad," not in line
+        ]
+    return problems
+
+
+def shrink(program: Program, compiler: str, attempts: int = 300) -> Program:
+    """The program without the statements that its failure does not need."""
+    kind = _kind(test(program, compiler))
+    for smaller_than in range(attempts):
+        for candidate in _smaller(program):
+            attempts -= 1
+            if attempts < smaller_than:
+                return program
+            if _kind(test(candidate, compiler)) == kind:
+                program = candidate
+                break
+        else:
+            return program
+    return program
+
+
+def _kind(outcome: Outcome) -> str | None:
+    """What sort of failure an outcome is; None for none."""
+    if outcome.failure is None:
+        return None
+    first = outcome.failure.splitlines()[0]
+    for sort in ("raised", "relative error", "requires_grad", "missing", "stays 16-bit", "there is none"):
+        if sort in first:
+            return first.split(":")[0][:6] + sort
+    return first
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Copies of a program that lack one statement, or the head of one block, the last ones first."""
+    for part in ("steps", "forward", "methods", "definitions", "weights"):
+        for path in reversed(list(_paths(getattr(program, part)))):
+            smaller = copy.deepcopy(program)
+            statements = getattr(smaller, part)
+            for index in path[:-1]:
+                statements = statements[index].body
+            body = statements.pop(path[-1]).body
+            yield smaller
+            if body and part in ("forward", "steps"):
+                unwrapped = copy.deepcopy(smaller)
+                statements = getattr(unwrapped, part)
+                for index in path[:-1]:
+                    statements = statements[index].body
+                statements[path[-1] : path[-1]] = copy.deepcopy(body)
+                yield unwrapped
+
+
+def _paths(statements: list[Statement]) -> Iterator[tuple[int, ...]]:
+    for index, statement in enumerate(statements):
+        yield (index,)
+        for path in _paths(statement.body or []):
+            yield (index, *path)
+
+
+def script(program: Program, compiler: str) -> str:
+    """A script that runs the program by itself, from the root of the repository."""
+    fields = {name: getattr(program, name) for name in ("seed", "sizes", "fullgraph")}
+    return (
+        f"# {', '.join(sorted(program.features))}\n"
+        "import sys\n\n"
+        'sys.path.insert(0, "tests")\n'
+        "from differential.execution import run_source\n\n"
+        f"SOURCE = '''\n{program.source()}'''\n"
+        f'run_source(SOURCE, "{compiler}", **{fields})\n'
+    )
+
+
+def run_source(source: str, compiler: str, **fields: Any) -> None:
+    """Runs the source of a program and prints what differs."""
+    program = Program(**fields)
+    program.source = lambda: source  # type: ignore[method-assign]
+    outcome = test(program, compiler)
+    print(outcome.failure or outcome)

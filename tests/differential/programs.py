@@ -1,0 +1,602 @@
+"""The generator: a random program is a module with several grouped GEMMs, and calls of it between updates of weights.
+Called by execution and by the runner; calls nothing: programs are lists of statements, rendered as Python source.
+
+`DISABLED` lists the features that a compiler does not take yet, with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["DISABLED", "Program", "Statement", "generate"]
+
+WIDTHS = (16, 32, 48, 64)
+
+
+@dataclass
+class Statement:
+    """A line of a program, or a block: a header line with a body."""
+
+    text: str
+    body: list[Statement] | None = None
+
+    def lines(self) -> list[str]:
+        if self.body is None:
+            return self.text.split("\n")
+        inner = [f"    {line}" for statement in self.body for line in statement.lines()]
+        return [self.text, *(inner or ["    pass"])]
+
+
+@dataclass
+class Program:
+    """A program.
+
+    Attributes:
+        seed: that it was generated from.
+        sizes: (experts, features of the input).
+        definitions: classes and functions of the module level.
+        weights: statements of ``__init__``.
+        methods: further methods of the model.
+        forward: statements of ``forward(self, x, o, p, s)``; o and p are offsets, s a factor (M, 1) of the rows.
+        steps: statements of ``drive(run)``: calls and updates of weights.
+        fullgraph: there is no graph break.
+        features: names of what the program makes use of.
+    """
+
+    seed: int
+    sizes: tuple[int, int]
+    definitions: list[Statement] = field(default_factory=list)
+    weights: list[Statement] = field(default_factory=list)
+    methods: list[Statement] = field(default_factory=list)
+    forward: list[Statement] = field(default_factory=list)
+    steps: list[Statement] = field(default_factory=list)
+    fullgraph: bool = True
+    features: set[str] = field(default_factory=set)
+
+    def source(self) -> str:
+        init = Statement("def __init__(self):", [Statement("super().__init__()"), *self.weights])
+        result = [Statement("out = []"), *self.forward, Statement("return tuple(out)")]
+        forward = Statement("def forward(self, x, o, p, s):", result)
+        model = Statement("class Model(nn.Module):", [init, *self.methods, forward])
+        drive = Statement("def drive(run):", [Statement("m = run.model"), *self.steps])
+        lines = [line for part in (*self.definitions, model, drive) for line in [*part.lines(), ""]]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight by the expression that reads it in a method; (experts, n, k), stored as (E, K, N) when transposed."""
+
+    name: str
+    n: int
+    k: int
+    transposed: bool
+
+    @property
+    def read(self) -> str:
+        return f"self.{self.name}"
+
+    @property
+    def row(self) -> str:
+        """The index of one output feature of all experts."""
+        return "[..., 0]" if self.transposed else "[:, 0]"
+
+
+# Features that fail today in every compiler, and in Thunder alone: the reason why.
+_WEIGHTS = "a change of the weight goes unseen"
+_MOVED = "a GEMM is moved past a change of what it reads"
+_MODE = "the grad mode is taken once per graph"
+_FAILING = {
+    "fused optimizer": _WEIGHTS,
+    "data update": _WEIGHTS,
+    "numpy update": _WEIGHTS,
+    "flat buffer update": _WEIGHTS,
+    "swapped data": _WEIGHTS,
+    "changed weights": _WEIGHTS,
+    "inference": "in-place changes after a call under inference_mode fail",
+    "swap_tensors": "weak references to weights prevent it",
+    "changed rows": _MOVED,
+    "changed offsets": _MOVED,
+    "changed intermediates": _MOVED,
+    "out=": _MOVED,
+    "no_grad": _MODE,
+    "enable_grad": _MODE,
+    "set_grad_enabled": _MODE,
+    "decorated": _MODE,
+    "reentrant checkpoint": _MODE,
+    "autograd.Function": _MODE,
+    "checkpoint": "GEMMs in nested graphs are not in the report",
+    "cond": "GEMMs in nested graphs are not in the report",
+}
+DISABLED: dict[str, dict[str, str]] = {
+    "dynamo-eager": _FAILING,
+    "dynamo-aot": _FAILING,
+    "dynamo-inductor": _FAILING,
+    "thunder": _FAILING
+    | {
+        "swapaxes": "not recognised as a transpose",
+        "mT.mT": "two transposes are not followed",
+        "mT.mT.mT": "two transposes are not followed",
+        "cond": "Thunder traces no torch.cond",
+        "graph break": "Thunder has none",
+        "new parameter": "Thunder keeps the parameters that it saw",
+        "load_state_dict(assign=True)": "Thunder keeps the parameters that it saw",
+    },
+}
+
+Segment = Callable[[list[Statement], str], str]
+
+
+class Generator:
+    """Writes one program.
+
+    Args:
+        seed: of the choices.
+        disabled: names of features that are left out.
+    """
+
+    def __init__(self, seed: int, disabled: frozenset[str] = frozenset()) -> None:
+        self.random = random.Random(seed)
+        self.disabled = disabled
+        self.experts = self.random.randint(2, 4)
+        self.program = Program(seed, (self.experts, self.random.choice(WIDTHS)))
+        self.widths = {"x": self.program.sizes[1]}
+        self.weights: list[Weight] = []
+        self.names = 0
+        # At most a few kinds of hazards in a program, and none in a third of them.
+        hazards = ["rows", "offsets", "weights", "intermediates", "grad modes", "nested", "out=", "graph breaks"]
+        self.hazards = set(self.random.sample(hazards, self.random.choice((0, 1, 1, 2, 3))))
+        if "nested" in self.hazards:  # checkpoints run twice: what they read must not change
+            self.hazards -= {"rows", "offsets", "weights", "intermediates"}
+        self.nested = 0
+
+    # ---- choices
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def use(self, feature: str) -> bool:
+        """Whether a feature may be used; it is then one of the program's."""
+        if feature in self.disabled:
+            return False
+        self.program.features.add(feature)
+        return True
+
+    def pick(self, choices: dict[str, str]) -> str:
+        """One of the texts of features that are not disabled."""
+        allowed = [name for name in choices if name not in self.disabled]
+        name = self.random.choice(allowed)
+        self.program.features.add(name)
+        return choices[name]
+
+    def name(self, stem: str, width: int | None = None) -> str:
+        self.names += 1
+        name = f"{stem}{self.names}"
+        if width is not None:
+            self.widths[name] = width
+        return name
+
+    # ---- the program
+
+    def generate(self) -> Program:
+        body, rows = self.program.forward, "x"
+        for _ in range(self.random.randint(1, 3)):
+            rows = self.segment(body, rows)
+            self.hazard(body, rows)
+            if self.chance(0.2):
+                body.append(Statement(f"out.append({rows})"))
+        if not self.weights:
+            rows = self.plain(body, rows)
+        body.append(Statement(f"out.append({rows})"))
+        self.drive()
+        return self.program
+
+    def segment(self, body: list[Statement], rows: str) -> str:
+        """Appends statements that make new rows of rows; returns their name."""
+        kinds: list[Segment] = [self.plain, self.swiglu, self.swiglu, self.fused_swiglu, self.pointwise]
+        if "nested" in self.hazards and not self.nested:
+            kinds += [self.checkpoint, self.cond, self.autograd_function]
+        if "grad modes" in self.hazards:
+            kinds += [self.grad_mode, self.grad_mode]
+        kinds += [self.helper]
+        return self.random.choice(kinds)(body, rows)
+
+    # ---- weights
+
+    def weight(self, n: int, k: int, transposed: bool | None = None) -> Weight:
+        """A new weight, or one that there is already."""
+        fitting = [w for w in self.weights if (w.n, w.k) == (n, k) and transposed in (None, w.transposed)]
+        if fitting and self.chance(0.3):
+            self.program.features.add("shared weight")
+            return self.random.choice(fitting)
+        transposed = self.chance(0.2) if transposed is None else transposed
+        number = len(self.weights)
+        shape = f"{self.experts}, {n}, {k}, {number}" + (", transposed=True" if transposed else "")
+        frozen = self.chance(0.7)
+        stem = "k" if transposed else "w"
+        parameter = f"nn.Parameter(exact({shape}), requires_grad={not frozen})"
+        kind = self.random.choice(["parameter"] * 5 + ["buffer", "submodule", "flat", "tied", "list"])
+        name = f"{stem}{number}"
+        if kind == "buffer":
+            text = f'self.register_buffer("{name}", exact({shape}))'
+        elif kind == "submodule":
+            text = f"self.s{number} = nn.Module()\nself.s{number}.{name} = {parameter}"
+            name = f"s{number}.{name}"
+        elif kind == "list":
+            text = f"self.l{name} = nn.ParameterList([{parameter}])"
+            name = f"l{name}[0]"
+        elif kind == "flat" and self.use("flat buffer"):
+            text = (
+                f"self.flat{number} = exact({shape}).view(-1)\n"
+                f"self.{name} = nn.Parameter(self.flat{number}.view_as(exact({shape})), requires_grad={not frozen})"
+            )
+        elif kind == "tied" and self.use("tied weight"):
+            text = f"self.t{name} = {parameter}\nself.{name} = self.t{name}"
+        else:
+            text = f"self.{name} = {parameter}"
+        self.program.weights.append(Statement(text))
+        new = Weight(name, n, k, transposed)
+        self.weights.append(new)
+        return new
+
+    def mat_b(self, weight: str, transposed: bool) -> str:
+        """The expression of (E, K, N) of a weight that an expression reads."""
+        if transposed:
+            return (
+                self.pick({"plain": weight, "mT.mT": f"{weight}.mT.mT", "detach": f"{weight}.detach()"})
+                if self.chance(0.3)
+                else weight
+            )
+        forms = {
+            "mT": f"{weight}.mT",
+            "transpose": f"{weight}.transpose(-2, -1)",
+            "transpose(1, 2)": f"{weight}.transpose(1, 2)",
+            "torch.transpose": f"torch.transpose({weight}, 1, 2)",
+            "permute": f"{weight}.permute(0, 2, 1)",
+            "swapaxes": f"{weight}.swapaxes(1, 2)",
+        }
+        rare = {
+            "mT.mT.mT": f"{weight}.mT.mT.mT",
+            "detach": f"{weight}.detach().mT",
+            "no-op to": f"{weight}.to(torch.bfloat16).mT",
+            "mT.contiguous()": f"{weight}.mT.contiguous()",
+        }
+        return self.pick(rare) if self.chance(0.2) else self.pick(forms)
+
+    def gemm(self, rows: str, weight: str, transposed: bool, offsets: str = "o") -> str:
+        call = self.pick(
+            {
+                "_grouped_mm": "torch._grouped_mm({}, {}, offs={})",
+                "_grouped_mm positional": "torch._grouped_mm({}, {}, {})",
+                "F.grouped_mm": "F.grouped_mm({}, {}, offs={})",
+            }
+        )
+        return call.format(rows, self.mat_b(weight, transposed), offsets)
+
+    # ---- segments
+
+    def plain(self, body: list[Statement], rows: str) -> str:
+        weight = self.weight(self.random.choice(WIDTHS), self.widths[rows])
+        out = self.name("y", weight.n)
+        body.append(Statement(f"{out} = {self.gemm(rows, weight.read, weight.transposed)}"))
+        return out
+
+    def swiglu(self, body: list[Statement], rows: str) -> str:
+        n, k = self.random.choice(WIDTHS), self.widths[rows]
+        transposed = self.chance(0.2)
+        same = None if self.chance(0.1) else transposed
+        gate, up = self.name("gate", n), self.name("up", n)
+        gemms = []
+        for name in (gate, up):
+            weight = self.weight(n, k, same)
+            gemms.append(Statement(f"{name} = {self.gemm(rows, weight.read, weight.transposed)}"))
+        self.random.shuffle(gemms)
+        for number, gemm in enumerate(gemms):
+            if "grad modes" in self.hazards and self.chance(0.3) and "no_grad" not in self.disabled:
+                gemm = Statement(self.mode(), [gemm])
+            body.append(gemm)
+            if number == 0:
+                self.hazard(body, rows)
+        self.hazard(body, rows, gate)
+        return self.activation(body, gate, up, n)
+
+    def fused_swiglu(self, body: list[Statement], rows: str) -> str:
+        n, k = self.random.choice((16, 32)), self.widths[rows]
+        weight = self.weight(2 * n, k)
+        both, gate, up = self.name("both", 2 * n), self.name("gate", n), self.name("up", n)
+        body.append(Statement(f"{both} = {self.gemm(rows, weight.read, weight.transposed)}"))
+        self.hazard(body, rows, both)
+        forms = {
+            "chunk": f"{both}.chunk(2, -1)",
+            "chunk dim=": f"{both}.chunk(2, dim=1)",
+            "torch.chunk": f"torch.chunk({both}, 2, dim=-1)",
+            "split": f"{both}.split({n}, -1)",
+            "torch.split": f"torch.split({both}, {n}, dim=-1)",
+            "split sizes": f"{both}.split([{n}, {n}], -1)",
+            "slices": f"{both}[..., :{n}], {both}[..., {n}:]",
+            "slices of 2 dims": f"{both}[:, :{n}], {both}[:, {n}:]",
+            "interleaved": f"{both}[..., 0::2], {both}[..., 1::2]",
+            "interleaved without start": f"{both}[..., ::2], {both}[..., 1::2]",
+            "unflatten": f"{both}.unflatten(-1, (2, {n})).unbind(-2)",
+            "unflatten interleaved": f"{both}.unflatten(-1, ({n}, 2)).unbind(-1)",
+        }
+        parts = f"{gate}, {up}" if self.chance(0.8) else f"{up}, {gate}"
+        body.append(Statement(f"{parts} = {self.pick(forms)}"))
+        self.hazard(body, rows, self.random.choice((both, gate, up)))
+        return self.activation(body, gate, up, n)
+
+    def activation(self, body: list[Statement], gate: str, up: str, n: int) -> str:
+        h = self.name("h", n)
+        forms = {
+            "silu * up": f"{h} = F.silu({gate}) * {up}",
+            "up * silu": f"{h} = {up} * F.silu({gate})",
+            "torch.mul": f"{h} = torch.mul(F.silu({gate}), {up})",
+            "mul method": f"{h} = F.silu({gate}).mul({up})",
+            "separate silu": f"a = F.silu({gate})\n{h} = a * {up}",
+        }
+        rare = {
+            "sigmoid": f"{h} = {gate}.sigmoid() * {gate} * {up}",
+            "gelu": f"{h} = F.gelu({gate}) * {up}",
+            "mul_": f"{h} = F.silu({gate}).mul_({up})",
+            "in-place silu": f"{h} = F.silu({gate} + 0.0, inplace=True) * {up}",
+            "factor": f"{h} = F.silu({gate}) * {up} * s",
+        }
+        if "out=" in self.hazards and self.use("out="):
+            buffer = self.name("buffer", n)
+            body.append(Statement(f"{buffer} = torch.zeros_like({gate})"))
+            out = f"torch.mul(F.silu({gate}), {up}, out={buffer})"
+            text = f"{h} = {out}" if self.chance(0.5) else f"{out}\n{h} = {buffer}"
+            body.append(Statement("with torch.no_grad():", [Statement(text)]))
+        else:
+            body.append(Statement(self.pick(rare) if self.chance(0.2) else self.pick(forms)))
+        if self.chance(0.15):
+            body.append(Statement(f"out.append({self.random.choice((gate, up))})"))
+            self.program.features.add("third consumer")
+        return h
+
+    def pointwise(self, body: list[Statement], rows: str) -> str:
+        others = [name for name, width in self.widths.items() if width == self.widths[rows] and name != rows]
+        out = self.name("r", self.widths[rows])
+        forms = {
+            "times s": f"{rows} * s",
+            "silu": f"F.silu({rows})",
+            "clone": f"{rows}.clone()",
+            "halved": f"{rows} * 0.5",
+            "router": f"{rows} * s.float().sigmoid().to({rows}.dtype)",
+        }
+        if others and not self.nested:
+            forms["sum"] = f"{rows} + {self.random.choice(others)}"
+        body.append(Statement(f"{out} = {self.pick(forms)}"))
+        return out
+
+    def grad_mode(self, body: list[Statement], rows: str) -> str:
+        if {"no_grad", "enable_grad", "set_grad_enabled"} <= self.disabled:
+            return self.plain(body, rows)
+        inner: list[Statement] = []
+        out = self.segment(inner, rows)
+        body.append(Statement(self.mode(), inner))
+        return out
+
+    def mode(self) -> str:
+        return self.pick(
+            {
+                "no_grad": "with torch.no_grad():",
+                "enable_grad": "with torch.enable_grad():",
+                "set_grad_enabled": f"with torch.set_grad_enabled({self.chance(0.5)}):",
+            }
+        )
+
+    def function_body(self, rows: str) -> tuple[list[Statement], int]:
+        """The statements of a function of rows ``r`` and offsets ``o`` that returns new rows, and their width."""
+        outer, self.widths, self.nested = self.widths, {"r": self.widths[rows]}, self.nested + 1
+        hazards, self.hazards = self.hazards, self.hazards & {"grad modes"} if not self.hazards & {"nested"} else set()
+        body: list[Statement] = []
+        out = self.random.choice([self.plain, self.swiglu, self.fused_swiglu])(body, "r")
+        # What only forward has.
+        body = [s for s in body if not s.text.startswith("out.append")]
+        for statement in body:
+            statement.text = statement.text.replace(" * s", " * 2.0")
+        body.append(Statement(f"return {out}"))
+        width = self.widths[out]
+        self.widths, self.nested, self.hazards = outer, self.nested - 1, hazards
+        return body, width
+
+    def method(self, rows: str, decorator: str = "") -> tuple[str, int]:
+        body, width = self.function_body(rows)
+        name = self.name("block")
+        self.program.methods.append(Statement(f"{decorator}def {name}(self, r, o):", body))
+        return name, width
+
+    def checkpoint(self, body: list[Statement], rows: str) -> str:
+        reentrant = self.chance(0.3) and self.use("reentrant checkpoint")
+        if not reentrant and not self.use("checkpoint"):
+            return self.plain(body, rows)
+        name, width = self.method(rows)
+        out = self.name("c", width)
+        if reentrant:
+            self.program.fullgraph = False
+        body.append(Statement(f"{out} = checkpoint(self.{name}, {rows}, o, use_reentrant={reentrant})"))
+        return out
+
+    def cond(self, body: list[Statement], rows: str) -> str:
+        if not self.use("cond"):
+            return self.plain(body, rows)
+        n = self.random.choice(WIDTHS)
+        out, names = self.name("c", n), []
+        for _ in range(2):
+            weight = self.weight(n, self.widths[rows])
+            names.append(name := self.name("branch"))
+            text = f"return {self.gemm('r', weight.read, weight.transposed)}"
+            body.append(Statement(f"def {name}(r, o):", [Statement(text)]))
+        body.append(Statement(f"{out} = cond(o[0] > 2, {', '.join(names)}, ({rows}, o))"))
+        return out
+
+    def autograd_function(self, body: list[Statement], rows: str) -> str:
+        if not self.use("autograd.Function"):
+            return self.plain(body, rows)
+        weight = self.weight(self.random.choice(WIDTHS), self.widths[rows], False)
+        name, out = self.name("Function"), self.name("c", weight.n)
+        forward = Statement(
+            "def forward(ctx, r, w, o):",
+            [Statement("ctx.save_for_backward(w, o)"), Statement(f"return {self.gemm('r', 'w', False)}")],
+        )
+        backward = Statement(
+            "def backward(ctx, grad):",
+            [Statement("w, o = ctx.saved_tensors"), Statement("return torch._grouped_mm(grad, w, offs=o), None, None")],
+        )
+        methods = [s for method in (forward, backward) for s in (Statement("@staticmethod"), method)]
+        self.program.definitions.append(Statement(f"class {name}(torch.autograd.Function):", methods))
+        body.append(Statement(f"{out} = {name}.apply({rows}, {weight.read}, o)"))
+        return out
+
+    def helper(self, body: list[Statement], rows: str) -> str:
+        """A function of module level that takes a weight; a method, maybe of a grad mode of its own; or a break."""
+        if "graph breaks" in self.hazards and self.chance(0.5) and self.use("graph break"):
+            self.program.fullgraph = False
+            body.append(Statement("torch._dynamo.graph_break()"))
+            return rows
+        if self.chance(0.5):
+            weight = self.weight(self.random.choice(WIDTHS), self.widths[rows])
+            name, out = self.name("helper"), self.name("y", weight.n)
+            text = f"return {self.gemm('r', 'w', weight.transposed)}"
+            self.program.definitions.append(Statement(f"def {name}(r, w, o):", [Statement(text)]))
+            body.append(Statement(f"{out} = {name}({rows}, {weight.read}, o)"))
+            return out
+        decorator = ""
+        if "grad modes" in self.hazards and self.chance(0.5) and self.use("decorated"):
+            decorator = self.random.choice(("@torch.no_grad()\n", "@torch.enable_grad()\n"))
+        name, width = self.method(rows, decorator)
+        out = self.name("y", width)
+        body.append(Statement(f"{out} = self.{name}({rows}, o)"))
+        return out
+
+    # ---- hazards
+
+    def hazard(self, body: list[Statement], rows: str, intermediate: str | None = None) -> None:
+        """Appends, or does not, a change in place of rows, offsets, an intermediate result or a weight."""
+        kinds = sorted(self.hazards & {"rows", "offsets", "weights", "intermediates"})
+        if not kinds or self.chance(0.5):
+            return
+        kind = self.random.choice(kinds)
+        if kind == "offsets" and self.use("changed offsets"):
+            forms = (
+                "o.copy_(p)",
+                "o[:] = p",
+                "o[:-1] = p[:-1]",
+                "o = p",
+                "o.zero_().add_(p)",
+                "torch.add(p, 0, out=o)",
+            )
+            body.append(Statement(self.random.choice(forms)))
+        elif kind == "weights" and self.weights and self.use("changed weights"):
+            weight = self.random.choice(self.weights)
+            change = self.change(weight.read, weight)
+            body.append(
+                Statement("with torch.no_grad():", [Statement(change)]) if self.chance(0.8) else Statement(change)
+            )
+        elif kind in ("rows", "intermediates"):
+            name = rows if kind == "rows" else intermediate
+            if name is None or not self.use(f"changed {kind}"):
+                return
+            forms = {
+                "mul_": f"{name}.mul_(-2.0)",
+                "zero_": f"{name}.zero_()",
+                "row zero_": f"{name}[:1].zero_()",
+                "setitem": f"{name}[:, :8] = 1.0",
+                "copy_": f"{name}.copy_({name}.flip(0))",
+                "augmented": f"{name} *= 2.0",
+                "view": f"{name}.view(-1).add_(1.0)",
+                "detach mul_": f"{name}.detach().mul_(2.0)",
+                "foreach": f"torch._foreach_mul_([{name}], -2.0)",
+                "out=": f"with torch.no_grad():\n    torch.mul({name}, 2.0, out={name})",
+                "relu_": f"F.relu({name}, inplace=True)",
+            }
+            body.append(Statement(self.pick(forms)))
+
+    def change(self, w: str, weight: Weight) -> str:
+        """A change in place of a weight that an expression reads, which keeps it exact."""
+        return self.pick(
+            {
+                "weight mul_": f"{w}.mul_(-2.0)",
+                "weight neg_": f"{w}.neg_()",
+                "weight row mul_": f"{w}{weight.row}.mul_(2.0)",
+                "weight expert neg_": f"{w}[0].neg_()",
+                "weight add_": f"{w}{weight.row}.add_({w}{weight.row})",
+                "weight setitem": f"{w}[0] = -{w}[1]",
+                "weight view copy_": f"{w}.view(-1).copy_(-2.0 * {w}.reshape(-1))",
+                "weight copy_": f"{w}.copy_({w}.flip(0))",
+                "weight detach mul_": f"{w}.detach().mul_(2.0)",
+                "weight mT mul_": f"{w}.mT.mul_(-1.0)",
+                "weight foreach": f"torch._foreach_mul_([{w}], 2.0)",
+                "weight out=": f"torch.mul({w}, -1.0, out={w})",
+                "weight zero_": f"{w}{weight.row}.zero_()",
+            }
+        )
+
+    # ---- calls and updates
+
+    def drive(self) -> None:
+        steps = self.program.steps
+        counts = [self.rows(), self.rows()]
+        modes = ["no_grad", "no_grad", "train", "frozen inputs"]
+        if self.use("inference"):
+            modes.append("inference")
+        mode = self.random.choice(modes)
+        for number in range(self.random.randint(2, 5)):
+            if number and self.chance(0.7):
+                self.update()
+            mode = self.random.choice(modes) if self.chance(0.6) else mode
+            rows = counts[self.chance(0.15)]
+            steps.append(Statement(f'run.call("{mode}", {self.shuffled(rows)}, {number})'))
+
+    def rows(self) -> tuple[int, ...]:
+        kind = self.random.choice(("ragged", "ragged", "even", "one expert", "one row"))
+        if kind == "even":
+            return (self.random.randint(1, 6),) * self.experts
+        if kind in ("one expert", "one row"):
+            return (*(0,) * (self.experts - 1), 1 if kind == "one row" else self.random.randint(2, 12))
+        return tuple(self.random.choice((0, 1, 2, 3, 5, 8)) for _ in range(self.experts - 1)) + (4,)
+
+    def shuffled(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.random.sample(rows, len(rows)))
+
+    def update(self) -> None:
+        weight = self.random.choice(self.weights)
+        w, factor = f"m.{weight.name}", self.random.choice((2.0, 0.5, -1.0, -2.0))
+        optimizer = self.random.choice(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop"))
+        option = self.random.choice(("", ", foreach=True", ", foreach=False"))
+        forms = {
+            "in-place update": f"with torch.no_grad():\n    {self.change(w, weight)}",
+            "update under inference_mode": f"with torch.inference_mode():\n    {w}.mul_({factor})",
+            "assigned data": f"{w}.data = {w}.data * {factor}",
+            "swapped data": f"new = {w}.data * {factor}\n{w}.data = torch.empty(0)\n{w}.data = new.clone()",
+            "optimizer": f'run.step("{optimizer}", {w}, factor={factor}{option})',
+            "requires_grad toggled": f"{w}.requires_grad_(not {w}.requires_grad)",
+            "load_state_dict": f"run.load({factor})",
+            "data update": f"{w}.data.mul_({factor})\nrun.refresh(m)",
+            "numpy update": f"{w}.data.view(torch.int16).numpy()[...] ^= -32768\nrun.refresh(m)",
+            "garbage collection": "gc.collect()",
+        }
+        fused = self.random.choice(
+            ("Adam", "AdamW", "Adagrad")
+        )  # of SGD, torch 2.13's does nothing to bfloat16 on a CPU
+        if not weight.name.startswith("l"):
+            parent, _, name = weight.name.rpartition(".")
+            forms["new parameter"] = (
+                f'setattr(m{parent and "." + parent}, "{name}", nn.Parameter({w}.detach() * {factor},'
+                f" requires_grad={w}.requires_grad))"
+            )
+        forms["fused optimizer"] = f'run.step("{fused}", {w}, factor={factor}, fused=True)'
+        forms["load_state_dict(assign=True)"] = f"run.load({factor}, assign=True)"
+        forms["swap_tensors"] = f"run.load({factor}, swap=True)"
+        if any("flat" in s.text for s in self.program.weights):
+            flat = next(s.text.split(" =")[0] for s in self.program.weights if "flat" in s.text).replace("self", "m")
+            forms["flat buffer update"] = f"with torch.no_grad():\n    {flat}.mul_({factor})"
+        self.program.steps.append(Statement(self.pick(forms)))
+
+
+def generate(seed: int, disabled: frozenset[str] = frozenset()) -> Program:
+    """The program of a seed, without some features."""
+    return Generator(seed, disabled).generate()

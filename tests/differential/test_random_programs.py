@@ -1,0 +1,87 @@
+"""About a hundred random programs per compiler: compiled and eager execution agree, and most have a GEMM in NVFP4.
+Called by pytest, some programs per test; calls programs and execution. Thousands: ``python -m tests.differential``.
+"""
+
+import random
+
+import pytest
+import torch
+
+from thunder_moe.nvfp4 import dequantize, quantize
+
+from .execution import script, shrink, test
+from .programs import DISABLED, Program, Statement, generate
+from .runtime import Run, exact, is_exact
+
+test.__test__ = False  # no test of pytest's
+PROGRAMS = 10  # of one test
+CHUNKS = {"dynamo-eager": 10, "dynamo-aot": 10, "dynamo-inductor": 1, "thunder": 8}
+TESTS = [(compiler, chunk) for compiler, chunks in CHUNKS.items() for chunk in range(chunks)]
+
+
+@pytest.mark.parametrize(("compiler", "chunk"), TESTS, ids=lambda value: str(value))
+def test_compiled_programs_do_what_eager_ones_do(compiler, chunk):
+    rewritten = 0
+    for seed in range(chunk * PROGRAMS, (chunk + 1) * PROGRAMS):
+        program = generate(seed, frozenset(DISABLED[compiler]))
+        outcome = test(program, compiler)
+        assert not outcome.invalid, f"seed {seed} is no program: {outcome.details}\n{program.source()}"
+        if outcome.failure is not None:
+            smallest = script(shrink(program, compiler, attempts=100), compiler)
+            pytest.fail(f"seed {seed}: {outcome.failure}\n{smallest}", pytrace=False)
+        rewritten += outcome.rewritten > 0
+    assert rewritten >= PROGRAMS // 2
+
+
+def _program(*updates: str) -> Program:
+    program = Program(0, (2, 16))
+    program.weights = [Statement("self.w0 = nn.Parameter(exact(2, 16, 16, 0), requires_grad=False)")]
+    program.forward = [Statement("y = torch._grouped_mm(x, self.w0.mT, offs=o)"), Statement("out.append(y)")]
+    calls = [Statement(f'run.call("no_grad", (2, 3), {seed})') for seed in range(2)]
+    program.steps = [calls[0], *map(Statement, updates), calls[1]]
+    return program
+
+
+def test_a_wrong_weight_is_found_and_shrunk():
+    # A change that no compiler sees while nothing tells of it.
+    unseen = "m.w0.data.view(torch.int16).numpy()[0] ^= -32768"
+    program = _program("gc.collect()", unseen, "gc.collect()")
+    outcome = test(program, "dynamo-eager")
+    assert "call 1: output 0 has relative error" in outcome.failure
+    smallest = shrink(program, "dynamo-eager")
+    assert [step.text for step in smallest.steps] == [step.text for step in _program(unseen).steps]
+    namespace = {}
+    exec(script(smallest, "dynamo-eager").replace("run_source(", "found = (").replace(", **", ", "), namespace)
+    assert "numpy" in namespace["SOURCE"]
+    assert test(_program(), "dynamo-eager").failure is None
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+def test_optimizers_multiply_exactly(optimizer, options):
+    if "fused" in options and optimizer in ("SGD", "RMSprop"):
+        pytest.skip("RMSprop has no fused form; that of SGD does nothing to bfloat16 on a CPU (torch 2.13)")
+    for factor in (2.0, 0.5, -1.0, -2.0):
+        weight = torch.nn.Parameter(exact(2, 48, 32, 0))
+        before = weight.detach().clone()
+        Run(torch.nn.Module(), print, (2, 32), print).step(optimizer, weight, factor=factor, **options)
+        assert torch.equal(weight.detach(), before * factor)
+
+
+@pytest.mark.parametrize("k", [16, 32, 48, 64])
+def test_weights_are_exact(k):
+    weight = exact(3, 32, k, seed=k)
+    assert torch.equal(dequantize(quantize(weight)), weight)
+    assert is_exact(weight)
+    assert is_exact(-2 * weight.flip(0))
+    changed = weight.clone()
+    changed[1, 2, 3] = 0.33
+    assert not is_exact(changed)
+    assert torch.equal(exact(3, 32, k, seed=k, transposed=True), weight.mT)
+
+
+def test_programs_are_reproducible_and_vary():
+    sources = [generate(seed).source() for seed in range(50)]
+    random.seed(1)
+    assert sources == [generate(seed).source() for seed in range(50)]
+    assert len(set(sources)) == 50
