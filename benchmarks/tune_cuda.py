@@ -125,7 +125,7 @@ def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
     capability = torch.cuda.get_device_capability()
 
     def one(config: Any) -> None:
-        nvrtc.compile_files(config.sources, config.expression(torch.bfloat16, swiglu, k), capability)
+        nvrtc.compile_files(config.sources, config.expression(torch.bfloat16, swiglu, k), capability, config.argument)
 
     with ThreadPoolExecutor() as pool:
         list(tqdm(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))

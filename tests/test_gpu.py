@@ -275,7 +275,9 @@ def check_configurations(configs, layout, shape, mean_rows, swiglu, dtype):
     with ThreadPoolExecutor() as pool:  # the calls below find the kernels in the cache
         list(
             pool.map(
-                lambda config: nvrtc.compile_files(config.sources, config.expression(dtype, swiglu, k), capability),
+                lambda config: nvrtc.compile_files(
+                    config.sources, config.expression(dtype, swiglu, k), capability, config.argument
+                ),
                 configs,
             )
         )

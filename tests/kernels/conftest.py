@@ -33,16 +33,6 @@ class MatrixMap(ctypes.Structure):
     )
 
 
-_ARGUMENTS = {
-    "route": "RouteArguments",
-    "combi": "CombineArguments",
-    "dequa": "DequantizeArguments",
-    "swigl": "SwigluArguments",
-    "order": "GatherArguments",
-    "gathe": "GatherArguments",
-}
-
-
 @pytest.fixture(scope="session")
 def emulator(tmp_path_factory):
     """launch(sources, expression, threads, blocks, argument, adversary): runs a kernel of .cu files on this CPU."""
@@ -51,15 +41,13 @@ def emulator(tmp_path_factory):
         pytest.skip("no C++ compiler")
     folder, libraries = tmp_path_factory.mktemp("cuda"), {}
 
-    def build(sources: tuple[Path, ...], expression: str) -> ctypes.CDLL:
+    def build(sources: tuple[Path, ...], expression: str, argument: type[ctypes.Structure]) -> ctypes.CDLL:
         name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
         program = folder / f"{name}.cpp"
-        argument = _ARGUMENTS.get(expression[:5], "Arguments")
-        if "tiled_wgmma" in expression:
-            argument = "TiledArguments"
         includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
         program.write_text(f"""{includes}
-extern "C" void run(const {argument}* argument, int blocks, int threads, Adversary worst) {{
+{nvrtc.struct_checks(argument)}
+extern "C" void run(const {argument.__name__}* argument, int blocks, int threads, Adversary worst) {{
   adversary = worst;
   launch(blocks, threads, [&] {{ {expression}(*argument); }});
 }}
@@ -71,7 +59,7 @@ extern "C" void run(const {argument}* argument, int blocks, int threads, Adversa
 
     def run(sources, expression, threads, blocks, argument, adversary):
         if (sources, expression) not in libraries:
-            libraries[sources, expression] = build(sources, expression)
+            libraries[sources, expression] = build(sources, expression, type(argument))
         libraries[sources, expression].run(ctypes.byref(argument), blocks, threads, adversary)
 
     return run
@@ -92,7 +80,8 @@ def emulated(emulator, adversary, monkeypatch):
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(zeros, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(zeros, "_filled", lambda size, device: torch.zeros(size, dtype=torch.int32))
     monkeypatch.setattr(zeros, "_ZEROS", {})
     monkeypatch.setattr(nvrtc, "matrix_map", lambda *matrix: bytes(MatrixMap(*matrix)))
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))

@@ -231,6 +231,11 @@ static uint32_t __match_any_sync(uint32_t, int value) {
   return mask;
 }
 
+static bool __all_sync(uint32_t, bool value) {
+  const bool* all = exchange(value);
+  return std::all_of(all, all + 32, [](bool each) { return each; });
+}
+
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 static int atomicAdd(int* to, int value) {
   const int old = *to;

@@ -135,10 +135,10 @@ def test_says_why_it_cannot_run(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("it may run here")
     assert humming.unavailable_reason() == "torch finds no CUDA device"
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert "for compute capability (10, 0) Humming orders weights otherwise" in humming.unavailable_reason()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "humming", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert humming.unavailable_reason() == "humming-kernels is not installed: pip install 'thunder_moe[cuda]'"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import cpu, cuda, humming, reference
+from thunder_moe.kernels import cpu, cuda, humming, nvrtc, reference
 from thunder_moe.kernels import select as module
 from thunder_moe.kernels.select import preferred_layout, resolve_layout, select, use_backend
 
@@ -34,11 +34,35 @@ def test_other_devices_get_the_reference():
 
 
 def test_falls_back_with_a_warning_that_says_why(monkeypatch):
-    monkeypatch.setattr(cpu, "unavailable_reason", lambda: "no C++ compiler was found")
+    monkeypatch.setattr(cpu, "unavailable_reason", lambda device=None: "no C++ compiler was found")
     with pytest.warns(UserWarning, match="slower plain-torch ones.*no C\\+\\+ compiler was found"):
         assert select(CPU) is reference
     with pytest.raises(ValueError, match="'cpu' cannot run here: no C\\+\\+ compiler was found"):
         select(CPU, backend="cpu")
+
+
+def test_each_device_has_its_own_answer(monkeypatch):
+    """Two GPUs of one machine, of which the kernels serve one, whichever is current."""
+    gpus, current = [torch.device("cuda", i) for i in range(2)], [1]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    capability = {0: (9, 0), 1: (7, 5)}
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_capability",
+        lambda device=None: capability[current[0] if device is None or device.index is None else device.index],
+    )
+    monkeypatch.setattr(nvrtc, "missing_reason", lambda: None)
+    with pytest.warns(UserWarning, match=r"cannot run on cuda:1,.*compute capability \(7, 5\)"):
+        assert select(gpus[1]) is reference
+    assert select(gpus[0]) is cuda
+    assert select(gpus[0], backend="cuda") is cuda
+    with pytest.raises(ValueError, match="'cuda' cannot run here"):
+        select(gpus[1], backend="cuda")
+    assert [preferred_layout(gpu, 64, 64) for gpu in gpus] == ["linear", "tiled_64x64"][::-1]
+    assert select(torch.device("cuda")) is reference
+    current[0] = 0
+    assert select(torch.device("cuda")) is cuda
 
 
 def test_a_layout_of_its_own_is_never_run_by_something_slower_on_cuda():
@@ -53,7 +77,7 @@ def test_a_layout_of_its_own_is_never_run_by_something_slower_on_cuda():
 
 
 def test_the_cuda_backend_runs_its_tiles(monkeypatch):
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
     for layout in ("linear", "tiled_64x64"):
         assert select(torch.device("cuda"), layout=layout) is cuda
     assert select(CPU, layout="tiled_64x64") is select(CPU)
@@ -63,7 +87,7 @@ def test_preferred_layout(monkeypatch):
     gpu = torch.device("cuda", 0)
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda: None)
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
     assert preferred_layout(gpu, 128, 192) == "tiled_64x64"
     assert preferred_layout(gpu, 96, 192) == "linear"
     assert preferred_layout(gpu, 128, 96) == "linear"
@@ -79,7 +103,7 @@ def test_preferred_layout(monkeypatch):
 
 def test_nothing_is_preferred_to_linear_where_our_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda: "NVRTC is missing")
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: "NVRTC is missing")
     assert preferred_layout(torch.device("cuda", 0), 128, 192) == "linear"
 
 

@@ -35,6 +35,7 @@ from thunder_moe.kernels.epilogues import (
     scale_of_rows,
 )
 from thunder_moe.kernels.native import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
@@ -64,7 +65,7 @@ _NEVER = 1 << 40
 _lock = threading.Lock()
 
 
-def unavailable_reason() -> str | None:
+def unavailable_reason(device: torch.device | None = None) -> str | None:
     """Build and load the extension once per process.
 
     Returns:
@@ -177,7 +178,7 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
 
 def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
     """(qdata, scale, global_scale) in layout "linear", contiguous: copies only what is not so already."""
-    qdata, scale, global_scale = (tensor.contiguous() for tensor in weight.to_layout("linear").tensors())
+    qdata, scale, global_scale = (tensor.contiguous() for tensor in to_linear(weight).tensors())
     return qdata, scale, global_scale
 
 

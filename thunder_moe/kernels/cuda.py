@@ -1,8 +1,10 @@
 """The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
 Called through kernels.select with validated operands, and by kernels.humming; calls kernels.nvrtc with cuda_*.cu.
 
-Float32 rows run on kernels.reference. The gradient of bf16 rows is torch's grouped GEMM with weights that are decoded
-for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
+Float32 rows run on kernels.reference, with a warning. The gradient of bf16 rows is torch's grouped GEMM with weights
+that are decoded for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
+Offsets, row_slot and slot_row are never trusted: what is out of range is not read or written (`count_tiles` of
+cuda_grouped_mm.cuh, `slot_of_row` of cuda_common.cuh), and its results are undefined.
 """
 
 from __future__ import annotations
@@ -14,9 +16,20 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import nvrtc, reference, zeros
+from thunder_moe.kernels.cuda_arguments import (
+    Arguments,
+    CombineArguments,
+    DequantizeArguments,
+    GatherArguments,
+    RouteArguments,
+    RowStartsArguments,
+    SwigluArguments,
+    TiledArguments,
+)
 from thunder_moe.kernels.cuda_configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU, gather_rows
 from thunder_moe.kernels.native import dtype_code, floats, pointer
+from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.nvfp4 import NVFP4Weight
 
 __all__ = [
@@ -27,6 +40,7 @@ __all__ = [
     "grouped_mm_dgrad",
     "grouped_swiglu",
     "route",
+    "row_starts",
     "swiglu",
     "unavailable_reason",
 ]
@@ -34,7 +48,7 @@ __all__ = [
 _DEQUANTIZE = (COMMON, COMMON.with_name("cuda_dequantize.cu"))
 _ROUTE = (COMMON, COMMON.with_name("cuda_route.cu"))
 _SWIGLU = (COMMON, COMMON.with_name("cuda_swiglu.cu"))
-_MAX_EXPERTS = 1024
+MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
 # Weights that are the first to leave the L2 cache spare the time to write out what they would drive from it. Beyond so
 # many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
@@ -45,83 +59,11 @@ _ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
 _ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
 
 
-class _GemmArguments(ctypes.Structure):
-    """`Arguments` of cuda_grouped_mm.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_left")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
-        *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
-        ("tiles_asked", ctypes.c_void_p),
-        ("read_once", ctypes.c_int),
-    )
-
-
-class _TiledArguments(ctypes.Structure):
-    """`TiledArguments` of cuda_tiled_wgmma.cu, which is aligned to 64 bytes."""
-
-    _fields_ = (
-        ("x", ctypes.c_byte * 128),
-        ("gemm", _GemmArguments),
-        ("unused", ctypes.c_byte * (-ctypes.sizeof(_GemmArguments) % 64)),
-    )
-
-
-class _GatherArguments(ctypes.Structure):
-    """`GatherArguments` of cuda_wgmma.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "k", "top_k")),
-    )
-
-
-class _RouteArguments(ctypes.Structure):
-    """`RouteArguments` of cuda_route.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
-        *((name, ctypes.c_int) for name in ("slots", "experts", "wide_ids", "slots_per_block")),
-    )
-
-
-class _CombineArguments(ctypes.Structure):
-    """`CombineArguments` of cuda_route.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
-        *((name, ctypes.c_int) for name in ("tokens", "top_k", "n", "slot_weight_dtype")),
-    )
-
-
-class _SwigluArguments(ctypes.Structure):
-    """`SwigluArguments` of cuda_swiglu.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
-        *((name, ctypes.c_void_p) for name in ("global_scale", "applied", "bias", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "features", "slot_scale_dtype", "bias_dtype")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
-    )
-
-
-class _DequantizeArguments(ctypes.Structure):
-    """`DequantizeArguments` of cuda_dequantize.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out")),
-        ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("rows_per_global", "k")),
-    )
-
-
-def unavailable_reason() -> str | None:
-    """None when the backend can run here, else a sentence that says why not."""
+def unavailable_reason(device: torch.device | None = None) -> str | None:
+    """None when the backend can run on a device (by default the current one), else a sentence that says why not."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"the device has compute capability {capability}, the kernels need (8, 0)"
     return nvrtc.missing_reason()
@@ -129,8 +71,8 @@ def unavailable_reason() -> str | None:
 
 def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
-    if _runs_on_reference(activation, weight):
-        return reference.grouped_mm(activation, weight, offsets)
+    if runs_on_reference(activation, weight):
+        return reference.grouped_mm(activation, weight.to_layout("linear"), offsets)
     return _gemm(activation, weight, offsets, None, None, None, None, config)
 
 
@@ -146,8 +88,10 @@ def grouped_swiglu(
     config: GemmConfig | None = None,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
-    if _runs_on_reference(activation, weight):
-        return reference.grouped_swiglu(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    if runs_on_reference(activation, weight):
+        return reference.grouped_swiglu(
+            activation, weight.to_layout("linear"), offsets, row_slot, slot_scale, bias, form
+        )
     if weight.layout == TILED and weight.shape[1] // 2 % 64 != 0:  # a block of weights has rows of gate and of up
         gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
@@ -163,18 +107,30 @@ def grouped_mm_combine(
     bias: Tensor | None,
 ) -> Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
-    if _runs_on_reference(activation, weight):
-        return reference.grouped_mm_combine(activation, weight, offsets, slot_row, slot_weight, bias)
+    if runs_on_reference(activation, weight):
+        return reference.grouped_mm_combine(
+            activation, weight.to_layout("linear"), offsets, slot_row, slot_weight, bias
+        )
     return combine(_gemm(activation, weight, offsets, None, None, bias, None), slot_row, slot_weight)
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
-    _, n, k = weight.shape
-    native = grad.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and grad.shape[0] > 0
-    if not native or _device_facts(grad.device)[1] < (9, 0):
-        return reference.grouped_mm_dgrad(grad, weight, offsets)
-    return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), offsets)
+    n = weight.shape[1]
+    capability = _device_facts(grad.device)[1]
+    what = None
+    if grad.dtype != torch.bfloat16:
+        what = f"gradients of activations in {str(grad.dtype).removeprefix('torch.')}"
+    elif n % 8 != 0:
+        what = f"gradients of activations with out_features no multiple of 8 ({n})"
+    elif capability < (9, 0):
+        what = f"gradients of activations on devices of compute capability {capability}"
+    if what is not None or grad.shape[0] == 0:
+        if what is not None:
+            _warn_of_reference(what, grad, weight, "train in bfloat16 on compute capability (9, 0) or higher")
+        return reference.grouped_mm_dgrad(grad, weight.to_layout("linear"), offsets)
+    ends = row_starts(offsets, grad.shape[0])[1:]
+    return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), ends)
 
 
 def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
@@ -188,8 +144,8 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tenso
         return out
     slot_row = slot_row.contiguous()
     slot_weight = floats(slot_weight)
-    argument = _CombineArguments(
-        *map(pointer, (rows, slot_row, slot_weight, out)), tokens, top_k, n, dtype_code(slot_weight)
+    argument = CombineArguments(
+        *map(pointer, (rows, slot_row, slot_weight, out)), rows.shape[0], tokens, top_k, n, dtype_code(slot_weight)
     )
     _launch_elementwise(_ROUTE, f"combine<{_is_bf16(rows)}>", tokens * -(-n // 8), argument, rows.device)
     return out
@@ -219,7 +175,7 @@ def swiglu(
     offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     tensors = (gate_up, offsets, row_slot, slot_scale, global_scale, applied, bias, out)
-    argument = _SwigluArguments(
+    argument = SwigluArguments(
         *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
@@ -232,11 +188,11 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     experts, n, k = weight.shape
     name = "dequantize_tiled"
     if weight.layout != TILED:
-        name, weight = "dequantize", weight.to_layout("linear")
+        name, weight = "dequantize", to_linear(weight, "the kernels of gradients")
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
-    argument = _DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
+    argument = DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
     _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
     return out
 
@@ -245,7 +201,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     slots, buckets = expert_ids.numel(), num_experts + 1
     shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
-    if slots == 0 or num_experts > _MAX_EXPERTS:
+    if slots == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
     expert_ids = expert_ids.contiguous()
     row_slot = torch.empty(slots, dtype=torch.int32, device=expert_ids.device)
@@ -257,19 +213,46 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     counts = torch.empty(blocks, buckets, dtype=torch.int32, device=expert_ids.device) if blocks > 1 else None
     tensors = (expert_ids, counts, row_slot, offsets, slot_row)
     wide = expert_ids.dtype == torch.int64
-    argument = _RouteArguments(*map(pointer, tensors), slots, num_experts, wide, per_block)
+    argument = RouteArguments(*map(pointer, tensors), slots, num_experts, wide, per_block)
     for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
         _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
     return row_slot, offsets, slot_row
+
+
+def row_starts(offsets: Tensor, rows: int) -> Tensor:
+    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, made never to decrease nor to pass the last of `rows` rows.
+
+    For grouped GEMMs of others, which write where offsets say.
+    """
+    offsets = offsets.contiguous()
+    starts = offsets.new_empty(offsets.shape[0] + 1)
+    argument = RowStartsArguments(*map(pointer, (offsets, starts)), offsets.shape[0], rows)
+    _launch(_ROUTE, "row_starts", 32, 0, 1, argument, offsets.device)
+    return starts
 
 
 def _is_bf16(tensor: Tensor) -> str:
     return str(tensor.dtype == torch.bfloat16).lower()
 
 
-def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:
-    """Float32 has no tensor-core kernel of its accuracy, and the table of tiles holds so many experts."""
-    return activation.dtype == torch.float32 or weight.shape[0] > _MAX_EXPERTS
+def runs_on_reference(activation: Tensor, weight: NVFP4Weight, most_experts: int = MAX_EXPERTS) -> bool:
+    """True for fp32 activations or too many experts: no CUDA kernel serves them. Warns of it."""
+    reasons = []
+    if activation.dtype == torch.float32:
+        reasons.append(("activations in float32", "cast them, or the model, to bfloat16 or float16"))
+    if weight.shape[0] > most_experts:
+        reasons.append((f"more than {most_experts} experts", "shard the experts, by groups or over devices"))
+    for what, remedy in reasons:
+        _warn_of_reference(what, activation, weight, remedy)
+    return bool(reasons)
+
+
+def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remedy: str) -> None:
+    warn_once(
+        ("reference", what),
+        f"no CUDA kernel serves {what} (got {activation.dtype} {tuple(activation.shape)} and a weight of {weight.shape}"
+        f" in layout {weight.layout!r}): plain torch decodes every expert at each call, many times slower; {remedy}",
+    )
 
 
 def _gemm(
@@ -294,7 +277,8 @@ def _gemm(
     top_k = 1 if row_slot is None else rows // activation.shape[0]
     swiglu, form = features != n, form or PLAIN_SWIGLU
     multiprocessors, capability = _device_facts(activation.device)
-    layout = weight.layout if weight.layout == TILED else "linear"
+    layout = TILED if weight.layout == TILED else "linear"
+    weight = weight if layout == TILED else to_linear(weight)
     shape = rows, experts, features, k
     config = choose_config(*shape, swiglu, multiprocessors, capability, layout) if config is None else config.fitted(k)
     if config.layout == TILED and capability != (9, 0):
@@ -323,13 +307,13 @@ def _gemm(
     products_limit = config.token_blocks > 1
     read_once = config.kernel == "tiled_mma" and (products_limit or live * n * k * 9 // 16 <= _READ_ONCE_BYTES)
     tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_left)
-    argument: ctypes.Structure = _GemmArguments(
+    argument: ctypes.Structure = Arguments(
         *map(pointer, tensors), rows, experts, n, k, top_k,
         global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tiles_asked), read_once,
     )  # fmt: skip
     if config.kernel == "tiled_wgmma":
-        argument = _TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
+        argument = TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
     expression = config.expression(activation.dtype, swiglu, k, slot_scale is not None)
     _launch(
         config.sources,
@@ -353,7 +337,7 @@ def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config:
     if config.kernel == "wgmma":
         name, shape = "order_rows", (rows + 8 * config.token_blocks, -(-x.shape[1] // CHUNK) * CHUNK)
     out = x.new_empty(*shape)
-    argument = _GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
+    argument = GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
     _launch_elementwise(config.sources, name, out.numel() // 8, argument, x.device)
     return out
 
@@ -389,10 +373,11 @@ def _launch(
 ) -> None:
     """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
     assert device.index is not None
-    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index)
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, type(argument))
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     with torch.cuda.device(device):
+        nvrtc.bind_context(device.index)
         kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
 
 

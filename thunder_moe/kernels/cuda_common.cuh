@@ -92,6 +92,11 @@ DEVICE float load_float(const void* p, int64_t i, int dtype) {
   return dtype == 1 ? widen<true>(bits) : widen<false>(bits);
 }
 
+// The slot of a row. A slot that does not exist counts as the last one: whatever row_slot holds, nothing else is read.
+DEVICE int slot_of_row(const int* row_slot, int row, int rows) {
+  return static_cast<int>(min(static_cast<uint32_t>(row_slot[row]), static_cast<uint32_t>(rows - 1)));
+}
+
 // carry plus the sum of `value` over the threads up to this one; carry becomes that over all. All threads call it.
 template <int THREADS>
 DEVICE int scan_block(int value, int* warp_total, int& carry) {

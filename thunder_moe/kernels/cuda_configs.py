@@ -4,6 +4,7 @@ Called by kernels.cuda and by benchmarks/tune_cuda.py, which writes cuda_configs
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import json
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from thunder_moe.kernels.cuda_arguments import Arguments, TiledArguments
 
 __all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
 
@@ -78,6 +81,11 @@ class GemmConfig:
     def sources(self) -> tuple[Path, ...]:
         """The files that make up the kernel's source."""
         return COMMON, *(COMMON.with_name(file) for file in ("cuda_grouped_mm.cuh", *_FILES[self.kernel]))
+
+    @property
+    def argument(self) -> type[ctypes.Structure]:
+        """What the kernel takes."""
+        return TiledArguments if self.kernel == "tiled_wgmma" else Arguments
 
     @property
     def layout(self) -> str:

@@ -129,25 +129,47 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- the tiles of a routing ----
 
-// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows; all threads of the
-// block call it.
-template <int THREADS>
-DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
-  const int thread = threadIdx.x;
-  int carry = 0;
-  for (int base = 0; base < args.experts; base += THREADS) {
-    const int e = base + thread;
-    int tiles = 0;
-    if (e < args.experts) {
-      const int end = args.offsets[e];
-      tiles = (end - (e ? args.offsets[e - 1] : 0) + height - 1) / height;
-      row_start[e + 1] = end;
+// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows. One warp calls it: each
+// lane counts for neighbouring experts. Afterwards rows never decrease and end with the last that exists, whatever the
+// offsets: an expert that would begin later or end earlier has none.
+DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start) {
+  const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
+  const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
+  int sum = 0, start = first > 0 && first < last ? args.offsets[first - 1] : 0;
+  bool ordered = true;
+  for (int base = first; base < last; base += 4) {  // loads that do not wait for each other
+    int ends[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ends[i] = args.offsets[min(base + i, last - 1)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (base + i >= last) break;
+      ordered = ordered && start <= ends[i] && ends[i] <= args.rows;
+      sum += (ends[i] - start + height - 1) / height;
+      row_start[base + i + 1] = start = ends[i];
+      tile_start[base + i + 1] = sum;
     }
-    const int end = scan_block<THREADS>(tiles, warp_total, carry);
-    if (e < args.experts) tile_start[e + 1] = end;
   }
-  if (thread == 0) tile_start[0] = row_start[0] = 0;
-  __syncthreads();
+  if (!__all_sync(0xffffffffu, ordered)) {
+    __syncwarp();
+    if (lane > 0) return;
+    tile_start[0] = row_start[0] = 0;
+    for (int e = 0; e < args.experts; ++e) {
+      const int begin = row_start[e], end = min(max(args.offsets[e], begin), args.rows);
+      row_start[e + 1] = end;
+      tile_start[e + 1] = tile_start[e] + (end - begin + height - 1) / height;
+    }
+    return;
+  }
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += other;
+  }
+  before -= sum;
+  for (int e = first; e < last; ++e) tile_start[e + 1] += before;
+  if (lane == 0) tile_start[0] = row_start[0] = 0;
 }
 
 // The last expert whose tiles start at or before `tile`.
@@ -181,7 +203,7 @@ DEVICE Tile tile_of(int experts, const int* tile_start, const int* row_start, in
 // The token of a row; rows that do not exist read the last one's, and are not stored.
 DEVICE const uint16_t* token_of_row(const Arguments& args, int row, int end) {
   row = min(row, end - 1);
-  return args.x + static_cast<int64_t>(args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row) * args.k;
+  return args.x + static_cast<int64_t>(args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) / args.top_k : row) * args.k;
 }
 
 // ---- the GEMM ----
@@ -322,7 +344,7 @@ struct RowFactors {
 // The slot_scale of a row of a tile; rows at or past `end` have that of the last one.
 DEVICE float scale_of_row(const Arguments& args, int row, int end) {
   row = min(row, end - 1);
-  return load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+  return load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
 }
 
 // The epilogue: scales, bias and activation of a warp's results; row0 and n0 are its first row and output feature,

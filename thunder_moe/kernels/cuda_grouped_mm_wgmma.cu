@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(256) order_rows(const GatherArguments args) {
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * 256) {
     const int row = static_cast<int>(item / units), unit = static_cast<int>(item - static_cast<int64_t>(row) * units);
-    const int token = args.row_slot != nullptr ? args.row_slot[row] / args.top_k : row;
+    const int token = args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) / args.top_k : row;
     const uint16_t* from = args.x + static_cast<int64_t>(token) * args.k;
     const int k = unit / 16 * kChunk + unit % 16 * 2;
     uint32_t pairs[4];
@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage]
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
-  __shared__ int warp_total[kThreads / 32];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
@@ -61,7 +60,8 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of what order_rows has written
   uint4* const to = stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8);
 
-  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
+  if (threadIdx.x < 32) count_tiles(args, kTokens, tile_start, row_start);
+  __syncthreads();
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);

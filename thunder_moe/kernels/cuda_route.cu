@@ -1,4 +1,4 @@
-// Routing and weighted combine around the expert GEMMs of cuda_grouped_mm.cu.
+// Routing and weighted combine around the expert GEMMs of cuda_grouped_mm.cu, and row starts for those of others.
 // Compiled at run time by kernels/cuda.py; tests/kernels/cuda_emulator.h runs this source on a CPU.
 //
 // route: the slots t * A + a of tokens, sorted by expert, stably: a counting sort of one launch (one block) or two.
@@ -21,7 +21,13 @@ struct CombineArguments {
   const int* slot_row;       // (T, A)
   const void* slot_weight;   // (T, A) or null
   uint16_t* out;             // (T, N)
-  int tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
+  int num_rows, tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
+};
+
+struct RowStartsArguments {
+  const int* offsets;  // (E,)
+  int* starts;         // (E + 1,)
+  int experts, rows;
 };
 
 DEVICE int bucket_of(const RouteArguments& args, int slot) {
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
   }
 }
 
-// out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a.
+// out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a, of rows that exist.
 template <bool BF16>
 __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args) {
   await_previous_kernel();
@@ -127,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
     for (int a = 0; a < args.top_k; ++a) {
       const int64_t slot = token * args.top_k + a;
       const int row = args.slot_row[slot];
-      if (row < 0) continue;
+      if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(args.num_rows)) continue;
       const float weight = args.slot_weight == nullptr ? 1.0f : load_float(args.slot_weight, slot, args.slot_weight_dtype);
       const uint16_t* from = args.rows + static_cast<int64_t>(row) * args.n + column;
       alignas(16) uint16_t values[kColumns];
@@ -144,5 +150,21 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
 #pragma unroll
     for (int i = 0; i < kColumns; ++i)
       if (column + i < args.n) to[i] = narrow<BF16>(sum[i]);
+  }
+}
+
+// starts = 0 and the offsets, made never to decrease nor to pass the last row: for the grouped GEMMs of others. One warp.
+__global__ void __launch_bounds__(32) row_starts(const RowStartsArguments args) {
+  await_previous_kernel();
+  const int lane = threadIdx.x;
+  int before = 0;
+  if (lane == 0) args.starts[0] = 0;
+  for (int base = 0; base < args.experts; base += 32) {
+    const int expert = base + lane;
+    int end = max(min(args.offsets[min(expert, args.experts - 1)], args.rows), before);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) end = max(end, __shfl_up_sync(0xffffffffu, end, step));
+    if (expert < args.experts) args.starts[expert + 1] = end;
+    before = __shfl_sync(0xffffffffu, end, 31);
   }
 }

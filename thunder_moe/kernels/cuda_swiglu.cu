@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(256) swiglu(const SwigluArguments args) {
     const bool by_expert = args.global_scale != nullptr || args.bias != nullptr;
     const int expert = by_expert ? expert_of_row(args.offsets, args.experts, row) : 0;
     const float row_scale = args.slot_scale == nullptr ? 1.0f
-        : load_float(args.slot_scale, args.row_slot != nullptr ? args.row_slot[row] : row, args.slot_scale_dtype);
+        : load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
     const uint16_t* gate_from = args.gate_up + static_cast<int64_t>(row) * 2 * features + column;
     const uint16_t* up_from = gate_from + features;
     alignas(16) uint16_t gate[kColumns], up[kColumns];

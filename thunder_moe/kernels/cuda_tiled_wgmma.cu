@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {
   const int64_t items = static_cast<int64_t>(args.rows) * units;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += static_cast<int64_t>(gridDim.x) * 256) {
     const int row = static_cast<int>(item / units), unit = static_cast<int>(item - static_cast<int64_t>(row) * units);
-    const int64_t from = static_cast<int64_t>(args.row_slot[row] / args.top_k) * units + unit;
+    const int64_t from = static_cast<int64_t>(slot_of_row(args.row_slot, row, args.rows) / args.top_k) * units + unit;
     reinterpret_cast<uint4*>(args.out)[item] = reinterpret_cast<const uint4*>(args.x)[from];
   }
 }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int stages_k = args.k / (kBlock * SUB);
   Units<false, 6> units((features + kTileRows - 1) / kTileRows, stages_k);
-  if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
+  if (warp == 0) count_tiles(args, kTokens, tile_start, row_start);
   if (threadIdx.x == 128 * WG) {
     prefetch_map(&all.x);
     scale_top = 0x70007000;

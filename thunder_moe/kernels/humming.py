@@ -31,18 +31,19 @@ __all__ = [
 ]
 
 LAYOUT = "humming"
+_ANY_EXPERTS = 1 << 31  # no limit is known
 _COMPUTE = dict(gemm_type="grouped_contiguous")
 
 route = cuda.route
 grouped_mm_dgrad = cuda.grouped_mm_dgrad  # decodes weights of any layout
 
 
-def unavailable_reason() -> str | None:
-    """None when the backend can run here, else a sentence that says why not."""
-    reason = cuda.unavailable_reason()
+def unavailable_reason(device: torch.device | None = None) -> str | None:
+    """None when the backend can run on a device (by default the current one), else a sentence that says why not."""
+    reason = cuda.unavailable_reason(device)
     if reason is not None:
         return reason
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability >= (10, 0):
         return f"for compute capability {capability} Humming orders weights otherwise than up to (9, 0), as here"
     if importlib.util.find_spec("humming") is None:
@@ -52,8 +53,8 @@ def unavailable_reason() -> str | None:
 
 def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
-    if activation.dtype == torch.float32:
-        return reference.grouped_mm(activation, weight, offsets)
+    if cuda.runs_on_reference(activation, weight, _ANY_EXPERTS):
+        return reference.grouped_mm(activation, weight.to_layout("linear"), offsets)
     out, applied = _gemm(activation, weight, offsets)
     if applied is None:
         return out
@@ -71,8 +72,10 @@ def grouped_swiglu(
     form: SwiGLU = PLAIN_SWIGLU,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
-    if activation.dtype == torch.float32:
-        return reference.grouped_swiglu(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    if cuda.runs_on_reference(activation, weight, _ANY_EXPERTS):
+        return reference.grouped_swiglu(
+            activation, weight.to_layout("linear"), offsets, row_slot, slot_scale, bias, form
+        )
     gate_up, applied = _gemm(gather_rows(activation, row_slot), weight, offsets)
     scales = dict(global_scale=weight.global_scale.contiguous(), applied=applied) if applied is not None else {}
     return cuda.swiglu(gate_up, offsets, row_slot, slot_scale, bias, form, **scales)
@@ -87,8 +90,10 @@ def grouped_mm_combine(
     bias: Tensor | None,
 ) -> Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
-    if activation.dtype == torch.float32:
-        return reference.grouped_mm_combine(activation, weight, offsets, slot_row, slot_weight, bias)
+    if cuda.runs_on_reference(activation, weight, _ANY_EXPERTS):
+        return reference.grouped_mm_combine(
+            activation, weight.to_layout("linear"), offsets, slot_row, slot_weight, bias
+        )
     rows = grouped_mm(activation, weight, offsets)
     if bias is not None:
         rows = (rows.float() + bias[expert_of_row(offsets, rows.shape[0])]).to(rows.dtype)
@@ -117,7 +122,7 @@ def _gemm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> tuple[Ten
             weight_scale=weight.scale.contiguous().view(experts, k // BLOCK_SIZE, n),
             weight_scale_2=weight.global_scale.contiguous() if applied is None else applied,
             outputs=out,
-            expert_layout=torch.cat([zeros.start, offsets]),
+            expert_layout=cuda.row_starts(offsets, rows),
             locks=zeros.row(),
             valid_shape_m=rows,
         )

@@ -1,5 +1,5 @@
 """Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which torch brings along.
-Called by kernels.cuda; calls cuda.bindings alone. Machine code is kept in ~/.cache/thunder_moe between processes.
+Called by kernels.cuda; calls cuda.bindings and kernels.cubin_cache, which keeps machine code between processes.
 """
 
 from __future__ import annotations
@@ -8,14 +8,25 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["Kernel", "compile_cubin", "compile_files", "kernel", "launch_config", "matrix_map", "missing_reason"]
+from thunder_moe.kernels import cubin_cache
+
+__all__ = [
+    "Kernel",
+    "bind_context",
+    "compile_cubin",
+    "compile_files",
+    "kernel",
+    "launch_config",
+    "matrix_map",
+    "missing_reason",
+    "struct_checks",
+]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
 
@@ -110,26 +121,88 @@ def missing_reason() -> str | None:
     return None
 
 
+def bind_context(device: int) -> None:
+    """Makes the primary context of a device that of this thread, if it has none.
+
+    The driver's calls need one. torch binds it with a thread's first call of the CUDA runtime, which a thread whose
+    memory comes from torch's cache may never make. To be called under `torch.cuda.device(device)`, which changes from
+    the context of one device to that of another.
+    """
+    from cuda.bindings import driver
+
+    (current,) = _check(driver.cuCtxGetCurrent())
+    if int(current) == 0:
+        (ordinal,) = _check(driver.cuDeviceGet(device))
+        (context,) = _check(driver.cuDevicePrimaryCtxRetain(ordinal))
+        _check(driver.cuCtxSetCurrent(context))
+
+
 @functools.cache
-def kernel(sources: tuple[Path, ...], expression: str, threads: int, shared_bytes: int, device: int) -> Kernel:
-    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device."""
+def kernel(
+    sources: tuple[Path, ...],
+    expression: str,
+    threads: int,
+    shared_bytes: int,
+    device: int,
+    argument: type[ctypes.Structure],
+) -> Kernel:
+    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
+
+    Args:
+        sources: see `compile_files`.
+        expression: names the kernel.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        device: its index.
+        argument: the struct that the kernel takes.
+    """
     from cuda.bindings import driver
 
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the context that the module is loaded into
+        torch.cuda.init()
+        bind_context(device)
         capability = torch.cuda.get_device_capability(device)
-        cubin, name = compile_files(sources, expression, capability)
+        cubin, name = compile_files(sources, expression, capability, argument)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
         return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
 
 
-def compile_files(sources: tuple[Path, ...], expression: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability."""
+def compile_files(
+    sources: tuple[Path, ...], expression: str, capability: tuple[int, int], argument: type[ctypes.Structure]
+) -> tuple[bytes, str]:
+    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability.
+
+    Args:
+        sources: the files.
+        expression: names the kernel.
+        capability: such as (9, 0).
+        argument: the struct that the kernel takes; see `struct_checks`.
+    """
     major, minor = capability
     # The "a" gives SM90's own instructions, of which wgmma is one.
     architecture = f"sm_{major}{minor}" + "a" * (capability == (9, 0))
-    return compile_cubin("".join(file.read_text() for file in sources), expression, architecture)
+    text = "".join(file.read_text() for file in sources)
+    return compile_cubin(text + struct_checks(argument), expression, architecture)
+
+
+@functools.cache
+def struct_checks(structure: type[ctypes.Structure]) -> str:
+    """C++ that compiles only where the struct of the same name has the same fields at the same places.
+
+    Fields whose names end in an underscore are padding: C++ has no name for them.
+    """
+    name = structure.__name__
+    lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
+    for field, kind, *_ in structure._fields_:
+        if field.endswith("_"):
+            continue
+        at = getattr(structure, field)
+        place = f"__builtin_offsetof({name}, {field}) == {at.offset} && sizeof({name}::{field}) == {at.size}"
+        lines.append(f'static_assert({place}, "{name}.{field}");')
+        if issubclass(kind, ctypes.Structure):
+            lines.append(struct_checks(kind))
+    return "\n".join(["", *lines, ""])
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
@@ -142,12 +215,20 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
 
     version = _check(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\0".join([source, expression, architecture, *_OPTIONS, str(version)]).encode()).hexdigest()
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    kept = Path(root) / "thunder_moe" / f"{key[:32]}.cubin"
-    if kept.exists():
-        name, _, cubin = kept.read_bytes().partition(b"\0")
-        return cubin, name.decode()
-    logging.getLogger("thunder_moe").info("compiling %s for %s (a second or two, once)", expression, architecture)
+    kept = cubin_cache.read(key)
+    if kept is None:
+        logging.getLogger("thunder_moe").info("compiling %s for %s (a second or two, once)", expression, architecture)
+        name, cubin = _compile(source, expression, architecture)
+        kept = name + b"\0" + cubin
+        cubin_cache.write(key, kept)
+    name, _, cubin = kept.partition(b"\0")
+    return cubin, name.decode()
+
+
+def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, bytes]:
+    """(name, machine code)."""
+    from cuda.bindings import nvrtc
+
     (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
     try:
         _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
@@ -162,13 +243,9 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
         cubin = b" " * size
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
         (name,) = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
+        return name, cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    part = kept.with_suffix(f".{os.getpid()}")
-    part.write_bytes(name + b"\0" + cubin)
-    part.replace(kept)  # whole or not at all, also when several processes compile at once
-    return cubin, name.decode()
 
 
 def _check(result: tuple) -> tuple:

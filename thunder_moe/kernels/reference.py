@@ -21,12 +21,13 @@ from thunder_moe.kernels.epilogues import (
     scale_of_rows,
     swiglu,
 )
+from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert
 
 __all__ = ["grouped_mm", "grouped_mm_combine", "grouped_mm_dgrad", "grouped_swiglu", "route", "unavailable_reason"]
 
 
-def unavailable_reason() -> str | None:
+def unavailable_reason(device: torch.device | None = None) -> str | None:
     """None: the reference runs wherever torch does."""
     return None
 
@@ -96,7 +97,7 @@ def _per_expert(
 
 def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
     """Yields the dequantised (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
-    weight = weight.to_layout("linear")
+    weight = to_linear(weight, "plain torch")
     _, n, k = weight.shape
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)
     for expert in experts:

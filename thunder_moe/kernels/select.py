@@ -66,13 +66,13 @@ def select(device: torch.device, *, layout: str = "linear", backend: str | None 
     if backend is None and device.type == "cuda":
         backend = _OWN_LAYOUT.get(layout)  # nothing slower in its place: the layout was asked for
     if backend is None:
-        return _best(device.type)
+        return _best(_indexed(device))
     if backend not in _KNOWN:
         raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(_KNOWN)}")
     devices = _KNOWN[backend]
     if devices is not None and device.type not in devices:
         raise ValueError(f"backend: got {backend!r} for a tensor on {device}, it runs on {devices}")
-    module, reason = _load(backend)
+    module, reason = _load(backend, _indexed(device))
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run here: {reason}")
     return module
@@ -85,7 +85,7 @@ def preferred_layout(device: torch.device, n: int, k: int) -> str:
     64; else "linear". Whoever quantises weights decides by it, `use_backend` makes no difference: weights stay, and
     every backend but "humming" takes both.
     """
-    if device.type != "cuda" or _load("cuda")[1] is not None:
+    if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
         return "linear"
     layout = _PREFERRED_ON_CUDA.get(torch.cuda.get_device_capability(device), "linear")
     return layout if layout_fits(n, k, layout) is None else "linear"
@@ -132,21 +132,30 @@ _CHOSEN: ContextVar[str | None] = ContextVar("thunder_moe_backend", default=None
 
 
 @functools.cache
-def _best(device_type: str) -> ModuleType:
+def _best(device: torch.device) -> ModuleType:
     for name, devices in BACKENDS.items():
-        if devices is not None and device_type not in devices:
+        if devices is not None and device.type not in devices:
             continue
-        module, reason = _load(name)
+        module, reason = _load(name, device)
         if reason is None:
             return module
         warnings.warn(
-            f"thunder_moe: the {name!r} kernels cannot run, slower plain-torch ones take their place: {reason}",
+            f"thunder_moe: the {name!r} kernels cannot run on {device}, slower plain-torch ones take their place:"
+            f" {reason}",
             stacklevel=2,
         )
     raise AssertionError("the reference runs everywhere")
 
 
 @functools.cache
-def _load(name: str) -> tuple[ModuleType, str | None]:
+def _load(name: str, device: torch.device) -> tuple[ModuleType, str | None]:
+    """A backend's module, and why it cannot run on a device: two in one machine may differ in compute capability."""
     module = importlib.import_module(f"thunder_moe.kernels.{name}")
-    return module, module.unavailable_reason()
+    return module, module.unavailable_reason(device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device with its index: the current one where "cuda" has none."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())

@@ -37,7 +37,7 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 SMALLEST_AMAX = 1e-30
 
 
-def unavailable_reason() -> str | None:
+def unavailable_reason(device: torch.device | None = None) -> str | None:
     """None: it runs wherever torch does."""
     return None
 

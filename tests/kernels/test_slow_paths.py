@@ -1,0 +1,77 @@
+"""Slow paths are warned of, once each, with what to do. Called by pytest."""
+
+import warnings
+
+import pytest
+import torch
+
+from thunder_moe.kernels import cpu, cuda, humming, reference, slow_paths
+from thunder_moe.nvfp4 import quantize
+
+OFFSETS = torch.tensor([1, 2, 4, 5], dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    monkeypatch.setattr(slow_paths, "_warned", set())
+
+
+def warns_once(call, message):
+    with pytest.warns(UserWarning, match=message) as found:
+        first = call()
+    assert len(found) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), first)
+
+
+def rows(k, dtype=torch.bfloat16):
+    return torch.randn(5, k, dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "humming", "tiled_64x64"])
+def test_a_layout_that_is_converted_at_every_call(emulated, layout):
+    weight, x = quantize(torch.randn(4, 128, 128)), rows(128)
+    expected = reference.grouped_mm(x, weight, OFFSETS)
+    other = weight.to_layout(layout)
+    shape = r"one of shape \(4, 128, 128\).*to_layout_\(model\)"
+    warns_once(lambda: reference.grouped_mm(x, other, OFFSETS), f"plain torch on cpu.*layout '{layout}'.*{shape}")
+    if cpu.unavailable_reason() is None:
+        warns_once(lambda: cpu.grouped_mm(x, other, OFFSETS), f"the kernels on cpu.*layout '{layout}'.*{shape}")
+    if layout != "tiled_64x64":
+        slow_paths._warned.clear()
+        warns_once(lambda: cuda.grouped_mm(x, other, OFFSETS), f"the kernels on cpu.*layout '{layout}'.*{shape}")
+        warns_once(lambda: cuda.dequantize(other, torch.bfloat16), f"the kernels of gradients.*layout '{layout}'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(reference.grouped_mm(x, weight, OFFSETS), expected)
+
+
+@pytest.mark.parametrize("backend", [cuda, humming], ids=["cuda", "humming"])
+def test_float32(backend):
+    weight = quantize(torch.randn(4, 128, 64)).to_layout("tiled_64x64" if backend is cuda else "humming")
+    wanted = (
+        r"no CUDA kernel serves activations in float32 \(got torch.float32 \(5, 64\) and a weight of \(4, 128, 64\)"
+    )
+    warns_once(lambda: backend.grouped_mm(rows(64, torch.float32), weight, OFFSETS).mul(0), wanted)
+
+
+def test_too_many_experts():
+    weight, x = quantize(torch.randn(1025, 16, 16)), rows(16)
+    offsets = torch.arange(1, 1026).clamp_max(5).int()
+    wanted = "no CUDA kernel serves more than 1024 experts.*shard the experts"
+    warns_once(lambda: cuda.grouped_mm(x, weight, offsets), wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "capability", "message"),
+    [
+        (torch.float16, 64, (9, 0), "gradients of activations in float16"),
+        (torch.bfloat16, 20, (9, 0), r"out_features no multiple of 8 \(20\)"),
+        (torch.bfloat16, 64, (8, 0), r"devices of compute capability \(8, 0\)"),
+    ],
+)
+def test_gradients(emulated, monkeypatch, dtype, n, capability, message):
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, capability))
+    weight, grad = quantize(torch.randn(4, n, 64)), rows(n, dtype)
+    warns_once(lambda: cuda.grouped_mm_dgrad(grad, weight, OFFSETS), message)

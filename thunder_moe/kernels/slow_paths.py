@@ -1,0 +1,39 @@
+"""Warns of slow paths, each once per process: what is slow, of which operands, and what to do.
+Called by kernels.cpu, .cuda, .humming and .reference; calls nvfp4.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+
+from thunder_moe.nvfp4 import NVFP4Weight
+
+__all__ = ["to_linear", "warn_once"]
+
+_warned: set[Hashable] = set()
+
+
+def warn_once(cause: Hashable, message: str) -> None:
+    """Warns, unless this process has been warned of the cause."""
+    if cause not in _warned:
+        _warned.add(cause)
+        warnings.warn(f"thunder_moe: {message}", stacklevel=3)
+
+
+def to_linear(weight: NVFP4Weight, reader: str = "the kernels") -> NVFP4Weight:
+    """A weight in layout "linear", for a backend that reads no other: a conversion costs far more than a GEMM.
+
+    Args:
+        weight: in any layout.
+        reader: who reads it, for the warning.
+    """
+    if weight.layout == "linear":
+        return weight
+    warn_once(
+        ("layout", weight.layout, weight.device.type, reader),
+        f"{reader} on {weight.device} read no weights in layout {weight.layout!r}: one of shape {weight.shape}, and any"
+        " other, is converted to 'linear' at every call; convert it once, by to_layout_(model) or"
+        " NVFP4Weight.to_layout('linear'), or quantize with layout='auto'",
+    )
+    return weight.to_layout("linear")
