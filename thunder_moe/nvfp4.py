@@ -68,7 +68,9 @@ class NVFP4Weight:
         require(self.qdata.dtype == torch.uint8, "qdata", self.qdata, "dtype uint8")
         require(self.qdata.ndim == 3, "qdata", self.qdata, "shape (experts, out_features, in_features // 2)")
         experts, n, k = self.shape
-        require(k % BLOCK_SIZE == 0, "qdata", self.qdata, f"in_features a multiple of {BLOCK_SIZE}")
+        require(experts > 0, "qdata", self.qdata, "at least one expert in dim 0")
+        wanted_k = f"in_features a positive multiple of {BLOCK_SIZE}"
+        require(k % BLOCK_SIZE == 0 and k > 0, "qdata", self.qdata, wanted_k)
         needs = layout_fits(n, k, self.layout)
         require(needs is None, "qdata", self.qdata, f"{needs} in layout {self.layout!r}")
         wanted = scale_shape(experts, n, k, self.layout)
@@ -202,6 +204,7 @@ def quantize(weight: torch.Tensor, *, scale_search: str | None = None) -> NVFP4W
     require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
     require(weight.dtype in _WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
     experts, n, k = weight.shape
+    require(experts > 0, "weight", weight, "at least one expert in dim 0")
     require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
     weight = weight.detach()
     amax = torch.zeros(experts, device=weight.device)
