@@ -52,6 +52,20 @@ def test_what_the_replaced_steps_write_is_the_callers_business():
     assert program.reason_against_fusing((0, 1, 2), STORAGES) is None
 
 
+def test_declines_a_change_of_what_the_backward_reads_again():
+    program = Program([GATE, UP, MUL, writes(X)])
+    assert program.reason_against_fusing((0, 1, 2), STORAGES) is None
+    reason = "the rows may be changed in place by zero_ after mul, before its backward"
+    assert program.reason_against_fusing((0, 1, 2), STORAGES, {X: "the rows"}) == reason
+
+
+def test_reading_later():
+    program = Program([Step("topk"), writes(Y), GATE])
+    assert program.reason_against_reading_later(0, 2, {X: "the experts"}) is None
+    assert "by zero_ between topk and gate" in program.reason_against_reading_later(0, 2, {Y: "the experts"})
+    assert program.reason_against_reading_later(0, 2, {Y: "the experts"}, ignored=(1,)) is None
+
+
 def test_packing_wants_a_weight_that_no_step_changes():
     program = Program([GATE, UP, MUL, writes(A, "mul_")])
     assert program.reason_against_packing({A}) == "the weight may be changed in place by mul_ in the same graph"

@@ -1,5 +1,5 @@
 """Finds blocks that run all experts on all tokens, as transformers' Llama 4 does, though its router chose a few.
-Called by compilers.dynamo; calls fx_sites.
+Called by fx_rewrite; calls fx_sites, and safety for what lies between the products.
 
     scores = sigmoid(full(-inf).scatter(1, indices, values))               (T, E): 0 where the router did not choose,
     rows = (tokens.repeat(E, 1) * scores.T.reshape(-1, 1)).view(E, T, H)   so those rows are exactly 0,
@@ -21,17 +21,9 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from thunder_moe.compilers.fx_sites import (
-    MUL,
-    SILU,
-    TRANSPOSE,
-    Site,
-    calls,
-    is_mutated,
-    part_of,
-    site_of,
-    value_of,
-)
+from thunder_moe.compilers.fx_effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.fx_scopes import Scope, value_of
+from thunder_moe.compilers.fx_sites import MUL, SILU, TRANSPOSE, Site, Weights, calls, part_of, site_of
 
 __all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
@@ -92,26 +84,17 @@ class _MismatchError(Exception):
     """Where a graph differs from what the rewrite wants."""
 
 
-def find_dense_experts(
-    graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_enabled: bool
-) -> list[DenseExperts]:
-    """All batched GEMMs whose weight is a parameter or buffer.
-
-    Args:
-        graph: as dynamo gives it to a backend, with example values.
-        tensors: the real tensor of each placeholder and get_attr node that has one.
-        grad_enabled: whether weights that require a gradient are being trained.
-    """
+def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
+    """All batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
     sites: dict[fx.Node, Site] = {}
-    for node in graph.nodes:
-        if not calls(node, _BMM) or len(node.args) != 2:
+    for node in scope.graph.nodes:
+        if not calls(node, _BMM) or len(node.args) != 2 or node.kwargs:
             continue
-        rows, weight = node.args
-        if value_of(rows) is None or value_of(weight) is None or value_of(weight).ndim != 3:
+        rows, weight = map(value_of, node.args)
+        if rows is None or weight is None or weight.ndim != 3 or is_in_a_function_transform(weight):
             continue
-        site = site_of(node, weight, value_of(rows), None, tensors, grad_enabled)
-        if site.gemm.weight is not None:
-            sites[node] = site
+        if weights.behind(weight)[0] is not None:
+            sites[node] = site_of(node, scope, weight, rows, None, weights)
     blocks, covered = [], set()
     for second in sites.values():
         try:
@@ -153,15 +136,33 @@ def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
     chain, scatter = _score_nodes(scores)
     indices, values = _scattered(scatter, experts)
     total, summed = _sum_over_experts(second, experts)
-    for node in (tokens, indices, values, scatter, rows, *chain, *views, *used):
-        _want(not is_mutated(node), f"{node.name} is changed in place")
     inner = between | summed | {first.node, second.node}
     for node in inner:
         _want(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
     _want(_tensor(tokens, 2).dtype == _tensor(batched, 3).dtype, "tokens and rows differ in dtype")
     for node in (indices, values):
         _want(_same(_tensor(node, 2).shape[0], _tensor(tokens, 2).shape[0]), f"{node.name} is not of all tokens")
+    _want_safe(first.scope, (tokens, indices, values), {repeated, scatter, rows, total, *chain, *views, *used, *inner})
     return Routing(repeated, scatter, tuple(chain), rows, total)
+
+
+def _want_safe(scope: Scope, operands: tuple[Any, Any, Any], replaced: set[fx.Node]) -> None:
+    tokens, indices, values = operands
+    read = dict.fromkeys(storages_of(value_of(values)), "the router's choice")
+    read |= dict.fromkeys(storages_of(value_of(tokens)), "the tokens")
+    handed_on = storages_of([value_of(node) for node in replaced])
+    positions = {scope.positions[node] for node in replaced}
+    # The operators' backwards compute the products again.
+    differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
+    saved = dict.fromkeys(storages_of(value_of(tokens)), "the tokens") if differentiable else None
+    names = dict.fromkeys(handed_on, "an intermediate") | read
+    reason = scope.program.reason_against_fusing(positions, names, saved)
+    if reason is None:
+        # Of k different experts, as a top-k gives them, and so from there on.
+        experts = dict.fromkeys(storages_of(value_of(indices)), "the experts")
+        first, last = scope.positions[indices.args[0]], max(positions)
+        reason = scope.program.reason_against_reading_later(first, last, experts, positions)
+    _want(reason is None, str(reason))
 
 
 def _behind_views(node: Any, experts: int, last: int) -> tuple[Any, set[fx.Node]]:
@@ -236,7 +237,8 @@ def _sum_over_experts(second: Site, experts: int) -> tuple[fx.Node, set[fx.Node]
 
 def _pairs(node: Any, targets: set) -> list[tuple[Any, Any]]:
     """The two arguments of a commutative call, in both orders."""
-    return [tuple(node.args), tuple(node.args[::-1])] if calls(node, targets) and len(node.args) == 2 else []
+    binary = calls(node, targets) and len(node.args) == 2 and not node.kwargs
+    return [tuple(node.args), tuple(node.args[::-1])] if binary else []
 
 
 def _flat(arguments: tuple) -> tuple:

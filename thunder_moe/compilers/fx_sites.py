@@ -1,5 +1,5 @@
 """Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
-Called by compilers.dynamo; calls eligibility for the decision on each GEMM.
+Called by fx_rewrite; calls eligibility and safety for the decision on each GEMM, fx_scopes for what surrounds it.
 
     y = grouped_mm(x, w.transpose(-2, -1), offs)                          -> Site
     silu(grouped_mm(x, gate)) * grouped_mm(x, up)                         -> SwiGLU of two sites
@@ -18,8 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
+from thunder_moe.compilers.fx_effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.fx_scopes import Scope, value_of
+from thunder_moe.compilers.safety import is_hidden_training_forward
 
 __all__ = [
     "MUL",
@@ -27,30 +31,26 @@ __all__ = [
     "TRANSPOSE",
     "Site",
     "SwiGLU",
+    "Weights",
     "calls",
     "find_sites",
     "find_swiglu",
-    "is_mutated",
     "only_user",
     "part_of",
     "positional_grouped_mm",
     "quantized_gemm",
     "site_of",
     "traced_frame",
-    "value_of",
 ]
 
 aten = torch.ops.aten
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
 TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
-_PERMUTE = {torch.permute, aten.permute.default, "permute"}
-_MT = {aten.mT, aten.mT.default}  # what Tensor.mT is traced to from torch 2.14 on
 SILU = {F.silu, aten.silu.default}
 MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
 _CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
 _SPLIT = {torch.split, aten.split.Tensor, "split"}
-_IN_PLACE_OPERATORS = {operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,13 +59,15 @@ class Site:
 
     Attributes:
         node: its call.
+        scope: the graph that it is in.
         gemm: names and sizes.
-        weight: the placeholder or get_attr node of the weight, None when there is none behind mat_b.
+        weight: the root's placeholder or get_attr node of the weight, None when there is none behind mat_b.
         transposed: the weight is (E, K, N), not (E, N, K).
         reason: why it stays 16-bit, None when it is rewritten.
     """
 
     node: fx.Node
+    scope: Scope
     gemm: GroupedGemm
     weight: fx.Node | None
     transposed: bool
@@ -91,16 +93,43 @@ class SwiGLU:
     interleaved: bool = False
 
 
-def find_sites(graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_enabled: bool) -> list[Site]:
-    """The grouped GEMMs of 2-D rows and 3-D weights.
+class Weights:
+    """The parameters and buffers among the inputs of a graph and of those nested in it."""
 
-    Args:
-        graph: as dynamo gives it to a backend, with example values.
-        tensors: the real tensor of each placeholder and get_attr node that has one.
-        grad_enabled: whether weights that require a gradient are being trained.
-    """
+    def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
+        """
+        Args:
+            scopes: of dynamo's graph, the root first.
+            tensors: the real tensor of each placeholder and get_attr node of the root that has one.
+        """
+        self._scopes = scopes
+        self.tensors = tensors
+        self._by_storage: dict[int, list[fx.Node]] = {}
+        for node, real in tensors.items():
+            if _is_static(node, real):
+                for storage in storages_of(scopes[0].value_of(node)):
+                    self._by_storage.setdefault(storage, []).append(node)
+
+    def behind(self, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
+        """(node, transposed): the weight that mat_b (E, K, N) is a view of, and whether it lies as mat_b does."""
+        nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
+        for node in nodes:
+            swapped = swaps_last_dims(self._scopes[0].value_of(node), mat_b)
+            if swapped is not None:
+                return node, not swapped
+        return None, True
+
+    def reason_against_packing(self, weight: fx.Node) -> str | None:
+        storages = storages_of(self._scopes[0].value_of(weight))
+        # From the inside out: the innermost knows the name of the operation.
+        reasons = (scope.program.reason_against_packing(storages) for scope in reversed(self._scopes))
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def find_sites(scope: Scope, weights: Weights) -> list[Site]:
+    """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
     sites = []
-    for node in graph.nodes:
+    for node in scope.graph.nodes:
         if node.op != "call_function" or node.target not in _GROUPED_MM:
             continue
         arguments = _arguments(node)
@@ -108,46 +137,50 @@ def find_sites(graph: fx.Graph, tensors: dict[fx.Node, torch.Tensor], *, grad_en
         a, b = value_of(rows), value_of(mat_b)
         if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
             continue
-        sites.append(site_of(node, mat_b, a, a.shape[0], tensors, grad_enabled, arguments.get("out_dtype")))
+        sites.append(site_of(node, scope, b, a, a.shape[0], weights))
     return sites
 
 
 def site_of(
     node: fx.Node,
-    mat_b: Any,
+    scope: Scope,
+    mat_b: torch.Tensor,
     activation: torch.Tensor,
     rows: Any,
-    tensors: dict[fx.Node, torch.Tensor],
-    grad_enabled: bool,
-    out_dtype: torch.dtype | None = None,
+    weights: Weights,
 ) -> Site:
     """The site of a GEMM with the weight mat_b (E, K, N), and the decision on it."""
-    b = value_of(mat_b)
-    source, transposed = weight_behind(mat_b)
-    real = tensors.get(source) if source is not None else None
-    weight = source if is_static(source, real) and not is_mutated(source) else None
-    experts, k, n = b.shape
+    assert scope.program.steps  # made before anything is rewritten
+    experts, k, n = mat_b.shape
+    out_dtype = value_of(node).dtype  # asked for, or autocast's
+    transformed = is_in_a_function_transform(mat_b) or is_in_a_function_transform(activation)
+    weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(mat_b)
+    requires_grad = mat_b.requires_grad or (weight is not None and weights.tensors[weight].requires_grad)
     gemm = GroupedGemm(
         weight=None if weight is None else qualified_name(weight),
         experts=int(experts),
         out_features=int(n),
         in_features=int(k),
         rows=rows if isinstance(rows, int) else None,
-        weight_dtype=b.dtype,
+        weight_dtype=mat_b.dtype,
         activation_dtype=activation.dtype,
-        needs_grad=real is not None and real.requires_grad and grad_enabled,
-        out_dtype=out_dtype,
+        needs_grad=requires_grad and scope.modes[node] and not scope.differentiates_itself,
+        out_dtype=None if out_dtype == activation.dtype else out_dtype,
         where=user_line(node),
+        hidden_training=requires_grad and (scope.differentiates_itself or is_hidden_training_forward()),
+        changed=None if weight is None else weights.reason_against_packing(weight),
     )
-    return Site(node, gemm, weight, transposed, decline_reason(gemm))
+    reason = decline_reason(gemm) or scope.refusal
+    return Site(node, scope, gemm, weight, transposed, "it is inside a torch.func transform" if transformed else reason)
 
 
-def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
-    """The SwiGLUs whose GEMMs are all among the sites; each site is in one at most."""
+def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLU], dict[Site, str]]:
+    """The SwiGLUs whose GEMMs are all among the sites, each of them in one at most; and why others are not fused."""
     by_node = {site.node: site for site in sites}
-    found = []
-    for product in graph.nodes:
-        if not calls(product, MUL) or len(product.args) != 2:
+    found: list[SwiGLU] = []
+    unfused: dict[Site, str] = {}
+    for product in scope.graph.nodes:
+        if not calls(product, MUL) or len(product.args) != 2 or product.kwargs:
             continue
         for silu, up in (product.args, product.args[::-1]):
             if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and calls(silu, SILU)):
@@ -159,16 +192,33 @@ def find_swiglu(graph: fx.Graph, sites: list[Site]) -> list[SwiGLU]:
                 continue
             block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
             if block is not None:
-                found.append(block)
+                reason = _reason_against_fusing(scope, block, {gate, up, silu})
+                if reason is None:
+                    found.append(block)
+                else:
+                    unfused |= dict.fromkeys(block.sites, reason)
                 break
-    return found
+    return found, unfused
 
 
-def quantized_gemm(node: Any) -> GroupedGemm:
+def _reason_against_fusing(scope: Scope, block: SwiGLU, parts: set[fx.Node]) -> str | None:
+    chunks: set[Any] = {part.args[0] for part in parts if calls(part, {operator.getitem})}
+    replaced = {block.product, *(site.node for site in block.sites)} | parts | chunks
+    rows, _, offsets = block.sites[0].operands
+    read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
+    read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")
+    handed_on = dict.fromkeys(storages_of([value_of(node) for node in replaced - {block.product}]), "a projection")
+    # The fused operator's backward computes gate and up again.
+    differentiable = scope.modes[block.product] and value_of(rows).requires_grad
+    positions = {scope.positions[node] for node in replaced}
+    return scope.program.reason_against_fusing(positions, handed_on | read, read if differentiable else None)
+
+
+def quantized_gemm(node: Any, weights: Weights) -> GroupedGemm:
     """Names and sizes of a call of one of the package's NVFP4 operators."""
     rows, fp4_weight = (value_of(argument) for argument in node.args[:2])
     experts, half, n = fp4_weight.shape
-    source, _ = weight_behind(node.args[1])
+    source, _ = weights.behind(fp4_weight)
     name = qualified_name(source) if source is not None else None
     sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
     return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node))
@@ -246,35 +296,6 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
     return (whole, part) if part else (None, "")
 
 
-def weight_behind(node: Any) -> tuple[fx.Node | None, bool]:
-    """(source, transposed): the placeholder or attribute behind swaps of the last two dims of mat_b (E, K, N), and
-    whether it lies as mat_b does."""
-    transposed = True
-    while isinstance(node, fx.Node):
-        if node.op in ("placeholder", "get_attr"):
-            return node, transposed
-        source = _swapped(node)
-        if source is None:
-            return None, transposed
-        node, transposed = source, not transposed
-    return None, transposed
-
-
-def _swapped(node: Any) -> Any:
-    """What a node swaps the last two of three dims of, None when it does something else."""
-    if calls(node, _MT) or (calls(node, {getattr}) and node.args[1] == "mT"):
-        return node.args[0]
-    source, *dims = (*node.args, *node.kwargs.values()) or (None,)
-    if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
-        dims = list(dims[0])
-    if not all(isinstance(dim, int) for dim in dims):
-        return None
-    dims = [dim % 3 for dim in dims]
-    if (calls(node, TRANSPOSE) and set(dims) == {1, 2}) or (calls(node, _PERMUTE) and dims == [0, 2, 1]):
-        return source
-    return None
-
-
 def calls(node: Any, targets: set) -> bool:
     """Whether a node calls one of some functions, or a method of one of some names."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
@@ -284,30 +305,12 @@ def only_user(node: fx.Node, user: fx.Node) -> bool:
     return set(node.users) == {user}
 
 
-def value_of(node: Any) -> Any:
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-
-
-def is_static(node: fx.Node | None, real: torch.Tensor | None) -> bool:
-    """Whether a node is a parameter or buffer with data that can be quantised ahead of the call."""
-    if node is None or real is None or isinstance(real, FakeTensor):
+def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
+    """Whether an input is a parameter or buffer with data that can be quantized ahead of the call."""
+    if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
         return False
     marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
     return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
-
-
-def is_mutated(node: Any) -> bool:
-    """Whether the graph itself changes a tensor in place: what was packed before the call would be out of date."""
-    users = list(node.users)
-    for user in users:
-        name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-        name = name.removesuffix(".default").removesuffix(".Tensor")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if user.args and user.args[0] is node and (in_place or user.target in _IN_PLACE_OPERATORS):
-            return True
-        if _swapped(user) is node and is_mutated(user):
-            return True
-    return False
 
 
 def qualified_name(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,26 +49,39 @@ class Program:
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
 
-    def reason_against_fusing(self, replaced: Collection[int], storages: Mapping[Hashable, str]) -> str | None:
+    def reason_against_fusing(
+        self, replaced: Collection[int], storages: Mapping[Any, str], saved: Mapping[Any, str] | None = None
+    ) -> str | None:
         """Why one operator may not run in the place of some steps, anywhere between the first of them and the last.
 
         Args:
             replaced: positions of the steps that it replaces, the place of insertion among them. What they write
                 themselves is up to the caller, who knows what they compute.
             storages: what it reads in their stead (and what they hand to each other), storage -> "the rows".
+            saved: what it reads again in its backward, and the steps do not in theirs.
         """
-        first, last = min(replaced), max(replaced)
-        between = f"between {self.steps[first].name} and {self.steps[last].name}"
-        for position in range(first, last):
+        change = self.reason_against_reading_later(min(replaced), max(replaced), storages, replaced)
+        if change is None and saved:
+            change = self.reason_against_reading_later(max(replaced), len(self.steps), saved)
+        if change is None and len({self.steps[position].grad_enabled for position in replaced}) > 1:
+            return f"the grad mode changes {self._between(min(replaced), max(replaced))}"
+        return change
+
+    def reason_against_reading_later(
+        self, first: int, last: int, storages: Mapping[Any, str], ignored: Collection[int] = ()
+    ) -> str | None:
+        """Why what the step at `first` reads or makes may be something else at `last` (the number of steps: when the
+        program has ended): a step between the two, none of `ignored`, changes it."""
+        for position in range(first + 1, last):
             step = self.steps[position]
-            if position in replaced:
-                continue
-            for storage, name in storages.items():
+            for storage, name in storages.items() if position not in ignored else ():
                 if step.changes((storage,)):
-                    return f"{name} may be changed in place by {step.name} {between}"
-        if len({self.steps[position].grad_enabled for position in replaced}) > 1:
-            return f"the grad mode changes {between}"
+                    return f"{name} may be changed in place by {step.name} {self._between(first, last)}"
         return None
+
+    def _between(self, first: int, last: int) -> str:
+        end = f"between {self.steps[first].name} and {self.steps[last].name}" if last < len(self.steps) else ""
+        return end or f"after {self.steps[first].name}, before its backward"
 
     def reason_against_packing(self, storages: Iterable[Hashable]) -> str | None:
         """Why what was packed before the call may be out of date in it: some step changes the weight."""
