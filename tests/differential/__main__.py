@@ -23,10 +23,12 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=10, help="stop after so many (default: %(default)s)")
     parser.add_argument("--no-shrink", action="store_true", help="print failing programs as they are")
     parser.add_argument("--out", type=Path, help="folder to write failing programs to")
+    parser.add_argument("--without", default="", help="features to leave out, with commas between")
     parser.add_argument("--everything", action="store_true", help="features that are known to fail, too")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     disabled = frozenset() if arguments.everything else frozenset(DISABLED[arguments.compiler])
+    disabled |= set(filter(None, arguments.without.split(",")))
     for seed in tqdm(range(arguments.seed, arguments.seed + arguments.programs), mininterval=5):
         program = generate(seed, disabled)
         outcome = test(program, arguments.compiler)
