@@ -140,7 +140,7 @@ class _Checked:
     def __call__(self, *arguments: Tensor) -> Any:
         for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
             transposed = any(re.match(r"[ltc]*k\d", part) for part in name.split("."))
-            assert is_exact(weight.mT if transposed else weight), f"{name} is not exact in NVFP4"
+            assert weight.ndim != 3 or is_exact(weight.mT if transposed else weight), f"{name} is not exact in NVFP4"
         return self.model(*arguments)
 
 
@@ -162,6 +162,8 @@ def _loop_grouped_mm(rows: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor:
 
 def _differences(expected: Run, actual: Run) -> Iterator[str]:
     for number, (ours, theirs) in enumerate(zip(actual.calls, expected.calls, strict=False)):
+        if theirs.backward_raised and "inplace operation" in (ours.raised or ""):
+            return  # ahead of time, the backward is part of the compilation
         if bool(ours.raised) != bool(theirs.raised):
             yield f"call {number}: raised {ours.raised}, eagerly {theirs.raised}"
             return

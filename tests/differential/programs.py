@@ -26,7 +26,7 @@ class Statement:
         if self.body is None:
             return self.text.split("\n")
         inner = [f"    {line}" for statement in self.body for line in statement.lines()]
-        return [self.text, *(inner or ["    pass"])]
+        return [*self.text.split("\n"), *(inner or ["    pass"])]
 
 
 @dataclass
@@ -195,6 +195,8 @@ class Generator:
         if "grad modes" in self.hazards:
             kinds += [self.grad_mode, self.grad_mode]
         kinds += [self.helper]
+        if not self.nested and self.chance(0.3):
+            kinds += [self.dense_experts]
         return self.random.choice(kinds)(body, rows)
 
     # ---- weights
@@ -359,6 +361,9 @@ class Generator:
             "clone": f"{rows}.clone()",
             "halved": f"{rows} * 0.5",
             "router": f"{rows} * s.float().sigmoid().to({rows}.dtype)",
+            "alias": self.random.choice((f"{rows}[:]", f"{rows}.contiguous()", f"{rows}.view_as({rows})")),
+            "no-op cast": self.random.choice((f"{rows}.to(torch.bfloat16)", f"{rows}.bfloat16()")),
+            "reshaped": f"{rows}.reshape(-1, 8).view(-1, {self.widths[rows]})",
         }
         if others and not self.nested:
             forms["sum"] = f"{rows} + {self.random.choice(others)}"
@@ -445,6 +450,37 @@ class Generator:
         body.append(Statement(f"{out} = {name}.apply({rows}, {weight.read}, o)"))
         return out
 
+    def dense_experts(self, body: list[Statement], rows: str) -> str:
+        """All experts on all tokens, and the router's choice in their factors: Llama 4's layer in transformers."""
+        if not self.use("dense experts"):
+            return self.plain(body, rows)
+        k, n, width = self.widths[rows], self.random.choice((16, 32)), self.random.choice(WIDTHS)
+        gate_up, down = self.weight(2 * n, k, True), self.weight(width, n, True)
+        logits, y = self.name("logits"), self.name("y", width)
+        self.program.weights.append(
+            Statement(
+                f'self.register_buffer("{logits}", torch.linspace(-3, 3, 97)[torch.arange(64 * {self.experts})'
+                f" * 31 % 97].view(64, {self.experts}))"
+            )
+        )
+        gate_up_mm = f"both = torch.bmm(routed.view({self.experts}, -1, {k}), {gate_up.read})"
+        lines = [
+            f"values, chosen = torch.topk(self.{logits}[: x.shape[0]], {self.random.randint(1, self.experts)}, dim=1)",
+            "values = values * s.float()",
+            f'scores = torch.full_like(self.{logits}[: x.shape[0]], float("-inf")).scatter_(1, chosen, values)',
+            "scores = torch.sigmoid(scores.float()).to(x.dtype)",
+            f"routed = {rows}.repeat({self.experts}, 1) * scores.transpose(0, 1).reshape(-1, 1)",
+            gate_up_mm,
+            "gate, up = both.chunk(2, dim=-1)",
+            f"routed = torch.bmm(up * F.silu(gate), {down.read})",
+            f"{y} = routed.view(-1, {width}).reshape({self.experts}, -1, {width}).sum(dim=0)",
+        ]
+        for line in lines:
+            body.append(Statement(line))
+            if self.chance(0.3):
+                self.hazard(body, rows)
+        return y
+
     def helper(self, body: list[Statement], rows: str) -> str:
         """A function of module level that takes a weight; a method, maybe of a grad mode of its own; or a break."""
         if "graph breaks" in self.hazards and self.chance(0.5) and self.use("graph break"):
@@ -506,28 +542,54 @@ class Generator:
                 "foreach": f"torch._foreach_mul_([{name}], -2.0)",
                 "out=": f"with torch.no_grad():\n    torch.mul({name}, 2.0, out={name})",
                 "relu_": f"F.relu({name}, inplace=True)",
+                "torch.relu_": f"torch.relu_({name})",
+                "aten": f"torch.ops.aten.mul_({name}, 2.0)",
+                "Tensor.mul_": f"torch.Tensor.mul_({name}, 2.0)",
+                "transposed": f"{name}.t().mul_(2.0)",
+                "split": f"for part in {name}.split(8, -1):\n    part.mul_(-2.0)",
+                "masked_fill_": f"{name}.masked_fill_({name} > 0, 2.0)",
+                "foreach copy": f"torch._foreach_copy_([{name}], [{name} * -2.0])",
+                "index_add_": f"{name}.index_add_(1, torch.arange(8), {name}[:, 8:16])",
+                "early alias": "early.mul_(2.0)",
             }
-            body.append(Statement(self.pick(forms)))
+            form = self.pick(forms)
+            if form.startswith("early"):  # a view that was taken before the GEMMs
+                body.insert(
+                    self.random.randint(self.defined(body, name), len(body)), Statement(f"early = {name}[:, :8]")
+                )
+            body.append(Statement(form))
+
+    @staticmethod
+    def defined(body: list[Statement], name: str) -> int:
+        """The place in a body after the statement that defines a name, its start when none does."""
+        places = [i + 1 for i, statement in enumerate(body) if name in statement.text.partition(" = ")[0]]
+        return places[-1] if places else 0
 
     def change(self, w: str, weight: Weight) -> str:
         """A change in place of a weight that an expression reads, which keeps it exact."""
-        return self.pick(
-            {
-                "weight mul_": f"{w}.mul_(-2.0)",
-                "weight neg_": f"{w}.neg_()",
-                "weight row mul_": f"{w}{weight.row}.mul_(2.0)",
-                "weight expert neg_": f"{w}[0].neg_()",
-                "weight add_": f"{w}{weight.row}.add_({w}{weight.row})",
-                "weight setitem": f"{w}[0] = -{w}[1]",
-                "weight view copy_": f"{w}.view(-1).copy_(-2.0 * {w}.reshape(-1))",
-                "weight copy_": f"{w}.copy_({w}.flip(0))",
-                "weight detach mul_": f"{w}.detach().mul_(2.0)",
-                "weight mT mul_": f"{w}.mT.mul_(-1.0)",
-                "weight foreach": f"torch._foreach_mul_([{w}], 2.0)",
-                "weight out=": f"torch.mul({w}, -1.0, out={w})",
-                "weight zero_": f"{w}{weight.row}.zero_()",
-            }
-        )
+        return self.pick(self.changes(w, weight))
+
+    def changes(self, w: str, weight: Weight) -> dict[str, str]:
+        return {
+            "weight mul_": f"{w}.mul_(-2.0)",
+            "weight neg_": f"{w}.neg_()",
+            "weight row mul_": f"{w}{weight.row}.mul_(2.0)",
+            "weight expert neg_": f"{w}[0].neg_()",
+            "weight add_": f"{w}{weight.row}.add_({w}{weight.row})",
+            "weight setitem": f"{w}[0] = -{w}[1]",
+            "weight view copy_": f"{w}.view(-1).copy_(-2.0 * {w}.reshape(-1))",
+            "weight copy_": f"{w}.copy_({w}.flip(0))",
+            "weight detach mul_": f"{w}.detach().mul_(2.0)",
+            "weight mT mul_": f"{w}.mT.mul_(-1.0)",
+            "weight foreach": f"torch._foreach_mul_([{w}], 2.0)",
+            "weight out=": f"torch.mul({w}, -1.0, out={w})",
+            "weight zero_": f"{w}{weight.row}.zero_()",
+            "weight aten": f"torch.ops.aten.mul_({w}, -2.0)",
+            "weight unbind": f"for expert in {w}.unbind(0):\n    expert.mul_(-1.0)",
+            "weight alias": f"alias = {w}.view_as({w})[1:]\nalias.neg_()",
+            "weight foreach copy": f"torch._foreach_copy_([{w}], [{w} * -2.0])",
+            "weight fill": f"{w}[0].fill_(0.0)",
+        }
 
     # ---- calls and updates
 
@@ -561,8 +623,9 @@ class Generator:
         w, factor = f"m.{weight.name}", self.random.choice((2.0, 0.5, -1.0, -2.0))
         optimizer = self.random.choice(("SGD", "Adam", "AdamW", "Adagrad", "RMSprop"))
         option = self.random.choice(("", ", foreach=True", ", foreach=False"))
+        change = self.random.choice(list(self.changes(w, weight).values()))
         forms = {
-            "in-place update": f"with torch.no_grad():\n    {self.change(w, weight)}",
+            "in-place update": "\n".join(Statement("with torch.no_grad():", [Statement(change)]).lines()),
             "update under inference_mode": f"with torch.inference_mode():\n    {w}.mul_({factor})",
             "assigned data": f"{w}.data = {w}.data * {factor}",
             "swapped data": f"new = {w}.data * {factor}\n{w}.data = torch.empty(0)\n{w}.data = new.clone()",
