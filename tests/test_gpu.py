@@ -4,7 +4,9 @@ Called by `pytest -m gpu` on a machine with one; judged by tests/oracle.py.
 
 import contextlib
 import copy
+import itertools
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,8 +28,9 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
-from thunder_moe.kernels import cuda, nvrtc
+from thunder_moe.kernels import cuda, nvrtc, zeros
 from thunder_moe.kernels.cuda_configs import MEASURED, GemmConfig, Point, candidates
+from thunder_moe.kernels.epilogues import PLAIN_SWIGLU
 from thunder_moe.kernels.epilogues import route as plain_route
 from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
@@ -49,6 +52,25 @@ def backend(request):
 
 
 CONFIG = Llama4MoEConfig(256, 128, 8, top_k=2)
+# How a layout is read: None is whatever is chosen. Tiles of "shared" are few, of a long K: blocks share them.
+KERNELS = {
+    "linear": ("linear", None),
+    "linear, wgmma": ("linear", GemmConfig("wgmma", 8, 2, 1, 1, 3)),
+    "tiled": ("tiled_64x64", None),
+    "tiled, shared": ("tiled_64x64", GemmConfig("tiled_mma", 1, 2, 1, 1, 1, True)),
+    "tiled, wgmma": ("tiled_64x64", GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1)),
+}
+
+
+@pytest.fixture(params=KERNELS.values(), ids=KERNELS.keys())
+def kernel_layout(request, backend, monkeypatch):
+    """A layout, for whose weights a certain kernel runs."""
+    layout, config = request.param
+    if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
+        pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
+    if config is not None:
+        monkeypatch.setattr(cuda, "choose_config", lambda rows, experts, features, k, *others: config.fitted(k))
+    return layout
 
 
 @contextlib.contextmanager
@@ -85,27 +107,121 @@ def test_operators_never_synchronise(offsets, dtype):
     assert relative_error(dgrad[:rows].cpu(), expected) < tolerance
 
 
-def test_cuda_graph_replays_with_new_offsets():
-    weight, exact = make()
-    packed = operands(weight)
-    activation = torch.randn(12, 64, device="cuda", dtype=BF16)
-    ends = torch.tensor([3, 6, 9, 12], dtype=torch.int32, device="cuda")
+def test_cuda_graph_replays_with_new_offsets(backend):
+    if backend != "reference":
+        pytest.skip("test_cuda_graphs_of_each_layout has the kernels")
+    check_cuda_graphs("linear")
 
-    def run():
-        return f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends)
 
-    run()
+def test_cuda_graphs_of_each_layout(kernel_layout):
+    check_cuda_graphs(kernel_layout)
+
+
+def check_cuda_graphs(layout, n=256, k=1024):
+    """Two graphs of the same operator, replayed at once on two streams, with other offsets each time."""
+    weight, exact = make(n, k)
+    packed = operands(weight.to_layout(layout))
+    activation = torch.randn(12, k, device="cuda", dtype=BF16)
+    ends = [torch.tensor([3, 6, 9, 12], dtype=torch.int32, device="cuda") for _ in range(2)]
+    f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends[0], layout=layout)  # compiles
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    for rows in ([3, 6, 9, 12], [0, 12, 12, 12], [1, 1, 2, 10]):
-        offsets = torch.tensor(rows, dtype=torch.int32)
-        ends.copy_(offsets)
-        graph.replay()
+    graphs, outputs, streams = [], [], [torch.cuda.Stream() for _ in ends]
+    for each in ends:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(10):
+                out = f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, each, layout=layout)
+        outputs.append(out)
+    tables = [[3, 6, 9, 12], [0, 12, 12, 12], [1, 1, 2, 10], [0, 0, 0, 12], [12, 12, 12, 12]]
+    for rows in zip(tables, tables[::-1], strict=True):
+        for each, table in zip(ends, rows, strict=True):
+            each.copy_(torch.tensor(table, dtype=torch.int32))
         torch.cuda.synchronize()
-        expected = grouped_mm(activation.cpu(), exact, offsets)
-        assert relative_error(out[: rows[-1]].cpu(), expected) < KERNEL_TOLERANCE[BF16]
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for out, table in zip(outputs, rows, strict=True):
+            expected = grouped_mm(activation.cpu(), exact, torch.tensor(table))
+            assert relative_error(out[: table[-1]].cpu(), expected) < KERNEL_TOLERANCE[BF16]
+
+
+def test_the_first_call_of_a_stream_that_is_busy(kernel_layout, monkeypatch):
+    """Zeros that its kernels need are there for other streams too, which do not wait for it."""
+    monkeypatch.setattr(zeros, "_ZEROS", {})
+    weight, exact = make(256, 1024)
+    packed = operands(weight.to_layout(kernel_layout))
+    x, ends = torch.randn(12, 1024, device="cuda", dtype=BF16), torch.tensor([3, 6, 9, 12], dtype=torch.int32).cuda()
+    expected = grouped_mm(x.cpu(), exact, ends.cpu())
+    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):  # the memory that the allocator has for this stream holds anything but zeros
+        blocks = [torch.full((2**20 * (1 + i % 4),), 3, dtype=torch.int32, device="cuda") for i in range(16)]
+        del blocks
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)  # half a second
+        first = f16a_nvfp4weight_scaled_grouped_mm(x, *packed, ends, layout=kernel_layout)
+    with torch.cuda.stream(free):
+        second = f16a_nvfp4weight_scaled_grouped_mm(x, *packed, ends, layout=kernel_layout)
+    torch.cuda.synchronize()
+    for out in (first, second):
+        assert relative_error(out.cpu(), expected) < KERNEL_TOLERANCE[BF16]
+
+
+def test_a_thread_without_a_context(kernel_layout):
+    weight, exact = make(256, 1024)
+    packed = operands(weight.to_layout(kernel_layout))
+    x, ends = torch.randn(12, 1024, device="cuda", dtype=BF16), torch.tensor([3, 6, 9, 12], dtype=torch.int32).cuda()
+
+    def call():
+        return f16a_nvfp4weight_scaled_grouped_mm(x, *packed, ends, layout=kernel_layout)
+
+    call()  # the thread below finds kernels, and memory in torch's cache: nothing there makes a context
+    outputs = []
+    thread = threading.Thread(target=lambda: outputs.append(call()))
+    thread.start()
+    thread.join()
+    assert relative_error(outputs[0].cpu(), grouped_mm(x.cpu(), exact, ends.cpu())) < KERNEL_TOLERANCE[BF16]
+
+
+def test_the_first_call_in_the_warm_up_of_a_cuda_graph(kernel_layout, monkeypatch):
+    """What kernels keep between calls is not in the memory pool of torch.compile's graphs, which is reused."""
+    monkeypatch.setattr(zeros, "_ZEROS", {})
+    model = torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16, device="cuda"))
+    model = quantize_(model, layout=kernel_layout)
+    x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)
+    function = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    results = []
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        results.append(function(x).clone())
+    expected = llama4_moe(dequantize_(model)[0], x)
+    for out in results:
+        assert relative_error(out.cpu(), expected.cpu()) < 0.02
+
+
+@pytest.mark.parametrize(
+    "ends", [[10, 20, 43, 2**31 - 1], [1 << 30] * 4, [-5, 10, 2**31 - 1, 40], [30, 3, 60, 2]], ids=str
+)
+def test_what_is_out_of_range_is_not_touched(kernel_layout, ends):
+    """compute-sanitizer sees accesses beyond operands, and this test their results."""
+    weight, exact = make(256, 512)
+    weight, rows = weight.to_layout(kernel_layout), torch.randn(42, 512, device="cuda", dtype=BF16)
+    in_order = torch.tensor(list(itertools.accumulate((min(max(end, 0), 42) for end in ends), max)))
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    out = cuda.grouped_mm(rows, weight, offsets)
+    live = in_order[-1]
+    assert relative_error(out[:live].cpu(), grouped_mm(rows.cpu(), exact, in_order)) < KERNEL_TOLERANCE[BF16]
+    grad = torch.randn(42, 256, device="cuda", dtype=BF16)
+    dgrad = cuda.grouped_mm_dgrad(grad, weight, offsets)
+    expected = grouped_mm(grad.cpu(), exact.transpose(1, 2), in_order)
+    assert relative_error(dgrad[:live].cpu(), expected) < KERNEL_TOLERANCE[BF16]
+    slots = torch.randint(-(2**31), 2**31 - 1, (42,), device="cuda", dtype=torch.int32)
+    scale = torch.rand(21, 2, device="cuda")
+    hidden = cuda.grouped_swiglu(rows[:21], weight, offsets, slots, scale)
+    cuda.swiglu(out, offsets, slots, scale, None, PLAIN_SWIGLU)
+    summed = cuda.combine(hidden, slots.view(21, 2), scale)
+    torch.cuda.synchronize()
+    assert not summed.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
@@ -302,10 +418,21 @@ def test_route_is_the_stable_sort(tokens, top_k, experts):
         assert torch.equal(actual.cpu(), expected)
 
 
-def test_a_layer_of_operators_on_two_streams_and_in_a_graph():
-    gate_up, down = quantize(torch.randn(8, 256, 256)), quantize(torch.randn(8, 256, 128))
+def test_a_layer_of_operators_on_two_streams_and_in_a_graph(backend):
+    if backend != "reference":
+        pytest.skip("test_two_streams_and_a_graph_of_each_layout has the kernels")
+    check_layer_on_two_streams("linear")
+
+
+def test_two_streams_and_a_graph_of_each_layout(kernel_layout):
+    check_layer_on_two_streams(kernel_layout)
+
+
+def check_layer_on_two_streams(layout):
+    gate_up, down = quantize(torch.randn(8, 1024, 1024)), quantize(torch.randn(8, 1024, 512))
     exact = [dequantize(*weight.tensors()) for weight in (gate_up, down)]
-    check_two_streams_and_a_graph((gate_up.to("cuda"), down.to("cuda")), exact, 2 * KERNEL_TOLERANCE[BF16])
+    weights = [weight.to("cuda").to_layout(layout) for weight in (gate_up, down)]
+    check_two_streams_and_a_graph(weights, exact, 2 * KERNEL_TOLERANCE[BF16])
 
 
 def check_two_streams_and_a_graph(weights, exact, tolerance):
@@ -339,14 +466,27 @@ def check_two_streams_and_a_graph(weights, exact, tolerance):
         assert relative_error(captured.cpu(), wanted) < tolerance
 
 
-def test_more_than_two_to_the_31_weights(backend):
-    if backend != "cuda":
-        pytest.skip("of the kernels of the cuda backend")
+def test_more_than_two_to_the_31_weights(kernel_layout):
+    check_many_weights(cuda, kernel_layout)
+
+
+def check_many_weights(module, layout):
+    """The first and the last of 2.7e9 weights; with SwiGLU the last of gate and of up."""
     experts, n, k = 5, 32_768, 16_384
     qdata = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
     scale = torch.rand(experts, n, k // 16, device="cuda").to(torch.float8_e4m3fn)
-    weight = NVFP4Weight(qdata, scale, torch.full((experts,), 1e-2, device="cuda"))
+    linear = NVFP4Weight(qdata, scale, torch.full((experts,), 1e-2, device="cuda"))
+    weight = linear.to_layout(layout)
     rows, offsets = torch.randn(4, k, dtype=BF16, device="cuda"), torch.tensor([1, 1, 1, 1, 4], dtype=torch.int32)
-    out = cuda.grouped_mm(rows, weight, offsets.cuda())
-    last = dequantize(*(tensor[4:, -64:].cpu() for tensor in (qdata, scale)), torch.full((1,), 1e-2))[0]
-    assert relative_error(out[1:, -64:].cpu(), rows[1:].cpu().float() @ last.T) < KERNEL_TOLERANCE[BF16]
+    out, hidden = (kernel(rows, weight, offsets.cuda()) for kernel in (module.grouped_mm, module.grouped_swiglu))
+
+    def product(expert, of_rows, columns):
+        parts = (tensor[expert : expert + 1, columns].cpu() for tensor in (qdata, scale))
+        return rows[of_rows].cpu().float() @ dequantize(*parts, torch.full((1,), 1e-2))[0].T
+
+    first, last, middle = slice(0, 64), slice(n - 64, n), slice(n // 2 - 64, n // 2)
+    tolerance = KERNEL_TOLERANCE[BF16]
+    assert relative_error(out[:1, first].cpu(), product(0, slice(0, 1), first)) < tolerance
+    assert relative_error(out[1:, last].cpu(), product(4, slice(1, 4), last)) < tolerance
+    expected = torch.nn.functional.silu(product(4, slice(1, 4), middle)) * product(4, slice(1, 4), last)
+    assert relative_error(hidden[1:, -64:].cpu(), expected) < 2 * tolerance

@@ -5,7 +5,7 @@ Called by `pytest -m gpu` on such a machine; judged by tests/oracle.py.
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
-from test_gpu import check_two_streams_and_a_graph, no_synchronisation
+from test_gpu import check_cuda_graphs, check_many_weights, check_two_streams_and_a_graph, no_synchronisation
 
 from thunder_moe import (
     Llama4MoE,
@@ -87,3 +87,19 @@ def test_quantised_for_humming_and_compiled(mode):
     expected = llama4_moe(dequantize_(model)[0], x)
     for out in results:
         assert relative_error(out.cpu(), expected.cpu()) < 0.02
+
+
+def test_cuda_graphs():
+    check_cuda_graphs("humming")
+
+
+def test_more_than_two_to_the_31_weights():
+    check_many_weights(humming, "humming")
+
+
+def test_offsets_out_of_range():
+    weight, exact = make(256, 672)
+    rows, offsets = torch.randn(42, 672, dtype=BF16), torch.tensor([-3, 20, 2**31 - 1, 5], dtype=torch.int32)
+    out = humming.grouped_mm(rows.cuda(), weight, offsets.cuda())
+    expected = grouped_mm(rows, exact, torch.tensor([0, 20, 42, 42]))
+    assert relative_error(out.cpu(), expected) < KERNEL_TOLERANCE[BF16]

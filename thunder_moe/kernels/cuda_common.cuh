@@ -5,6 +5,7 @@
 #ifdef CUDA_EMULATOR
 #define DEVICE static inline
 #define METHOD inline
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
 DEVICE void await_previous_kernel() {}
 #else
 typedef unsigned char uint8_t;
@@ -14,6 +15,7 @@ typedef long long int64_t;
 typedef unsigned long long uint64_t;
 #define DEVICE __device__ __forceinline__
 #define METHOD __device__ __forceinline__
+#define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)  // NVRTC 13.0 has no __builtin_offsetof
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 
 // What every kernel does first. On SM90 and newer a kernel's blocks start while the kernel before still ends

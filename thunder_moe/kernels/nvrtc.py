@@ -190,7 +190,7 @@ def compile_files(
 def struct_checks(structure: type[ctypes.Structure]) -> str:
     """C++ that compiles only where the struct of the same name has the same fields at the same places.
 
-    Fields whose names end in an underscore are padding: C++ has no name for them.
+    Fields whose names end in an underscore are padding: C++ has no name for them. OFFSET_OF is cuda_common.cuh's.
     """
     name = structure.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
@@ -198,7 +198,7 @@ def struct_checks(structure: type[ctypes.Structure]) -> str:
         if field.endswith("_"):
             continue
         at = getattr(structure, field)
-        place = f"__builtin_offsetof({name}, {field}) == {at.offset} && sizeof({name}::{field}) == {at.size}"
+        place = f"OFFSET_OF({name}, {field}) == {at.offset} && sizeof({name}::{field}) == {at.size}"
         lines.append(f'static_assert({place}, "{name}.{field}");')
         if issubclass(kind, ctypes.Structure):
             lines.append(struct_checks(kind))
