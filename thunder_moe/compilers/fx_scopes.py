@@ -160,6 +160,8 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     for node in gm.graph.find_nodes(op="placeholder"):
         if hasattr(node, "_dynamo_source"):
             copies[node]._dynamo_source = node._dynamo_source
+        # Dynamo takes it out of its own graph: a weak reference to a parameter, which forbids to swap its tensor.
+        copies[node].meta.pop("grapharg", None)
     new = fx.GraphModule(gm, graph)
     new.meta = gm.meta
     for name in ("_param_name_to_source", "_backend_id"):

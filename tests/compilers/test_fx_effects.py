@@ -1,0 +1,25 @@
+"""What a node of an FX graph is taken to write when nobody can tell.
+Called by pytest.
+"""
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thunder_moe.compilers.fx_effects import program_of, storages_of
+
+
+def refuses(tensor):
+    raise NotImplementedError("no fake tensors")
+
+
+def test_a_function_that_cannot_be_run_on_example_values_may_write_what_it_reads():
+    graph = fx.Graph()
+    with FakeTensorMode() as mode:
+        values = {graph.placeholder(name): torch.empty(4) for name in ("read", "other")}
+    read, other = values
+    node = graph.call_function(refuses, (read,))
+    values[node] = mode.from_tensor(torch.empty(4))
+    program = program_of(graph, dict.fromkeys(graph.nodes, False), values.get, {})
+    assert "may be changed in place by refuses" in program.reason_against_packing(storages_of(values[read]))
+    assert program.reason_against_packing(storages_of(values[other])) is None
