@@ -166,10 +166,24 @@ def test_a_block_takes_a_layout_for_each_of_its_linears(layout, offsets):
         assert torch.equal(NVFP4GroupedSwiGLU(*pair)(x, offsets), expected)
 
 
-def test_modules_pickled_before_there_were_layouts_are_linear():
-    linear, _ = both("humming")
-    del linear.__dict__["layout"]
-    assert linear.nvfp4_weight.layout == "linear"
+def test_modules_of_earlier_versions_unpickle(layout):
+    """Their layout was an attribute, there was none before, and their dtype was one."""
+    linear, other = both(layout)
+    old = linear.__getstate__() if hasattr(linear, "__getstate__") else dict(vars(linear))
+    old = {name: value for name, value in old.items() if name not in ("weight_dtypes", "weights_require_grad")}
+    old |= dict(weight_dtype=torch.float16, weight_requires_grad=True)
+    weight = linear.nvfp4_weight.to_layout(layout)
+    fields = ("qdata", "scale", "global_scale")
+    laid_out = {**old, "layout": layout, "_buffers": dict(zip(fields, weight.tensors(), strict=True))}
+    del old["auto_layout"]
+    for state, wanted in ((old, linear), (laid_out, other)):
+        module = NVFP4GroupedLinear.__new__(NVFP4GroupedLinear)
+        module.__setstate__(state)
+        assert module.layout == wanted.layout
+        assert not module.auto_layout
+        assert_same_bits(dict(module.named_buffers()), dict(wanted.named_buffers()))
+        assert (module.weight_dtypes, module.weights_require_grad) == ((torch.float16,), (True,))
+        assert_same_bits(module.state_dict(), linear.state_dict())
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])

@@ -7,17 +7,23 @@ N out_features, K in_features. `offsets` is int32 (E,): cumulative row ENDS, gro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.nvfp4 import NVFP4Weight, require
-from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
+from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, require
+from thunder_moe.nvfp4_layouts import layout_of_blocks
+from thunder_moe.ops import grouped_swiglu  # noqa: F401  (registers the operator)
 from thunder_moe.ops.experts import moe_experts
+from thunder_moe.ops.grouped_mm import operands
 
 if TYPE_CHECKING:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
@@ -141,46 +147,107 @@ class GroupedSwiGLU(nn.Module):
 class NVFP4GroupedLinear(nn.Module):
     """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
 
-    State dicts hold layout "linear" whatever the module's, and load into any: they are converted on the way. Those of a
-    module in another layout are copies then, which do not follow the module, and where modules share weights, one each.
+    The shapes of qdata and scale tell their layout (`nvfp4_layouts.block_shapes`), so whoever holds the buffers, puts
+    others in their place (``functional_call``) or keeps older ones has the layout with the bytes. State dicts hold
+    layout "linear" whatever the module's, and load into any: they are converted on the way. Those of a module in
+    another layout are copies then, which do not follow the module, and where modules share weights, one each.
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `MODULE_LAYOUTS`, else in "linear".
-        weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back.
+        weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for each where
+            it stands for several of the same size, whose rows are stacked (gate and up).
         weight_requires_grad: whether that weight was trainable; likewise.
+        auto_layout: whether the weights are laid out for the device that the module is moved to.
 
     Attributes:
         qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
-        layout: of these tensors.
+        weight_dtypes, weights_require_grad: tuples of the above.
+        auto_layout: as above.
     """
 
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
-    layout: str = "linear"  # of modules pickled before there were others
+    auto_layout: bool = False  # of modules pickled before there was a choice
 
     def __init__(
         self,
         weight: NVFP4Weight,
         *,
-        weight_dtype: torch.dtype = torch.bfloat16,
-        weight_requires_grad: bool = False,
+        weight_dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
+        weight_requires_grad: bool | Sequence[bool] = False,
+        auto_layout: bool = False,
     ) -> None:
         super().__init__()
         self.num_experts, self.out_features, self.in_features = weight.shape
-        self.weight_dtype, self.weight_requires_grad = weight_dtype, weight_requires_grad
-        self.layout = weight.layout if weight.layout in MODULE_LAYOUTS else "linear"
-        for field, tensor in zip(_FIELDS, weight.to_layout(self.layout).tensors(), strict=True):
+        dtypes, grads = weight_dtype, weight_requires_grad
+        self.weight_dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+        self.weights_require_grad = (grads,) if isinstance(grads, bool) else tuple(grads)
+        if len(self.weight_dtypes) != len(self.weights_require_grad) or self.out_features % len(self.weight_dtypes):
+            raise ValueError(
+                f"weight_dtype: got {dtypes} with weight_requires_grad {grads}, wanted one of each for every one of"
+                f" the weights that share the {self.out_features} out_features evenly"
+            )
+        self.auto_layout = auto_layout
+        layout = weight.layout if weight.layout in MODULE_LAYOUTS else "linear"
+        for field, tensor in zip(_FIELDS, weight.to_layout(layout).blocks, strict=True):
             self.register_buffer(field, tensor)
 
     @property
+    def layout(self) -> str:
+        """The layout of the weights, by the shapes of the buffers."""
+        return layout_of_blocks(self.qdata, self.scale)
+
+    @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        return NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, self.layout)
+        qdata, scale = self.qdata, self.scale
+        layout = layout_of_blocks(qdata, scale)
+        if layout != "linear":
+            # The permutation does nothing, or fails for buffers of another rank: an exported program keeps these calls
+            # and the buffers, whose layout may change afterwards.
+            rows, dims = (self.num_experts, self.out_features), tuple(range(qdata.ndim))
+            qdata = qdata.permute(dims).view(*rows, self.in_features // 2)
+            scale = scale.permute(dims).view(*rows, self.in_features // BLOCK_SIZE)
+        return NVFP4Weight.unchecked(qdata, scale, self.global_scale, layout)
+
+    @torch.no_grad()
+    def set_weight(self, weight: NVFP4Weight) -> None:
+        """Takes another weight of the same shape, in its layout; the only way to change the buffers.
+
+        The buffers become other memory, and modules that are tied to this one have them too. Detached aliases, as of a
+        state dict, keep the old bytes in the old shape.
+
+        Raises:
+            ValueError: the weight has another shape, or a layout that is not one of `MODULE_LAYOUTS`.
+        """
+        shape = (self.num_experts, self.out_features, self.in_features)
+        if weight.shape != shape or weight.layout not in MODULE_LAYOUTS:
+            raise ValueError(
+                f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of"
+                f" {MODULE_LAYOUTS}"
+            )
+        for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
+            buffer = self._replace(field, tensor)
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
+
+    def dequantized(self) -> list[Tensor]:
+        """The 16-bit weights that it stands for, each (E, N / their number, K) of its own dtype and contiguous."""
+        linear = self.nvfp4_weight.to_layout("linear")
+        global_scale = linear.row_global_scale()
+        step, weights = self.out_features // len(self.weight_dtypes), []
+        for index, dtype in enumerate(self.weight_dtypes):
+            rows = slice(index * step, (index + 1) * step)
+            part = NVFP4Weight(linear.qdata[:, rows], linear.scale[:, rows], global_scale[:, rows])
+            wide = dtype not in (torch.bfloat16, torch.float16, torch.float32)  # after .double(), say
+            weights.append(dequantize(part, torch.float32 if wide else dtype).to(dtype))
+        return weights
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
-        packed = (self.qdata.transpose(1, 2), self.scale, self.global_scale)
-        return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(x, *packed, offsets, layout=self.layout)
+        weight = self.nvfp4_weight
+        grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+        return grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -191,19 +258,20 @@ class NVFP4GroupedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
+        state_dict = _by_bits(state_dict, prefix)
         if self.layout == "linear":
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
             return
         # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
-        own = {field: getattr(self, field) for field in _FIELDS}
+        layout, own = self.layout, {field: getattr(self, field) for field in _FIELDS}
         self._buffers.update(zip(_FIELDS, self.nvfp4_weight.to_layout("linear").tensors(), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            loaded = NVFP4Weight(self.qdata, self.scale, self.global_scale).to_layout(self.layout)
+            loaded = NVFP4Weight(self.qdata, self.scale, self.global_scale).to_layout(layout).blocks
         finally:
             self._buffers.update(own)
         assign = local_metadata.get("assign_to_params_buffers", False)
-        for field, tensor in zip(_FIELDS, loaded.tensors(), strict=True):
+        for field, tensor in zip(_FIELDS, loaded, strict=True):
             if assign and f"{prefix}{field}" in state_dict:
                 self._buffers[field] = tensor
             else:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
@@ -211,15 +279,58 @@ class NVFP4GroupedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
-        for name, buffer in self.named_buffers(recurse=False):
-            moved = fn(buffer.data)
-            moved = moved if moved.dtype == buffer.dtype else buffer.data.to(moved.device)
-            if torch._has_compatible_shallow_copy_type(buffer, moved):
-                buffer.data = moved
-            else:  # between a real device and "meta"; nn.Module unties there too
-                self._buffers[name] = moved
-        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype, device=self.qdata.device)).dtype
+        before = self.qdata.device
+        own = {field: self._buffers.pop(field) for field in _FIELDS}
+        try:
+            super()._apply(fn, recurse)  # whatever else a subclass has
+        finally:
+            self._buffers.update(own)
+        for field in _FIELDS:
+            buffer = getattr(self, field).data
+            bits = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer  # scales: most casts spare integers
+            moved = fn(bits)
+            moved = moved if moved.dtype == bits.dtype else bits.to(moved.device)
+            self._replace(field, moved.view(buffer.dtype))
+        empty = partial(torch.empty, 0, device=self.qdata.device)
+        self.weight_dtypes = tuple(fn(empty(dtype=dtype)).dtype for dtype in self.weight_dtypes)
+        self._fit_device(before)
         return self
+
+    def _replace(self, field: str, tensor: Tensor) -> Tensor:
+        buffer: Tensor = getattr(self, field)
+        if torch._has_compatible_shallow_copy_type(buffer, tensor):
+            buffer.data = tensor
+            return buffer
+        self._buffers[field] = tensor  # between a real device and "meta"; nn.Module unties there too
+        return tensor
+
+    def _fit_device(self, before: torch.device) -> None:
+        """Lays the weights out for the device that they were moved to, or tells who asked for a layout that it is slow
+        there."""
+        device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
+        if device.type == "meta":
+            return
+        if self.auto_layout:
+            wanted = resolve_layout("auto", device, *sizes)
+            if wanted != layout:
+                self.set_weight(self.nvfp4_weight.to_layout(wanted))
+        elif device != before and layout != "linear":
+            read_as_it_is = layout == "humming" and device.type == "cuda"
+            if not read_as_it_is and layout != resolve_layout("auto", device, *sizes):
+                _warn_of_conversion(layout, device.type)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of earlier versions have the layout as an attribute, and one weight_dtype.
+        state = dict(state)
+        layout = state.pop("layout", "linear")
+        for old, name in (("weight_dtype", "weight_dtypes"), ("weight_requires_grad", "weights_require_grad")):
+            if old in state:
+                state[name] = (state.pop(old),)
+        super().__setstate__(state)
+        if layout != "linear" and self.qdata.ndim == 3:
+            weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
+            for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
+                self._replace(field, tensor)
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -240,10 +351,9 @@ class NVFP4GroupedSwiGLU(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
-        gate_up = self.gate_up_proj
-        packed = (gate_up.qdata.transpose(1, 2), gate_up.scale, gate_up.global_scale)
+        gate_up = self.gate_up_proj.nvfp4_weight
         swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
-        return self.down_proj(swiglu(x, *packed, offsets, layout=gate_up.layout), offsets)
+        return self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
 
 
 @dataclass(frozen=True)
@@ -395,6 +505,33 @@ def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:
     wanted = f"shape ({experts},), one row end per expert"
     require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
     require(offsets.device == x.device, "offsets", offsets, f"device {x.device}, that of x")
+
+
+def _by_bits(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """A state dict whose 4-bit weight has our dtypes: bytes that were saved as such are taken as they are.
+
+    Raises:
+        ValueError: another dtype, which torch would convert by value.
+    """
+    bytes_of = {"qdata": (torch.float4_e2m1fn_x2,), "scale": (torch.uint8,), "global_scale": ()}
+    state_dict = dict(state_dict)
+    for (field, same), dtype in zip(bytes_of.items(), (torch.uint8, torch.float8_e4m3fn, torch.float32), strict=True):
+        key = f"{prefix}{field}"
+        tensor = state_dict.get(key)
+        if isinstance(tensor, Tensor) and tensor.dtype != dtype:
+            wanted = " or ".join(["dtype " + str(dtype).removeprefix("torch."), *map(str, same)])
+            require(tensor.dtype in same, key, tensor, wanted)
+            state_dict[key] = tensor.view(dtype)
+    return state_dict
+
+
+@functools.cache  # once for each
+def _warn_of_conversion(layout: str, device_type: str) -> None:
+    warnings.warn(
+        f"thunder_moe: 4-bit weights in layout {layout!r} were moved to a {device_type!r} device, where they are"
+        " converted at every call, which is slow; to_layout_(model) lays them out for it",
+        stacklevel=2,
+    )
 
 
 def _require_positive(name: str, size: int, *, least: int = 1) -> None:

@@ -10,12 +10,14 @@ Legend: E experts, N output features, K input features of the GEMM.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from thunder_moe.nvfp4_layouts import (
     BLOCK_SIZE,
     LAYOUTS,
+    block_shapes,
     from_humming,
     from_tiled,
     layout_fits,
@@ -26,7 +28,7 @@ from thunder_moe.nvfp4_layouts import (
     unswizzle_scale,
 )
 
-__all__ = ["BLOCK_SIZE", "LAYOUTS", "NVFP4Weight", "dequantize", "quantize", "require", "scale_shape"]
+__all__ = ["BLOCK_SIZE", "LAYOUTS", "WEIGHT_DTYPES", "NVFP4Weight", "dequantize", "quantize", "require", "scale_shape"]
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -34,7 +36,7 @@ SCALE_SEARCHES = ("mse",)
 
 # Weights handled at a time: what fits a CPU's L2 cache; on a GPU, temporaries of at most 0.5 GB.
 _CHUNK_WEIGHTS = {"cpu": 2**18, "cuda": 2**24}
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Block scales that "mse" tries, in steps of E4M3 from the usual one: its neighbours, and 3/2 of it, which brings the
 # largest weight of the block from 6 to 4, where codes lie closer. On normal weights 20.4 dB become 21.7; all of -8 to
 # 11 give 21.8.
@@ -68,7 +70,9 @@ class NVFP4Weight:
         require(self.qdata.dtype == torch.uint8, "qdata", self.qdata, "dtype uint8")
         require(self.qdata.ndim == 3, "qdata", self.qdata, "shape (experts, out_features, in_features // 2)")
         experts, n, k = self.shape
-        require(k % BLOCK_SIZE == 0, "qdata", self.qdata, f"in_features a multiple of {BLOCK_SIZE}")
+        require(experts > 0, "qdata", self.qdata, "at least one expert in dim 0")
+        wanted_k = f"in_features a positive multiple of {BLOCK_SIZE}"
+        require(k % BLOCK_SIZE == 0 and k > 0, "qdata", self.qdata, wanted_k)
         needs = layout_fits(n, k, self.layout)
         require(needs is None, "qdata", self.qdata, f"{needs} in layout {self.layout!r}")
         wanted = scale_shape(experts, n, k, self.layout)
@@ -112,6 +116,14 @@ class NVFP4Weight:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(qdata, scale, global_scale)."""
         return self.qdata, self.scale, self.global_scale
+
+    @cached_property
+    def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The tensors in the shapes that tell their layout (`nvfp4_layouts.block_shapes`), always the same objects."""
+        if self.layout == "linear":
+            return self.tensors()
+        codes, scales = block_shapes(*self.shape, self.layout)
+        return self.qdata.reshape(codes), self.scale.reshape(scales), self.global_scale
 
     def to(self, device: torch.device | str) -> NVFP4Weight:
         """The same weight on another device."""
@@ -200,8 +212,9 @@ def quantize(weight: torch.Tensor, *, scale_search: str | None = None) -> NVFP4W
     if scale_search is not None and scale_search not in SCALE_SEARCHES:
         raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
     require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
-    require(weight.dtype in _WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
+    require(weight.dtype in WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
     experts, n, k = weight.shape
+    require(experts > 0, "weight", weight, "at least one expert in dim 0")
     require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
     weight = weight.detach()
     amax = torch.zeros(experts, device=weight.device)
@@ -235,8 +248,8 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torc
     Returns:
         (E, N, K) of `dtype`, contiguous, on the weight's device.
     """
-    if dtype not in _WEIGHT_DTYPES:
-        raise ValueError(f"dtype: got {dtype}, wanted one of {_WEIGHT_DTYPES}")
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
     weight = weight.to_layout("linear")
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for expert in range(weight.shape[0]):

@@ -17,9 +17,11 @@ from torch import Tensor
 __all__ = [
     "BLOCK_SIZE",
     "LAYOUTS",
+    "block_shapes",
     "from_humming",
     "from_tiled",
     "layout_fits",
+    "layout_of_blocks",
     "scale_shape",
     "swizzle_scale",
     "to_humming",
@@ -39,6 +41,41 @@ def scale_shape(experts: int, n: int, k: int, layout: str) -> tuple[int, int, in
     if layout == "swizzled_128x4":
         return experts, -(-n // 128) * 128, -(-(k // BLOCK_SIZE) // 4) * 4
     return experts, n, k // BLOCK_SIZE
+
+
+_LAYOUT_OF_RANK = {3: "linear", 4: "tiled_64x64", 5: "humming"}  # of the shapes in `block_shapes`
+_BYTES_OF_SCALE = BLOCK_SIZE // 2  # bytes of codes that share one byte of scale
+
+
+def block_shapes(experts: int, n: int, k: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes of codes and scales of (E, n, k) weights that tell their layout, which is how modules keep them.
+
+    Codes, the scales an eighth of the last dimension: "linear" (E, N, K // 2); "tiled_64x64" (E, N / 64, K / 64, 2048);
+    "humming" (E, K / 16, N / 64, 32, 16). They are views, in the order in which the bytes lie.
+    """
+    codes: tuple[int, ...] = (experts, n, k // 2)
+    if layout == "tiled_64x64":
+        codes = (experts, n // _TILE, k // _TILE, _TILE * _TILE // 2)
+    elif layout == "humming":
+        codes = (experts, k // 16, n // 64, 32, 16)
+    return codes, (*codes[:-1], codes[-1] // _BYTES_OF_SCALE)
+
+
+def layout_of_blocks(qdata: Tensor, scale: Tensor) -> str:
+    """The layout of codes and scales that have the shapes of `block_shapes`.
+
+    Raises:
+        ValueError: they have not, or are of different layouts.
+    """
+    codes, scales = tuple(qdata.shape), tuple(scale.shape)
+    layout = _LAYOUT_OF_RANK.get(len(codes))
+    if layout is None:
+        raise ValueError(f"qdata: got shape {codes}, wanted (experts, out_features, in_features // 2) or blocks of it")
+    if scales != (*codes[:-1], codes[-1] // _BYTES_OF_SCALE):
+        raise ValueError(
+            f"scale: got shape {scales} with qdata of shape {codes}, wanted one scale for 8 bytes of qdata"
+        )
+    return layout
 
 
 def layout_fits(n: int, k: int, layout: str) -> str | None:

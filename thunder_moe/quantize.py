@@ -1,6 +1,6 @@
 """quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
-Called by users; calls nn's modules, nvfp4, kernels.select for the layout, and integrations.transformers where the model
-holds modules of its.
+Called by users; calls nn's modules, nvfp4, kernels.select for the layout, replaceable for what may be swapped, and
+integrations.transformers where the model holds modules of its.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -19,12 +19,15 @@ from tqdm import tqdm
 
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, quantize
+from thunder_moe.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, quantize
 from thunder_moe.nvfp4_layouts import layout_fits
+from thunder_moe.replaceable import not_plain, wrapped_by
 
 __all__ = ["dequantize_", "quantize_", "to_layout_"]
 
 Filter = Callable[[nn.Module, str], bool]
+_Chosen = dict[nn.Module, str]  # what is replaced, and its qualified name
+_Left = dict[nn.Module, tuple[str, str]]  # what is not, its qualified name and why
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Packages of Hugging Face models: transformers, and transformers_modules for the code that comes with a checkpoint.
@@ -34,6 +37,7 @@ _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 _PROGRESS_WEIGHTS = 2**28
 
 
+@torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
 @torch.no_grad()
 def quantize_(
     model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "auto"
@@ -44,6 +48,14 @@ def quantize_(
     (`integrations.transformers.expert_blocks` lists them). The 16-bit weights are freed module by module. Modules and
     weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by ``model.to``.
     The logger "thunder_moe" tells at level INFO what became of each layer.
+
+    Replaces only what is nothing but its class and its parameters. A module that has anything of its own stays 16-bit,
+    as a whole, and the logger tells at level WARNING which and why: a subclass, a forward or another method replaced on
+    the instance, hooks of torch (accelerate's on transformers' experts are carried over), a parametrization, other
+    children, parameters or buffers than its class has (LoRA), a parameter of another type than ``nn.Parameter``
+    (DTensor), a ``module.compile()``, a wrapper of PEFT around it. Of transformers' experts, subclasses are replaced
+    when they have the forward of transformers' interface; what they make of the gate is kept. With a `filter` that
+    declines such a `GroupedSwiGLU` and takes its projections, those that are plain are replaced one by one.
 
     Args:
         model: any module that holds experts.
@@ -60,30 +72,38 @@ def quantize_(
         The same model.
 
     Raises:
-        ValueError: nothing to quantise, in_features that are no multiple of 16, NaN or Inf, no data (the "meta"
-            device), a filter that takes one of two tied weights, an unknown layout, or one that a weight's shape does
-            not fit. The model is unchanged then.
+        ValueError: nothing to quantise, or nothing that can be (the message names what there is, and why not),
+            in_features that are no multiple of 16, a dtype other than bfloat16, float16 and float32, NaN or Inf, no
+            data (the "meta" device), gate and up on several devices, two tied weights of which only one is taken or can
+            be, an unknown layout, or one that a weight's shape does not fit. The model is unchanged then.
         TypeError: experts of transformers hang in a layer that does not call them as its own do; unchanged likewise.
+
+    All that can be known is checked before the first module is replaced. What cannot (memory runs out, an interrupt)
+    leaves the first modules quantized and the others as they were: a model that computes, and another call goes on.
     """
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
     _require_layout(layout)
     foreign = _integration(model)
-    chosen = dict(_choose(model, filter, foreign))
-    _check_choice(model, chosen, foreign)
+    chosen, left = _choose(model, filter, foreign)
+    _check_choice(model, chosen, left, foreign)
     fusible = _fusible(chosen)
     _check_layout(layout, chosen, fusible, foreign)
     packed: dict[tuple[int, ...], NVFP4Weight] = {}
     memo: dict[int, Any] = {}
 
     def convert(*linears: GroupedLinear) -> NVFP4GroupedLinear:
-        # All weights live when the first is converted, so an id names one weight for the whole run.
-        key = tuple(id(linear.weight) for linear in linears)
+        # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
+        weights = [linear.weight for linear in linears]
+        key = tuple(map(id, weights))
         if key not in packed:
-            stacked = NVFP4Weight.concatenate(*(pack(linear.weight) for linear in linears))
-            packed[key] = lay_out(stacked, layout)
-        weight = linears[0].weight
-        module = NVFP4GroupedLinear(packed[key], weight_dtype=weight.dtype, weight_requires_grad=weight.requires_grad)
+            packed[key] = lay_out(NVFP4Weight.concatenate(*map(pack, weights)), layout)
+        module = NVFP4GroupedLinear(
+            packed[key],
+            weight_dtype=[weight.dtype for weight in weights],
+            weight_requires_grad=[weight.requires_grad for weight in weights],
+            auto_layout=layout == "auto",
+        )
         return module.train(linears[0].training)
 
     def replace(module: nn.Module) -> nn.Module:
@@ -103,50 +123,59 @@ def quantize_(
     return model
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_(model: Model) -> Model:
     """The inverse of `quantize_`: 16-bit modules with the dequantised weights (the rounding to 4 bits remains).
 
+    Each weight has the dtype (or that of a later ``model.to(dtype)``) and the requires_grad that it had. Modules that
+    have anything of their own (hooks, wrapped projections, ..., as in `quantize_`) stay 4-bit, which is logged.
+
     Raises:
-        ValueError: the model holds no NVFP4 modules.
+        ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
     """
     foreign = _integration(model)
     kinds = (NVFP4GroupedSwiGLU, NVFP4GroupedLinear, *((foreign.NVFP4Experts,) if foreign is not None else ()))
-    chosen: dict[nn.Module, str] = {}
+    chosen: _Chosen = {}
+    left: _Left = {}
     inner: set[nn.Module] = set()
     for name, module in model.named_modules():
         if isinstance(module, kinds) and module not in inner:
-            chosen[module] = name
             inner.update(module.modules())
-    if not chosen:
+            reason = _obstacle(module, (), foreign)
+            if reason is None:
+                chosen[module] = name
+            else:
+                left[module] = name, reason
+    if not chosen and not left:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantise")
+    _report(model, chosen, left, "4-bit")
     _refuse_root(model, chosen)
-    parameters: dict[tuple[int, int], list[nn.Parameter]] = {}
+    parameters: dict[int, list[nn.Parameter]] = {}
     memo: dict[int, nn.Parameter] = {}
 
-    def convert(module: NVFP4GroupedLinear, parts: int) -> list[GroupedLinear]:
-        key = (id(module.qdata), parts)
+    def convert(module: NVFP4GroupedLinear) -> list[GroupedLinear]:
+        key = id(module.qdata)  # these all live when the first is converted
         if key not in parameters:
-            rows = dequantize(module.nvfp4_weight, module.weight_dtype).chunk(parts, 1)
-            parameters[key] = [
-                nn.Parameter(part.contiguous(), requires_grad=module.weight_requires_grad) for part in rows
-            ]
+            weights = zip(module.dequantized(), module.weights_require_grad, strict=True)
+            parameters[key] = [nn.Parameter(weight, requires_grad=requires_grad) for weight, requires_grad in weights]
         linears = []
         for parameter in parameters[key]:
             experts, n, k = parameter.shape
-            linear = GroupedLinear(experts, k, n, device="meta", dtype=module.weight_dtype)
+            linear = GroupedLinear(experts, k, n, device="meta", dtype=parameter.dtype)
             linear.weight = parameter
             linears.append(linear.train(module.training))
         return linears
 
     def replace(module: nn.Module) -> nn.Module:
         if isinstance(module, NVFP4GroupedLinear):
-            return convert(module, 1)[0]
+            (linear,) = convert(module)
+            return linear
         if foreign is not None and isinstance(module, foreign.NVFP4Experts):
             return module.dequantized(memo)
         assert isinstance(module, NVFP4GroupedSwiGLU)
-        gate, up = convert(module.gate_up_proj, 2)
-        (down,) = convert(module.down_proj, 1)
+        gate, up = convert(module.gate_up_proj)
+        (down,) = convert(module.down_proj)
         block = GroupedSwiGLU(
             gate.num_experts, gate.in_features, gate.out_features, device="meta", dtype=gate.weight.dtype
         )
@@ -157,16 +186,19 @@ def dequantize_(model: Model) -> Model:
     return model
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def to_layout_(model: Model, layout: str = "auto") -> Model:
-    """Lays the weights of a quantised model out for other kernels, exactly, in place and at the same addresses.
+    """Lays the weights of a quantised model out for other kernels, exactly, in place.
 
-    For quantised models that have moved to another device, or are to run on other kernels. Compiled models compile
-    again; CUDA graphs have to be captured again, they would read the new order in the old way.
+    For quantised models that are to run on other kernels, or that were quantized with a layout of their own and have
+    moved to another device (those of layout "auto" lay themselves out). The modules get other memory: compiled models
+    compile again, state dicts that were taken before keep their own, CUDA graphs have to be captured again. The buffers
+    tell their layout by their shapes, so nothing reads one layout as another.
 
     Args:
         model: a module that holds NVFP4 modules.
-        layout: as in `quantize_`: "auto", "linear", "humming" or "tiled_64x64".
+        layout: as in `quantize_`: "auto" (from now on, wherever it moves), "linear", "humming" or "tiled_64x64".
 
     Returns:
         The same model.
@@ -184,15 +216,25 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         n, k = module.out_features, module.in_features
         wanted[module] = resolve_layout(layout, module.qdata.device, n, k)
         _require_fit(wanted[module], name, n, k)
-    done: set[int] = set()  # tied modules share their tensors
+    # Modules that share memory, though they may have buffers of their own, share the new; all lie there until the first
+    # is laid out.
+    shared: dict[tuple[Any, ...], list[NVFP4GroupedLinear]] = defaultdict(list)
     for module, own in wanted.items():
-        if module.layout != own and id(module.qdata) not in done:
-            done.add(id(module.qdata))
-            weight = module.nvfp4_weight.to_layout(own)
-            module.qdata.copy_(weight.qdata)
-            module.scale.copy_(weight.scale)
-        module.layout = own
+        module.auto_layout = layout == "auto"
+        if module.layout != own:
+            shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
+    for modules in shared.values():
+        weight = modules[0].nvfp4_weight.to_layout(wanted[modules[0]])
+        for module in modules:
+            module.set_weight(weight)
     return model
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Which memory a tensor is of, while it lives."""
+    if tensor.is_meta:
+        return (id(tensor),)
+    return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _integration(model: nn.Module) -> ModuleType | None:
@@ -202,20 +244,56 @@ def _integration(model: nn.Module) -> ModuleType | None:
     return importlib.import_module("thunder_moe.integrations.transformers")
 
 
-def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None) -> Iterator[tuple[nn.Module, str]]:
-    """(module, name) of all blocks to convert, and of the linears outside of them."""
+def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None) -> tuple[_Chosen, _Left]:
+    """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
+    chosen: _Chosen = {}
+    left: _Left = {}
     covered: set[nn.Module] = set()
-    blocks = set(foreign.expert_blocks(model).values()) if foreign is not None else set()
+    parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+    for parent in model.modules():
+        for child in parent.children():
+            parents[child].append(parent)
     for name, module in model.named_modules():
-        if module in covered or not (isinstance(module, GroupedSwiGLU | GroupedLinear) or module in blocks):
+        if module in covered or not (
+            isinstance(module, GroupedSwiGLU | GroupedLinear) or (foreign is not None and foreign.has_experts(module))
+        ):
             continue
         if filter is None or filter(module, name):
             covered.update(module.modules())
-            yield module, name
+            reason = _obstacle(module, parents[module], foreign)
+            if reason is None:
+                chosen[module] = name
+            else:
+                left[module] = name, reason
+    return chosen, left
 
 
-def _check_choice(model: nn.Module, chosen: dict[nn.Module, str], foreign: ModuleType | None) -> None:
+def _obstacle(module: nn.Module, parents: Iterable[nn.Module], foreign: ModuleType | None) -> str | None:
+    """Why a module cannot be replaced."""
+    reason = wrapped_by(parents)
+    if reason is not None:
+        return reason
+    if isinstance(module, GroupedSwiGLU | GroupedLinear | NVFP4GroupedSwiGLU | NVFP4GroupedLinear):
+        return not_plain(module)
+    assert foreign is not None
+    return foreign.not_plain_experts(module)
+
+
+def _report(model: nn.Module, chosen: _Chosen, left: _Left, bits: str) -> None:
+    """Logs what stays as it is.
+
+    Raises:
+        ValueError: that is all there is.
+    """
+    reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in left.items()]
     if not chosen:
+        raise ValueError(f"model: nothing in {type(model).__name__} can be replaced; {'; '.join(reasons)}")
+    for reason in reasons:
+        _LOGGER.warning("stays %s: %s", bits, reason)
+
+
+def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, foreign: ModuleType | None) -> None:
+    if not chosen and not left:
         experts = "experts of transformers" if foreign is not None else "GroupedLinear or GroupedSwiGLU"
         unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
         others = f"; it has {', '.join(unknown)}" if unknown else ""
@@ -226,24 +304,43 @@ def _check_choice(model: nn.Module, chosen: dict[nn.Module, str], foreign: Modul
     _refuse_root(model, chosen)
     names: dict[nn.Parameter, str] = {}
     for module, name in chosen.items():
-        for parameter, weight in _weights(module, foreign):
+        weights = _weights(module, foreign)
+        for parameter, weight in weights:
             names[parameter] = name
-            if weight.is_meta:
-                raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantise")
-            if weight.shape[-1] % BLOCK_SIZE:
-                k = weight.shape[-1]
-                raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
-            if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
-                raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
+            _check_weight(name, weight)
+        devices = sorted({str(weight.device) for _, weight in weights})
+        if len(devices) > 1:
+            raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
     covered = {inner for module in chosen for inner in module.modules()}
+    why = {inner: reason for module, (_, reason) in left.items() for inner in module.modules()}
     for name, module in model.named_modules():
         for parameter in () if module in covered else module.parameters(recurse=False):
-            if parameter in names:
-                raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
+            if parameter not in names:
+                continue
+            if module in why:
+                raise ValueError(
+                    f"model: {name!r} is tied to {names[parameter]!r} and has to stay 16-bit: {why[module]}"
+                )
+            raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
         if foreign is not None:
             for child in module.children():
                 if child in chosen and not isinstance(child, GroupedSwiGLU | GroupedLinear):
                     foreign.check_place(module, child)
+    _report(model, chosen, left, "16-bit")
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    if weight.ndim != 3:
+        raise ValueError(f"model: {name!r} has a weight of shape {tuple(weight.shape)}, wanted three dimensions")
+    if weight.dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"model: {name!r} has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}")
+    if weight.is_meta:
+        raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantise")
+    if weight.shape[-1] % BLOCK_SIZE:
+        k = weight.shape[-1]
+        raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
+    if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
+        raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
 
 
 def _check_layout(
@@ -318,8 +415,9 @@ def _swap(
     put = foreign.put_experts if foreign is not None else setattr
     places = defaultdict(list)
     for parent in model.modules():
-        for name, child in parent.named_children():
-            places[child].append((parent, name))
+        for name, child in parent._modules.items():  # named_children gives a child of two names once
+            if child is not None:
+                places[child].append((parent, name))
     weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
     modules = [*chosen.items()]
     chosen.clear()

@@ -110,7 +110,7 @@ def test_dtypes():
     model = load_checkpoint(DATA / "modelopt_gpt_oss")
     experts = experts_of(model)["model.layers.0.mlp.experts"]
     assert {p.dtype for p in model.parameters()} == {BF16}
-    assert experts.gate_up_proj.weight_dtype == BF16
+    assert experts.gate_up_proj.weight_dtypes == (BF16,)
     assert model.config.quantization_config.to_dict()["quant_method"] == "modelopt"
     model = load_checkpoint(DATA / "modelopt_qwen3_moe", dtype=torch.float16)
     assert {p.dtype for p in model.parameters()} == {torch.float16}

@@ -8,6 +8,7 @@ import io
 import logging
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -520,8 +521,8 @@ def test_refuses_and_leaves_the_model_unchanged():
     with torch.device("meta"):
         empty = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
     wrapped = tiny_model("qwen3_moe")
-    block = wrapped.model.layers[1].mlp.experts
-    block.forward = block.forward
+    for block in expert_blocks(wrapped).values():
+        block.forward = partial(block.forward)
     odd = tiny_config("mixtral")
     odd.intermediate_size = 24
     once = quantize_(tiny_model("qwen3_moe"))
@@ -532,7 +533,7 @@ def test_refuses_and_leaves_the_model_unchanged():
         (once, ValueError, "quantised already, or all declined by the filter; it has NVFP4Experts"),
         (broken, ValueError, "'model.layers.1.mlp.experts' has NaN or Inf"),
         (empty, ValueError, "is on the meta device"),
-        (wrapped, ValueError, "has wrapped the forward of this Qwen3MoeExperts"),
+        (wrapped, ValueError, r"layers.1.mlp.experts \(Qwen3MoeExperts\): something .* has wrapped its forward"),
         (tiny_model("mixtral", config=odd), ValueError, "has in_features 24, wanted a multiple of 16"),
         (moved, TypeError, "Llama 4's experts hang in a ModuleDict, wanted Llama4TextMoe"),
         (tiny_model("olmoe").model.layers[0].mlp.experts, ValueError, "got a bare OlmoeExperts"),

@@ -127,6 +127,87 @@ def test_every_code_and_scale_multiplies_exactly(rows):
             assert torch.equal(actual, expected)
 
 
+def spread(low, high):
+    """Numbers of either sign between powers of two."""
+    exponents = torch.randint(low, high, (50, 160))
+    return (torch.rand(50, 160) + 1) * 2.0**exponents * torch.randn(50, 160).sign()
+
+
+def few(rows):
+    """Nine of ten numbers become 0, so that sums of numbers of any size show each of them."""
+    return torch.where(torch.rand(rows.shape) < 0.1, rows, 0)
+
+
+RANGES = {
+    "subnormals": lambda: spread(-149, -127),
+    "subnormals of fp16": lambda: spread(-24, -14),
+    "every size": lambda: few(spread(-149, 128)),
+    "huge": lambda: spread(96, 128),
+    "largest": lambda: torch.full((50, 160), torch.inf) * torch.randn(50, 160).sign(),  # held to the dtype's range
+    # Where the weight of the one is 0, the subnormal is all there is.
+    "a one and a subnormal": lambda: (
+        torch.zeros(50, 160).index_fill_(1, torch.tensor(7), 1).index_fill_(1, torch.tensor(90), 3e-39)
+    ),
+}
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 9), (13, 7, 30)], ids=["few rows", "both kernels"])
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-30])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("numbers", RANGES.values(), ids=RANGES.keys())
+def test_activations_of_every_size(numbers, dtype, factor, counts):
+    """Each output is within rounding of fp64: no subnormal is lost, and nothing overflows that need not."""
+    weight = weights(3, 37, 160)
+    weight = NVFP4Weight(weight.qdata, weight.scale, weight.global_scale * factor)
+    finfo, offsets = torch.finfo(dtype), torch.tensor(counts).cumsum(0).int()
+    x = numbers()[: sum(counts)].clamp(-finfo.max, finfo.max).to(dtype)
+    actual = cpu.grouped_mm(x, weight, offsets)
+    matrices = decode(weight.qdata, weight.scale, torch.ones(3)).double() * weight.global_scale.double()[:, None, None]
+    rows = list(zip([0, *offsets], offsets, range(3), strict=False))
+    exact = torch.cat([x[start:end].double() @ matrices[e].T for start, end, e in rows])
+    size = torch.cat([x[start:end].double().abs() @ matrices[e].T.abs() for start, end, e in rows])
+    expected = exact.to(dtype)
+    overflows = exact.abs() > finfo.max * (1 - finfo.eps)
+    assert torch.equal(actual[overflows].abs() >= finfo.max * (1 - 2 * finfo.eps), overflows[overflows])
+    error = (actual.double() - expected.double()).abs()[~overflows]
+    # A unit in the last place of the result, and the rounding of the sum in fp32.
+    allowed = exact.abs() * finfo.eps + size * 160 * 2.0**-24 + 1.01 * finfo.smallest_normal * finfo.eps
+    assert (error <= allowed[~overflows]).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_and_infinity_spread_as_in_ieee_arithmetic(dtype):
+    weight = weights(1, 37, 160)
+    matrix = decode(*weight.tensors())[0].double()
+    for count in (5, 20):
+        x = torch.randn(count, 160).to(dtype)
+        x[0, 3], x[1, 5], x[2, 7] = torch.nan, torch.inf, -torch.inf
+        x[3, 9], x[3, 10] = torch.inf, torch.finfo(dtype).max
+        x[4] = -0.0
+        actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
+        expected = (x[:, :, None].double() * matrix.T).sum(1)
+        special = ~expected.isfinite()
+        assert torch.equal(actual[special].double().nan_to_num(7, 8, 9), expected[special].nan_to_num(7, 8, 9))
+        assert actual[~special].isfinite().all()
+        assert actual[4].count_nonzero() == 0
+
+
+def test_row_ends_and_slots_out_of_range_touch_nothing():
+    """Called without the operators' checks, the kernels still stay inside of their operands."""
+    weight, x = weights(4, 32, 64), torch.randn(30, 64)
+    wild = torch.tensor([-(2**31), 2**31 - 1, -7, 2**31 - 1], dtype=torch.int32)
+    good = torch.tensor([0, 30, 30, 30], dtype=torch.int32)
+    expected = cpu.grouped_mm(x, weight, good)
+    assert cpu.grouped_mm(x, weight, wild).shape == (30, 32)
+    assert torch.equal(cpu.grouped_mm(x, weight, torch.tensor([0, 99, 99, 99]).int()), expected)
+    assert cpu.grouped_mm_dgrad(expected, weight, wild).shape == (30, 64)
+    slots = torch.tensor([[3, 30], [-(2**31), 2**31 - 1], [5, -1]], dtype=torch.int32)
+    for bias in (None, torch.randn(4, 32)):
+        out = cpu.grouped_mm_combine(x, weight, good, slots, None, bias)
+        rows = expected if bias is None else expected + bias[1]
+        assert torch.equal(out, torch.stack([rows[3], torch.zeros(32), rows[5]]))
+
+
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_nan_scale_stays_in_its_column(byte, dtype):

@@ -11,8 +11,8 @@ from thunder_moe import moe_route
 from thunder_moe.kernels.select import BACKENDS, select, use_backend
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
-from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
+from thunder_moe.ops.grouped_mm_combine import combine_backward, f16a_nvfp4weight_grouped_mm_combine
+from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu, swiglu_backward
 
 E, H, INNER, T, A = 5, 48, 32, 7, 2
 DTYPES = list(KERNEL_TOLERANCE)
@@ -170,6 +170,183 @@ def test_refuses():
         combine(rows, *down, offsets, slot_row, ids)
     with pytest.raises(ValueError, match="expert_weights: .*that of expert_ids"):
         experts_op(hidden, ids, scores[:1], *weights)
+
+
+def test_experts_refuse_operands_that_do_not_fit():
+    (gate_up, down), _ = make()
+    ids, scores = make_routing()
+    good = dict(hidden_states=torch.randn(T, H), expert_ids=ids, expert_weights=scores, gate_up=gate_up, down=down)
+    bad = [
+        (dict(hidden_states=torch.randn(1, T, H)), r"hidden_states: .*wanted shape \(tokens, hidden_size\)"),
+        (dict(hidden_states=torch.randn(T, H + 16)), "hidden_states: .*wanted 48 in dim 1, by gate_up"),
+        (dict(hidden_states=torch.randn(2 * T, H)), r"expert_ids: .*wanted shape \(14, top_k\), 14 being the tokens"),
+        (dict(hidden_states=torch.randn(T // 2, H)), r"expert_ids: .*wanted shape \(3, top_k\)"),
+        (dict(hidden_states=torch.randn(T, H, dtype=torch.float64)), "activation: .*wanted a dtype of"),
+        (dict(hidden_states=torch.ones(T, H, dtype=torch.int64)), "activation: .*wanted a dtype of"),
+        (dict(hidden_states=torch.empty(T, H, device="meta")), "expert_ids: .*wanted device meta"),
+        (dict(expert_ids=ids[0]), r"expert_ids: .*wanted shape \(7, top_k\)"),
+        (dict(expert_ids=ids[:-1], expert_weights=scores[:-1]), r"expert_ids: .*wanted shape \(7, top_k\)"),
+        (dict(expert_ids=ids.to(torch.uint8)), "expert_ids: .*wanted dtype int32 or int64"),
+        (dict(expert_ids=ids.bool()), "expert_ids: .*wanted dtype int32 or int64"),
+        (dict(expert_weights=scores[:1]), r"expert_weights: .*wanted shape \(7, 2\), that of expert_ids"),
+        (dict(expert_weights=scores.long()), "slot_weight: .*wanted a floating-point dtype"),
+        (dict(down=gate_up), r"down: got shape \(5, 64, 48\), wanted \(5, 48, 32\), by gate_up of shape \(5, 64, 48\)"),
+        (dict(gate_up=quantize(torch.randn(E, 3, H))), "gate_up: got shape .*wanted an even out_features"),
+        (dict(gate_up_bias=torch.randn(E, INNER)), r"bias: .*wanted shape \(5, 64\)"),
+        (dict(limit=0.0), "limit: got 0.0, wanted a positive number"),
+        (dict(limit=float("nan")), "limit: got nan, wanted a positive number"),
+    ]
+    for change, message in bad:
+        with pytest.raises(ValueError, match=message):
+            experts_op(**{**good, **change})
+    with pytest.raises(TypeError, match="down: got Tensor, wanted an NVFP4Weight"):
+        experts_op(**{**good, "down": torch.randn(E, H, INNER)})
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 0), (0, 2), (3, 0), (3, 1)])
+def test_nothing_to_do(backend, tokens, top_k):
+    """No tokens, no slots, or slots that all are sentinels: zeros, and zero gradients."""
+    (gate_up, down), _ = make()
+    leaves = [torch.randn(tokens, H), torch.rand(tokens, top_k), torch.randn(E, 2 * INNER), torch.randn(E, H)]
+    hidden, scores, *biases = (leaf.requires_grad_() for leaf in leaves)
+    ids = torch.full((tokens, top_k), -1)
+    for on_input in (False, True):
+        with use_backend(backend):
+            options = dict(gate_up_bias=biases[0], down_bias=biases[1], weight_on_input=on_input)
+            out = experts_op(hidden, ids, scores, gate_up, down, **options)
+            out.sum().backward()
+        assert torch.equal(out, torch.zeros(tokens, H))
+        for leaf in leaves:
+            assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+def test_weights_without_rows(backend):
+    """N = 0 gives results without columns; E = 0 and K = 0 are errors wherever a weight is made or used."""
+    empty = operands(quantize(torch.randn(2, 0, 48)))
+    offsets, ops = torch.tensor([2, 5], dtype=torch.int32), torch.ops.thunder_moe
+    slots = torch.zeros(3, 1, dtype=torch.int32)
+    x = torch.randn(5, 48, requires_grad=True)
+    with use_backend(backend):
+        outputs = [
+            ops.f16a_nvfp4weight_scaled_grouped_mm(x, *empty, offsets),
+            ops.f16a_nvfp4weight_grouped_swiglu(x, *empty, offsets, None, None, torch.randn(2, 0)),
+            ops.f16a_nvfp4weight_grouped_mm_combine(x, *empty, offsets, slots, None, torch.randn(2, 0)),
+        ]
+        assert [tuple(out.shape) for out in outputs] == [(5, 0), (5, 0), (3, 0)]
+        for out in outputs:
+            (grad,) = torch.autograd.grad(out.sum(), x)
+            assert torch.equal(grad, torch.zeros(5, 48))
+    for shape, message in (((0, 32, 48), "at least one expert"), ((2, 32, 0), "in_features a positive multiple of 16")):
+        experts, n, k = shape
+        with pytest.raises(ValueError, match=f"weight: .*wanted {message}"):
+            quantize(torch.randn(shape))
+        qdata, scale = torch.zeros(experts, n, k // 2, dtype=torch.uint8), torch.zeros(experts, n, k // 16)
+        scale, global_scale = scale.to(torch.float8_e4m3fn), torch.ones(experts)
+        with pytest.raises(ValueError, match=f"qdata: .*wanted {message}"):
+            NVFP4Weight(qdata, scale, global_scale)
+        packed = (qdata.transpose(1, 2), scale, global_scale)
+        with pytest.raises(ValueError, match=f"(activation|fp4_weight): .*wanted {message}"):
+            ops.f16a_nvfp4weight_scaled_grouped_mm(torch.randn(5, k), *packed, offsets[:experts])
+
+
+BAD_OFFSETS = {
+    "negative": ([-1, 2, 4, 6, 8], "offsets: got .*-1.*wanted cumulative row ends"),
+    "decreasing": ([2, 5, 4, 6, 8], "offsets: got .*never decrease"),
+    "beyond": ([2, 4, 6, 8, 15], "offsets: got a last row end of 15, wanted at most the 14 rows of "),
+}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+def test_refuses_values_out_of_range(backend):
+    """Forward and backward, also the backward functions and operators that Thunder calls by themselves."""
+    weights, _ = make()
+    ids, scores = make_routing()
+    row_slot, offsets, slot_row = moe_route(ids, E)
+    ops = torch.ops.thunder_moe
+    hidden, rows, grad = torch.randn(T, H), torch.randn(T * A, INNER), torch.randn(T, H)
+    gate_up, down = (operands(weight) for weight in weights)
+    calls = [
+        lambda o, r, s: ops.f16a_nvfp4weight_grouped_swiglu(hidden, *gate_up, o, r, scores),
+        lambda o, r, s: swiglu_backward(rows, hidden, *gate_up, o, r, scores, needs=(True, True, True)),
+        lambda o, r, s: ops.f16a_nvfp4weight_grouped_mm_combine(rows, *down, o, s, scores),
+        lambda o, r, s: combine_backward(grad, rows, *down, o, s, scores, needs=(False, False, True)),
+        lambda o, r, s: ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *down, o),
+        lambda o, r, s: ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad(torch.randn(T * A, H), *down, o),
+    ]
+    with use_backend(backend):
+        for call in calls:
+            for values, message in BAD_OFFSETS.values():
+                with pytest.raises(ValueError, match=message):
+                    call(torch.tensor(values, dtype=torch.int32), row_slot, slot_row)
+        for bad in (-1, T * A, 2**31 - 1, -(2**31)):
+            wrong = row_slot.clone()
+            wrong[5] = bad
+            for call in calls[:2]:
+                with pytest.raises(
+                    ValueError, match=f"row_slot: got a value of {bad}, wanted values from 0 to 13, the sl"
+                ):
+                    call(offsets, wrong, slot_row)
+        for bad in (-2, T * A, 2**31 - 1, -(2**31)):
+            wrong = slot_row.clone()
+            wrong[2, 1] = bad
+            for call in calls[2:4]:
+                with pytest.raises(
+                    ValueError, match=f"slot_row: got a value of {bad}, wanted values from -1 to 13, the r"
+                ):
+                    call(offsets, row_slot, wrong)
+        # Rows past the experts' rows are undefined, so that no slot may have one.
+        fewer = offsets.clamp_max(13)
+        with pytest.raises(ValueError, match="slot_row: got a value of 13, wanted values from -1 to 12"):
+            calls[2](fewer, row_slot, slot_row)
+
+
+def test_backward_functions_check_the_gradient():
+    weights, _ = make()
+    ids, _ = make_routing()
+    row_slot, offsets, slot_row = moe_route(ids, E)
+    gate_up, down = (operands(weight) for weight in weights)
+    hidden, rows = torch.randn(T, H), torch.randn(T * A, INNER)
+    with pytest.raises(ValueError, match=r"grad: .*wanted shape \(14, 32\)"):
+        swiglu_backward(torch.randn(T * A, 2 * INNER), hidden, *gate_up, offsets, row_slot)
+    with pytest.raises(ValueError, match=r"grad: .*wanted shape \(7, 48\)"):
+        combine_backward(torch.randn(T, INNER), rows, *down, offsets, slot_row)
+    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+    with pytest.raises(ValueError, match=r"grad: .*wanted shape \(rows, 48\), by fp4_weight"):
+        dgrad(torch.randn(T * A, 2 * H), *down, offsets)
+    with pytest.raises(ValueError, match="grad: .*wanted a dtype of"):
+        dgrad(torch.randn(T * A, H).double(), *down, offsets)
+
+
+def test_gradients_of_rows_that_several_slots_share():
+    """Any slot_row and row_slot are differentiated, not only the permutations that moe_route gives."""
+    weights, exact = make()
+    offsets = torch.tensor([1, 3, 3, 4, 6], dtype=torch.int32)
+    row_slot = torch.tensor([3, 0, 3, 3, 5, 1], dtype=torch.int32)
+    slot_row = torch.tensor([[2, 2], [0, 2], [-1, 5]], dtype=torch.int32)
+    scores = torch.rand(3, 2)
+    expert = torch.tensor([0, 1, 1, 3, 4, 4])
+    results = []
+    for fused in (True, False):
+        hidden, scale, weight = (
+            torch.randn(3, H, generator=torch.Generator().manual_seed(1)),
+            scores.clone(),
+            scores.clone(),
+        )
+        leaves = [leaf.requires_grad_() for leaf in (hidden, scale, weight)]
+        if fused:
+            rows = f16a_nvfp4weight_grouped_swiglu(hidden, *operands(weights[0]), offsets, row_slot, scale)
+            out = f16a_nvfp4weight_grouped_mm_combine(rows, *operands(weights[1]), offsets, slot_row, weight)
+        else:
+            x = hidden[row_slot // 2] * scale.flatten()[row_slot][:, None]
+            gate, up = torch.einsum("mk,mnk->mn", x, exact[0][expert]).chunk(2, -1)
+            rows = torch.einsum("mk,mnk->mn", torch.nn.functional.silu(gate) * up, exact[1][expert])
+            out = (rows[slot_row] * (weight * (slot_row >= 0))[..., None]).sum(1)
+        out.square().sum().backward()
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-5
 
 
 def test_use_backend_insists():

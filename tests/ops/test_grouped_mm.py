@@ -124,7 +124,7 @@ def test_refuses(fake):
     bad = [
         ("activation", torch.randn(8), r"activation: .*wanted shape \(rows, in_features\)"),
         ("activation", torch.randn(8, 48).double(), "activation: .*wanted a dtype of"),
-        ("activation", torch.randn(8, 40), "activation: .*in_features a multiple of 16"),
+        ("activation", torch.randn(8, 40), "activation: .*in_features a positive multiple of 16"),
         ("activation", torch.randn(8, 64), r"fp4_weight: .*in_features // 2 = 32 in dim 1"),
         ("fp4", fp4.int(), "fp4_weight: .*wanted a dtype of"),
         ("fp4", fp4[0], "fp4_weight: .*wanted shape"),

@@ -54,7 +54,7 @@ def test_refuses():
     odd = operands(quantize(torch.randn(4, 3, 48)))
     with pytest.raises(ValueError, match="fp4_weight: .*wanted an even out_features"):
         op(torch.randn(8, 48), *odd, offsets)
-    with pytest.raises(ValueError, match="activation: .*multiple of 16"):
+    with pytest.raises(ValueError, match="activation: .*positive multiple of 16"):
         op(torch.randn(8, 40), fp4, scale, global_scale, offsets)
     with pytest.raises(ValueError, match="offsets: got .*never decrease"):
         op(torch.randn(8, 48), fp4, scale, global_scale, offsets.flip(0))

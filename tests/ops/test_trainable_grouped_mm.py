@@ -6,6 +6,8 @@ import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, grouped_mm, groups, relative_error
 
+import thunder_moe.ops.trainable_grouped_mm  # noqa: F401  (registers the operators)
+
 OPS = torch.ops.thunder_moe
 BF16 = torch.bfloat16
 

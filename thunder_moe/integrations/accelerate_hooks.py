@@ -9,14 +9,12 @@ from collections.abc import Iterator
 
 from torch import nn
 
-__all__ = ["HOOK_ATTRIBUTES", "has_hook", "hook_alike", "unhooked"]
+from thunder_moe.replaceable import has_hook
+
+__all__ = ["HOOK_ATTRIBUTES", "hook_alike", "unhooked"]
 
 # What accelerate puts into a module's __dict__: the hook, and what wraps the forward in it.
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
-
-
-def has_hook(module: nn.Module) -> bool:
-    return "_hf_hook" in vars(module)
 
 
 def hook_alike(module: nn.Module, other: nn.Module) -> None:

@@ -14,8 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU
+from thunder_moe.nn import NVFP4GroupedLinear
+from thunder_moe.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.replaceable import has_own_forward, impure, not_plain
 
-__all__ = ["ExpertsForm", "apply_gate", "form_of", "halves", "interleave", "require_form", "stored_weights"]
+__all__ = [
+    "ExpertsForm",
+    "apply_gate",
+    "form_of",
+    "halves",
+    "has_experts",
+    "interleave",
+    "not_plain_experts",
+    "require_form",
+    "stored_weights",
+]
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Classes outside of the experts interface whose weights lie as its own do: (is_transposed, weight_on_input).
@@ -24,7 +37,6 @@ _OTHERS = {
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): (False, False),
 }
 _KNOWN_TENSORS = ("gate_up_proj", "down_proj", "post_expert_norm.")
-_WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Gates and ups at which a module's activation is compared with a fused form; those around its limit come on top.
 _PROBES = (0.0, 1e-3, 0.1, 0.5, 1.0, 1.7, 2.5, 3.9, 6.5, 6.99, 7.01, 9.0, 15.0, 17.0, 40.0, 100.0)
 
@@ -56,13 +68,72 @@ class ExpertsForm:
         return f"{text}, own norm" if self.post_norm else text
 
 
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module is of transformers' experts interface or one of `_OTHERS`, whatever has become of it."""
+    interface = all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")
+    return interface or any(_key(cls) in _OTHERS for cls in type(module).__mro__)
+
+
+def not_plain_experts(module: nn.Module) -> str | None:
+    """Why an experts module, in 16 or (`NVFP4Experts`) 4 bits, has to stay as it is; None when it can be replaced.
+
+    Its forward has to be that of the interface, or of the known class: what a subclass or an instance computes itself
+    is not known, nor do hooks survive, except accelerate's.
+    """
+    reason = impure(module)
+    if reason is not None:
+        return reason
+    if not has_own_forward(module):
+        return "something (expert parallelism?) has wrapped its forward"
+    for name, child in module.named_modules():
+        reason = impure(child) if child is not module else None
+        if reason is not None:
+            return f"{name}: {reason}"
+    if not has_experts(module):
+        return _not_plain_nvfp4(module)
+    forward: Any = type(module).forward
+    known = next((cls for cls in type(module).__mro__ if _key(cls) in _OTHERS), None)
+    if known is None and getattr(forward, "__globals__", {}).get("__name__") != "transformers.integrations.moe":
+        return f"{type(module).__name__} has a forward of its own"
+    if known is not None and (forward.__module__, forward.__qualname__) != (
+        known.__module__,
+        f"{known.__name__}.forward",
+    ):
+        return f"{type(module).__name__} has another forward than {known.__name__}"
+    form = form_of(module)
+    if form is None:
+        down = getattr(module, "down_proj", None)
+        what = f"{down.dtype} of shape {tuple(down.shape)}" if isinstance(down, Tensor) else type(down).__name__
+        return f"its down_proj is {what}, wanted a parameter of three dimensions and 16 or 32 bits"
+    first = "gate_up_proj" if form.gated else "up_proj"
+    stored = stored_weights(module, form)
+    for name in (first, "down_proj"):
+        if name not in stored:
+            return f"it has no parameter {name}"
+    for name, parameter in stored.items():
+        if type(parameter) is not nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}, not a plain parameter"
+    return None
+
+
+def _not_plain_nvfp4(module: nn.Module) -> str | None:
+    for name in ("gate_up_proj", "down_proj"):
+        child = module._modules[name]
+        if not isinstance(child, NVFP4GroupedLinear):
+            return f"its {name} is a {type(child).__name__}, not a NVFP4GroupedLinear"
+        reason = not_plain(child)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
+
+
 def form_of(module: nn.Module) -> ExpertsForm | None:
     """The form of an experts module of transformers (on any device, "meta" too); None for any other module."""
     other = next((_OTHERS[key] for key in map(_key, type(module).__mro__) if key in _OTHERS), None)
     if other is None and not (all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")):
         return None
     down = module._parameters.get("down_proj")
-    if down is None or down.ndim != 3 or down.dtype not in _WEIGHT_DTYPES:
+    if down is None or down.ndim != 3 or down.dtype not in WEIGHT_DTYPES:
         return None
     if other is not None:
         transposed, on_input = other

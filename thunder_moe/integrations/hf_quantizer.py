@@ -160,7 +160,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
         biases = [p for key, p in old.named_parameters(recurse=False) if key.endswith("_bias")]
         weights = (_meta_weight(*shapes[0]), _meta_weight(*shapes[1]))
         meta_biases = [torch.empty_like(bias, device="meta") for bias in biases]
-        new = NVFP4Experts.from_weights(old, *weights, *meta_biases)
+        new = NVFP4Experts.from_weights(old, *weights, *meta_biases, auto_layout=True)
         parent, _, attribute = name.rpartition(".")
         put_experts(model.get_submodule(parent), attribute, new)
         for module in (new, new.gate_up_proj, new.down_proj):
@@ -273,9 +273,7 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
             raise ValueError(
                 f"{checkpoint.path}: {place.source} has {name} projections {weight.shape}, wanted {wanted}"
             )
-        weight = lay_out(weight, "auto")
-        linear.qdata, linear.scale, linear.global_scale = weight.tensors()
-        linear.layout = weight.layout
+        linear.set_weight(lay_out(weight, "auto"))
     for parameter, bias in ((module.gate_up_bias, weights.gate_up_bias), (module.down_bias, weights.down_bias)):
         if parameter is None and bias is None:
             continue

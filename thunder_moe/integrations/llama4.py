@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from thunder_moe.nn import invert, sort_by_expert
+from thunder_moe.replaceable import has_own_forward
 
 __all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "run_routed"]
 
@@ -52,3 +53,5 @@ def check_layer(layer: nn.Module) -> None:
     """TypeError when Llama 4's experts hang in another layer than its own, whose routing is not known."""
     if type(layer) not in (Llama4TextMoe, RoutedLlama4TextMoe):
         raise TypeError(f"model: Llama 4's experts hang in a {type(layer).__name__}, wanted Llama4TextMoe")
+    if not has_own_forward(layer):
+        raise TypeError("model: the forward of a Llama4TextMoe was replaced, wanted its own, which routing replaces")

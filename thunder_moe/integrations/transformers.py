@@ -14,21 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.integrations.accelerate_hooks import HOOK_ATTRIBUTES, has_hook, hook_alike, unhooked
+from thunder_moe.integrations.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike, unhooked
 from thunder_moe.integrations.experts_form import (
     ExpertsForm,
     form_of,
     halves,
+    has_experts,
     interleave,
+    not_plain_experts,
     require_form,
     stored_weights,
 )
 from thunder_moe.integrations.experts_function import run_experts
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4GroupedLinear
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
+from thunder_moe.nvfp4 import NVFP4Weight, quantize
 
-__all__ = ["NVFP4Experts", "check_place", "expert_blocks", "expert_weights", "put_experts", "quantized_experts"]
+__all__ = [
+    "NVFP4Experts",
+    "check_place",
+    "expert_blocks",
+    "expert_weights",
+    "has_experts",
+    "not_plain_experts",
+    "put_experts",
+    "quantized_experts",
+]
 
 # Torch's own bookkeeping in a module's __dict__; all else is the module's.
 _TORCH_STATE = frozenset(vars(nn.Module()))
@@ -72,6 +83,8 @@ class NVFP4Experts(nn.Module):
         down: NVFP4Weight,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        *,
+        auto_layout: bool = False,
     ) -> NVFP4Experts:
         """The NVFP4 form of an experts module.
 
@@ -82,12 +95,15 @@ class NVFP4Experts(nn.Module):
             down: (E, H, I).
             gate_up_bias: (E, 2I) in the same order of rows, if the module has one.
             down_bias: (E, H), likewise.
+            auto_layout: whether the weights are laid out for the device that the module is moved to.
 
         Raises:
             TypeError: the module is not an experts module that this package knows.
-            ValueError: a weight or bias does not have the module's sizes, or a bias is missing or too many.
+            ValueError: the module has hooks or a forward of its own, which would be lost; a weight or bias does not
+                have its sizes, or a bias is missing or too many.
         """
         form = require_form(hf_experts_module)
+        _require_plain(hf_experts_module)
         stored = [*stored_weights(hf_experts_module, form).values()]
         linears = []
         for name, weight, (old, view) in zip(
@@ -95,7 +111,8 @@ class NVFP4Experts(nn.Module):
         ):
             if weight.shape != view.shape:
                 raise ValueError(f"{name}: got shape {weight.shape}, wanted {tuple(view.shape)}, the module's own")
-            linears.append(NVFP4GroupedLinear(weight, weight_dtype=old.dtype, weight_requires_grad=old.requires_grad))
+            options: dict[str, Any] = dict(weight_dtype=old.dtype, weight_requires_grad=old.requires_grad)
+            linears.append(NVFP4GroupedLinear(weight, **options, auto_layout=auto_layout))
         new = cls(hf_experts_module, form, *linears)
         own_biases: list[nn.Parameter | None] = [*stored[2:]] or [None, None]
         for name, bias, own in zip(("gate_up_bias", "down_bias"), (gate_up_bias, down_bias), own_biases, strict=True):
@@ -128,10 +145,10 @@ class NVFP4Experts(nn.Module):
         first = "gate_up_proj" if form.gated else "up_proj"
         for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):
             if id(linear.qdata) not in memo:
-                weight = dequantize(linear.nvfp4_weight, linear.weight_dtype)
+                (weight,), (requires_grad,) = linear.dequantized(), linear.weights_require_grad
                 weight = interleave(weight) if form.interleaved and name == first else weight
                 weight = weight.transpose(1, 2).contiguous() if form.transposed else weight
-                memo[id(linear.qdata)] = nn.Parameter(weight, requires_grad=linear.weight_requires_grad)
+                memo[id(linear.qdata)] = nn.Parameter(weight, requires_grad=requires_grad)
             experts.register_parameter(name, memo[id(linear.qdata)])
         for name, bias in ((f"{first}_bias", self.gate_up_bias), ("down_proj_bias", self.down_bias)):
             if bias is None:
@@ -180,7 +197,7 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
 
 def check_place(parent: nn.Module, experts: nn.Module) -> None:
     """Raises what `quantized_experts` and `put_experts` would raise, ahead of any change."""
-    _check_forward(experts)
+    _require_plain(experts)
     llama4 = _llama4(experts)
     if llama4 is not None:
         llama4.check_layer(parent)
@@ -209,7 +226,7 @@ def quantized_experts(
     first, second, *biases = stored_weights(experts, form).values()
 
     def once(parameter: nn.Parameter, convert: Any) -> Any:
-        # All parameters live when the first is converted, so an id names one parameter for the whole run.
+        # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
         if id(parameter) not in memo:
             memo[id(parameter)] = convert(parameter)
         return memo[id(parameter)]
@@ -229,15 +246,14 @@ def quantized_experts(
 
     if biases and form.interleaved:
         biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))
-    return NVFP4Experts.from_weights(experts, once(first, pack_first), once(second, pack_second), *biases)
+    weights = once(first, pack_first), once(second, pack_second)
+    return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
 
 
-def _check_forward(module: nn.Module) -> None:
-    if "forward" in vars(module) and not has_hook(module):
-        raise ValueError(
-            f"hf_experts_module: something (expert parallelism?) has wrapped the forward of this"
-            f" {type(module).__name__}: quantise the model before"
-        )
+def _require_plain(module: nn.Module) -> None:
+    reason = not_plain_experts(module)
+    if reason is not None:
+        raise ValueError(f"hf_experts_module: cannot replace this {type(module).__name__}: {reason}")
 
 
 def _llama4(experts: nn.Module) -> ModuleType | None:
@@ -250,7 +266,6 @@ def _llama4(experts: nn.Module) -> ModuleType | None:
 
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
     """Gives one module all that another one has, by the same names, but for its forward and what is skipped."""
-    _check_forward(source)
     for name, value in vars(source).items():
         if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
             vars(target)[name] = value

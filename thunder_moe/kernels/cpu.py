@@ -32,6 +32,7 @@ from thunder_moe.kernels.epilogues import (
     SwiGLU,
     gather_rows,
     route,
+    row_groups,
     scale_of_rows,
 )
 from thunder_moe.kernels.native import DTYPE_CODES, dtype_code, floats, pointer
@@ -99,11 +100,11 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     pointers = _weight_pointers(qdata, scale, global_scale)
     shape = (offsets.data_ptr(), experts, n, k, DTYPE_CODES[activation.dtype])
     limits = (matrix_unit_rows - 1, _FUSED_ROWS)
-    _check(_extension().thunder_moe_grouped_mm(activation.data_ptr(), *pointers, *shape, *limits, out.data_ptr()))
-    ends = offsets.tolist()
+    rows = (activation.data_ptr(), activation.shape[0])
+    _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *limits, out.data_ptr()))
     if matrix_unit_rows != _NEVER:
-        _mm_experts(activation, qdata, scale, global_scale, ends, out, matrix_unit_rows)
-    out[ends[-1] :].zero_()
+        _mm_experts(activation, qdata, scale, global_scale, offsets, out, matrix_unit_rows)
+    out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
 
@@ -145,10 +146,9 @@ def grouped_mm_combine(
     out = rows.new_empty(tokens, n)
     slot_row, (bias, *of_bias) = slot_row.contiguous(), _bias(bias, offsets)
     slot_weight = None if slot_weight is None else slot_weight.detach().float().contiguous()
+    of_rows = (rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.shape[0])
     slots = (slot_row.data_ptr(), pointer(slot_weight), tokens, top_k, n)
-    _extension().thunder_moe_combine(
-        rows.data_ptr(), DTYPE_CODES[rows.dtype], *slots, pointer(bias), *of_bias, out.data_ptr()
-    )
+    _extension().thunder_moe_combine(*of_rows, *slots, pointer(bias), *of_bias, out.data_ptr())
     return out
 
 
@@ -170,9 +170,8 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     qdata, scale, global_scale = _linear(weight)
     grad = grad.detach().contiguous()
     out = grad.new_empty(grad.shape[0], weight.shape[2])
-    ends = offsets.tolist()
-    _mm_experts(grad, qdata, scale, global_scale, ends, out)
-    out[ends[-1] :].zero_()
+    _mm_experts(grad, qdata, scale, global_scale, offsets, out)
+    out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
 
@@ -183,13 +182,13 @@ def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mm_experts(
-    rows: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, ends: list[int], out: Tensor, min_rows: int = 0
+    rows: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, out: Tensor, min_rows: int = 0
 ) -> None:
     """Decode one expert at a time and multiply: rows @ w; with `min_rows` rows @ w.T of experts with that many rows."""
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     buffer: Tensor | None = None
-    for expert, (begin, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        if end - begin < max(min_rows, 1):
+    for expert, begin, end in row_groups(offsets, rows.shape[0]):
+        if end - begin < min_rows:
             continue
         if buffer is None:
             buffer = torch.empty(1, qdata.shape[1], 2 * qdata.shape[2], dtype=dtype)
@@ -326,9 +325,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
     weight: list = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
-    library.thunder_moe_grouped_mm.argtypes = [pointer, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
+    library.thunder_moe_grouped_mm.argtypes = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
     bias: list = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
-    library.thunder_moe_combine.argtypes = [pointer, i32, pointer, pointer, i64, i64, i64, *bias, pointer]
+    library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
     library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None
     return library

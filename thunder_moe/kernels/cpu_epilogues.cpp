@@ -67,15 +67,15 @@ void swiglu(const T* gate_up, int64_t rows, int64_t inner, const float* row_scal
 }
 
 template <class T>
-void combine(const T* rows, const int32_t* slot_row, const float* weight, int64_t tokens, int64_t top_k, int64_t n,
-             const Bias& bias, T* out) {
+void combine(const T* rows, int64_t end, const int32_t* slot_row, const float* weight, int64_t tokens, int64_t top_k,
+             int64_t n, const Bias& bias, T* out) {
   const int64_t blocks = (n + kBlock - 1) / kBlock;
   for_each(tokens * blocks, [&](int64_t i) {
     const int64_t token = i / blocks, column = i % blocks * kBlock, count = std::min(kBlock, n - column);
     float sum[kBlock] = {}, part[kBlock];
     for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
       const int64_t row = slot_row[slot];
-      if (row < 0) continue;
+      if (row < 0 || row >= end) continue;
       const T* from = rows + row * n + column;
       for (int64_t j = 0; j < count; ++j) part[j] = to_float(from[j]);
       bias.add(row, column, count, part);
@@ -110,14 +110,16 @@ void thunder_moe_swiglu(const void* gate_up, int32_t dtype, int64_t rows, int64_
   });
 }
 
-// rows (M, n) -> out (tokens, n); slot_row (tokens, top_k), -1 for none; weight (tokens, top_k) and bias may be null.
-void thunder_moe_combine(const void* rows, int32_t dtype, const int32_t* slot_row, const float* weight, int64_t tokens,
-                         int64_t top_k, int64_t n, const void* bias, int32_t bias_dtype, const int32_t* offsets,
-                         int64_t experts, void* out) {
+// rows (count, n) -> out (tokens, n); slot_row (tokens, top_k), where numbers outside of the experts' rows count nothing;
+// weight (tokens, top_k) and bias may be null.
+void thunder_moe_combine(const void* rows, int32_t dtype, int64_t count, const int32_t* slot_row, const float* weight,
+                         int64_t tokens, int64_t top_k, int64_t n, const void* bias, int32_t bias_dtype,
+                         const int32_t* offsets, int64_t experts, void* out) {
+  const int64_t end = std::min<int64_t>(offsets[experts - 1], count);
   with_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    combine(static_cast<const T*>(rows), slot_row, weight, tokens, top_k, n, {bias, bias_dtype, offsets, experts, n},
-            static_cast<T*>(out));
+    combine(static_cast<const T*>(rows), end, slot_row, weight, tokens, top_k, n,
+            {bias, bias_dtype, offsets, experts, n}, static_cast<T*>(out));
   });
 }
 

@@ -8,6 +8,7 @@
 //          is read once and never stored.
 //   slice  any rows, dtype and machine: a slice of N is dequantised into L2 and rows walk over it in register tiles;
 //          bf16 dots where the machine has them, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
+//   exact  outputs that flushed subnormals or an overflow of the sum could have spoilt, once more in fp64.
 // Every output is the work of one task in a fixed order: results do not depend on the number of threads.
 #include "cpu_numbers.h"
 
@@ -288,6 +289,76 @@ struct Task {
   int64_t permuted;  // the first row in Problem::permuted; -1 for the slice kernel
 };
 
+// ---- outputs computed once more ----
+
+// bf16 dots take subnormal inputs and products for zeros, and a sum can overflow before its global scale makes it small.
+// In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Of smaller ones, and those that are not
+// finite, a row is to blame that has a tiny or huge number: without one, all products are normal and all sums finite, or
+// NaN and infinities in the operands. Only then is an output computed again, in fp64, exactly before its rounding.
+constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+96f, kLargest = 0x1.FFFFFEp+127f;
+
+inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
+inline bool has_doubtful(const float* sums, int64_t count) {  // without a branch, so that compilers vectorise it
+  uint32_t least = ~0u, most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = bits_of(sums[i]) & 0x7FFFFFFFu;
+    least = std::min(least, magnitude);
+    most = std::max(most, magnitude);
+  }
+  return least < bits_of(kLeastSum) || most > bits_of(kLargest);
+}
+
+template <class T>
+bool has_tiny_or_huge(const T* x, int64_t k) {
+  for (int64_t i = 0; i < k; i += 16) {
+    bool found = false;
+    for (int64_t j = i; j < i + 16; ++j) {
+      const float magnitude = std::fabs(to_float(x[j]));
+      found |= (magnitude > 0 && magnitude < kTiny) || (magnitude > kHuge && magnitude <= kLargest);
+    }
+    if (found) return true;
+  }
+  return false;
+}
+
+template <class T>
+double exact_sum(const T* x, const uint8_t* codes, const uint8_t* scale, int64_t k) {
+  double sums[16] = {};
+  for (int64_t block = 0; block < k / 16; ++block) {
+    float values[16];
+    dequantize_block(codes + 8 * block, kTables.e4m3[scale[block]], values);
+    for (int i = 0; i < 16; ++i) sums[i] += double(to_float(x[16 * block + i])) * double(values[i]);
+  }
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  return sums[0];
+}
+
+template <class T>
+__attribute__((noinline)) void settle_doubts(const Problem& problem, const Task& task, int64_t row, const float* sums) {
+  const T* x = static_cast<const T*>(problem.x) + row * problem.k;
+  if (!has_tiny_or_huge(x, problem.k)) return;
+  T* out = static_cast<T*>(problem.out) + row * problem.n;
+  for (int64_t c = 0; c < task.columns; ++c) {
+    if (!is_doubtful(sums[c])) continue;
+    const int64_t e = task.expert, column = task.column + c;
+    const double sum = exact_sum(x, problem.codes(e, column), problem.scales(e, column), problem.k);
+    out[column] = from_float<T>(float(sum * double(problem.global_scale(e, column))));
+  }
+}
+
+// Sums before the global scale, of rows [first, first + rows) of a task -> out.
+template <class T>
+void write_rows(const Problem& problem, const Task& task, int64_t first, int64_t rows, const float* sums, int64_t stride) {
+  float global[kMaxSliceCols];
+  for (int64_t c = 0; c < task.columns; ++c) global[c] = problem.global_scale(task.expert, task.column + c);
+  for (int64_t row = task.row + first; row < task.row + first + rows; ++row, sums += stride) {
+    T* out = static_cast<T*>(problem.out) + row * problem.n + task.column;
+    for (int64_t c = 0; c < task.columns; ++c) out[c] = from_float<T>(sums[c] * global[c]);
+    if (has_doubtful(sums, task.columns)) settle_doubts<T>(problem, task, row, sums);
+  }
+}
+
 // A worker's buffer: kept between calls, because fresh pages cost more than a small GEMM.
 class Scratch {
  public:
@@ -345,8 +416,7 @@ void slice_task(const Problem& problem, const Task& task) {
   for (int64_t c = 0; c < task.columns; ++c)
     dequantize_column(problem.codes(task.expert, task.column + c), problem.scales(task.expert, task.column + c), k,
                       padded, weight + c / kTileCols * kTileCols * padded + c % kTileCols * vector);
-  float global[kMaxSliceCols], acc[kTileRows * kMaxSliceCols];
-  for (int64_t c = 0; c < task.columns; ++c) global[c] = problem.global_scale(task.expert, task.column + c);
+  float acc[kTileRows * kMaxSliceCols];
   const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows, chunk = kChunkBytes / int64_t(sizeof(Element));
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t first = task.rows * tile / tiles, rows = task.rows * (tile + 1) / tiles - first;
@@ -366,10 +436,7 @@ void slice_task(const Problem& problem, const Task& task) {
       for (int64_t c = 0; c < columns; c += kTileCols)
         dot_rows(int(rows), x + i, ldx, weight + c * padded + kTileCols * i, std::min(chunk, padded - i), acc + c,
                  columns);
-    for (int64_t r = 0; r < rows; ++r) {
-      T* out = static_cast<T*>(problem.out) + (task.row + first + r) * problem.n + task.column;
-      for (int64_t c = 0; c < task.columns; ++c) out[c] = from_float<T>(acc[r * columns + c] * global[c]);
-    }
+    write_rows<T>(problem, task, first, rows, acc, columns);
   }
 }
 
@@ -414,6 +481,7 @@ void gemv_task(const Problem& problem, const Task& task) {
   const __mmask16 scale_mask = __mmask16((1u << (left / 16)) - 1);
   const bf16* x = problem.permuted + task.permuted * padded;
   const __m512i table = GemvTables().values;
+  float sums[R][kGemvCols];
   // Two columns share the loads of x.
   for (int64_t column = task.column; column < task.column + task.columns; column += 2) {
     const int64_t other = std::min(column + 1, task.column + task.columns - 1);
@@ -458,14 +526,11 @@ void gemv_task(const Problem& problem, const Task& task) {
            _mm_maskz_loadu_epi8(scale_mask, scale[1] + 8 * whole), x + 128 * R * whole);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      bf16* out = static_cast<bf16*>(problem.out) + (task.row + r) * problem.n;
-      out[column] =
-          from_float<bf16>(_mm512_reduce_add_ps(sum[0][r]) * 256.f * problem.global_scale(task.expert, column));
-      if (other != column)
-        out[other] =
-            from_float<bf16>(_mm512_reduce_add_ps(sum[1][r]) * 256.f * problem.global_scale(task.expert, other));
+      sums[r][column - task.column] = _mm512_reduce_add_ps(sum[0][r]) * 256.f;
+      sums[r][other - task.column] = _mm512_reduce_add_ps(sum[1][r]) * 256.f;
     }
   }
+  write_rows<bf16>(problem, task, 0, R, sums[0], kGemvCols);
 }
 
 void run_gemv(const Problem& problem, const Task& task) {
@@ -543,8 +608,8 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
   return 0;
 }
 
-// Experts whose number of rows is above max_rows are left out. gemv_rows: rows up to which bf16 takes the gemv kernel.
-int32_t thunder_moe_grouped_mm(const void* x, const uint8_t* qdata, const uint8_t* scale, const float* global,
+// x (count, k): row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows: rows up to which bf16 takes the gemv kernel.
+int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale, const float* global,
                                int32_t per_column, const int32_t* offsets, int64_t experts, int64_t n, int64_t k,
                                int32_t dtype, int64_t max_rows, int64_t gemv_rows, void* out) {
   try {
@@ -556,8 +621,9 @@ int32_t thunder_moe_grouped_mm(const void* x, const uint8_t* qdata, const uint8_
     std::vector<Row> permute;
     const bool native = dtype == kBFloat16 && thunder_moe_has_bf16() != 0;
     const int64_t slice = native ? slice_columns<bf16>(k) : slice_columns<float>(k);
-    for (int64_t e = 0, begin = 0; e < experts; begin = offsets[e], ++e) {
-      const int64_t rows = offsets[e] - begin;
+    const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), count); };
+    for (int64_t e = 0; e < experts; ++e) {
+      const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
       if (rows <= 0 || rows > max_rows) continue;
       if (native && rows <= gemv_rows) {
         const int64_t groups = (rows + kGemvRows - 1) / kGemvRows, base = int64_t(permute.size());
@@ -579,11 +645,11 @@ int32_t thunder_moe_grouped_mm(const void* x, const uint8_t* qdata, const uint8_
     Scratch permuted;
 #if defined(HAS_AVX512_BF16)
     if (!permute.empty()) {
-      const int64_t padded = round_up(k, 128), count = int64_t(permute.size());
-      bf16* to = reinterpret_cast<bf16*>(permuted.get(count * padded * sizeof(bf16)));
+      const int64_t padded = round_up(k, 128), permuted_rows = int64_t(permute.size());
+      bf16* to = reinterpret_cast<bf16*>(permuted.get(permuted_rows * padded * sizeof(bf16)));
       problem.permuted = to;
-      for_each((count + 15) / 16, [&](int64_t i) {
-        for (int64_t j = 16 * i; j < std::min(count, 16 * (i + 1)); ++j) {
+      for_each((permuted_rows + 15) / 16, [&](int64_t i) {
+        for (int64_t j = 16 * i; j < std::min(permuted_rows, 16 * (i + 1)); ++j) {
           const Row& row = permute[j];
           permute_row(static_cast<const bf16*>(x) + row.row * k, k, row.rows,
                       to + row.group * padded + 128 * (j - row.group));

@@ -2,7 +2,7 @@
 Called by kernels.reference and others around their GEMMs, and by the gradients in ops. Calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
-Nothing here synchronises with the host.
+Nothing here synchronises with the host, except `row_groups`. Indices out of range read another row, or count nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "live_rows",
     "pre_activation",
     "route",
+    "row_groups",
     "scale_of_rows",
     "swiglu",
     "token_of_slot",
@@ -74,7 +75,8 @@ def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
     """(T, K) -> (M, K): the token of each row; the activation itself where it holds rows already."""
     if row_slot is None:
         return activation
-    return activation.index_select(0, token_of_slot(row_slot, row_slot.shape[0], activation.shape[0]))
+    slots = row_slot.shape[0]
+    return activation.index_select(0, token_of_slot(_within(row_slot, slots), slots, activation.shape[0]))
 
 
 def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor | None:
@@ -82,7 +84,11 @@ def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor 
     if slot_scale is None:
         return None
     flat = slot_scale.float().flatten()
-    return flat if row_slot is None else flat[row_slot]
+    return flat if row_slot is None else flat[_within(row_slot, row_slot.shape[0])]
+
+
+def _within(index: Tensor, size: int) -> Tensor:
+    return index.clamp(0, max(size - 1, 0))
 
 
 def swiglu(
@@ -105,23 +111,24 @@ def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, b
 def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(M, N) -> (T, N) in the rows' dtype: each token's rows, plus bias (E, N), times their weights, summed in fp32.
 
-    Slots without a row (-1) count nothing, whatever stands in the rows past the last group.
+    Slots without a row count nothing: those of -1, or any other number outside of the experts' rows.
     """
-    (tokens, top_k), n = slot_row.shape, rows.shape[1]
+    (tokens, top_k), (count, n) = slot_row.shape, rows.shape
     out = rows.new_empty(tokens, n)
-    if rows.shape[0] == 0:
+    if count == 0:
         return out.zero_()
-    experts = expert_of_row(offsets, rows.shape[0]) if bias is not None else None
+    end = offsets[-1].clamp_max(count)
+    experts = expert_of_row(offsets, count) if bias is not None else None
     for part in _parts(tokens, top_k * n, rows.device):
         row = slot_row[part].flatten()
-        at = row.clamp_min(0)
+        at = _within(row, count)
         values = rows.index_select(0, at).float()  # [T * A, N]
         if bias is not None and experts is not None:
             values += bias[experts[at]]
         if slot_weight is not None:
             values *= slot_weight[part].flatten()[:, None]
-        values.masked_fill_((row < 0)[:, None], 0)
-        out[part] = values.view(-1, top_k, n).sum(1)
+        values.masked_fill_(((row < 0) | (row >= end))[:, None], 0)
+        out[part] = values.view(slot_row[part].shape[0], top_k, n).sum(1)
     return out
 
 
@@ -144,3 +151,10 @@ def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
 def live_rows(offsets: Tensor, rows: int) -> Tensor:
     """bool (M, 1): whether the row belongs to an expert."""
     return (torch.arange(rows, dtype=torch.int32, device=offsets.device) < offsets[-1])[:, None]
+
+
+def row_groups(offsets: Tensor, rows: int) -> list[tuple[int, int, int]]:
+    """(expert, first row, end row) of each expert that has rows, among `rows` rows whatever the offsets are."""
+    ends = [min(max(end, 0), rows) for end in offsets.tolist()]
+    groups = zip(range(len(ends)), [0, *ends], ends, strict=False)
+    return [(expert, begin, end) for expert, begin, end in groups if end > begin]

@@ -18,6 +18,7 @@ from thunder_moe.kernels.epilogues import (
     combine,
     gather_rows,
     route,
+    row_groups,
     scale_of_rows,
     swiglu,
 )
@@ -78,14 +79,10 @@ def _per_expert(
     """Runs `gemm(rows of the expert, dequantised (N, K) expert)` for each expert; rows past the last group are 0."""
     out = rows.new_zeros(rows.shape[0], columns)
     if rows.device.type == "cpu":
-        start = 0
-        ends = offsets.tolist()
-        groups = [(expert, end) for expert, end in enumerate(ends) if end > (ends[expert - 1] if expert else 0)]
-        for (_, end), matrix in zip(
-            groups, _experts(weight, rows.dtype, [expert for expert, _ in groups]), strict=True
-        ):
-            out[start:end] = gemm(rows[start:end], matrix)
-            start = end
+        groups = row_groups(offsets, rows.shape[0])
+        matrices = _experts(weight, rows.dtype, [expert for expert, _, _ in groups])
+        for (_, begin, end), matrix in zip(groups, matrices, strict=True):
+            out[begin:end] = gemm(rows[begin:end], matrix)
         return out
     row_expert = torch.searchsorted(
         offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True

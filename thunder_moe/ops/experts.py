@@ -36,7 +36,7 @@ def moe_experts(
 
     Args:
         hidden_states: (T, H) bfloat16, float16 (or float32).
-        expert_ids: int32 or int64 (T, A); ids outside [0, E) contribute nothing.
+        expert_ids: int32 or int64 (T, A), T the tokens of hidden_states; ids outside [0, E) contribute nothing.
         expert_weights: floating point (T, A).
         gate_up: (E, 2I, H), the gate's rows first.
         down: (E, H, I).
@@ -51,9 +51,8 @@ def moe_experts(
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device.
     """
+    _check(hidden_states, expert_ids, expert_weights, gate_up, down)
     ops = torch.ops.thunder_moe
-    wanted = f"shape {tuple(expert_ids.shape)}, that of expert_ids"
-    require(expert_weights.shape == expert_ids.shape, "expert_weights", expert_weights, wanted)
     row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
     on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
     rows = ops.f16a_nvfp4weight_grouped_swiglu(
@@ -63,3 +62,28 @@ def moe_experts(
     return ops.f16a_nvfp4weight_grouped_mm_combine(
         rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
     )
+
+
+def _check(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight
+) -> None:
+    """Checks what the operators would report of arguments of their own, or could not see."""
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, NVFP4Weight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, wanted an NVFP4Weight, as `quantize` gives it")
+    experts, features, hidden_size = gate_up.shape
+    require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
+    tokens, device = hidden_states.shape[0], hidden_states.device
+    require(
+        hidden_states.shape[1] == hidden_size, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up"
+    )
+    wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
+    require(expert_ids.ndim == 2 and expert_ids.shape[0] == tokens, "expert_ids", expert_ids, wanted)
+    require(expert_ids.device == device, "expert_ids", expert_ids, f"device {device}, that of hidden_states")
+    wanted = f"shape {tuple(expert_ids.shape)}, that of expert_ids"
+    require(expert_weights.shape == expert_ids.shape, "expert_weights", expert_weights, wanted)
+    if features % 2:
+        raise ValueError(f"gate_up: got shape {gate_up.shape}, wanted an even out_features: gate rows, then up rows")
+    if down.shape != (experts, hidden_size, features // 2):
+        wanted = f"{(experts, hidden_size, features // 2)}, by gate_up of shape {gate_up.shape}"
+        raise ValueError(f"down: got shape {down.shape}, wanted {wanted}")

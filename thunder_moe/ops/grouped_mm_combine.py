@@ -9,10 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_moe.kernels.epilogues import expert_of_row, live_rows, token_of_slot
+from thunder_moe.kernels.epilogues import expert_of_row, live_rows
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import require
-from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
+from thunder_moe.ops.grouped_mm import (
+    check_index_values,
+    check_offset_values,
+    check_operands,
+    check_optional,
+    weight_from_operands,
+)
 
 __all__ = ["combine_backward", "f16a_nvfp4weight_grouped_mm_combine"]
 
@@ -32,7 +38,7 @@ def _grouped_mm_combine(
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
     _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
-    check_offset_values(offsets, activation.shape[0])
+    _check_values(activation, offsets, slot_row)
     kernel = select(activation.device, layout=layout).grouped_mm_combine
     return kernel(activation, weight_from_operands(*packed, layout), offsets, slot_row, slot_weight, bias)
 
@@ -53,7 +59,7 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 def _backward(ctx, grad):
     # Trailing arguments that were left out have no entry.
     needs = tuple(any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
-    of_activation, of_weight, of_bias = combine_backward(grad, *ctx.saved_tensors, layout=ctx.layout, needs=needs)
+    of_activation, of_weight, of_bias = _gradients(grad, *ctx.saved_tensors, layout=ctx.layout, needs=needs)
     return of_activation, None, None, None, None, None, of_weight, of_bias
 
 
@@ -92,7 +98,8 @@ def f16a_nvfp4weight_grouped_mm_combine(
 
     Raises:
         ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, and for slot_row, slot_weight or bias of a wrong shape,
-            dtype or device.
+            dtype or device; on a CPU also for rows in slot_row below -1 or past the experts' rows. Elsewhere slots
+            without a row of the activation count nothing.
     """
     return torch.ops.thunder_moe.f16a_nvfp4weight_grouped_mm_combine(
         activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight, bias,
@@ -115,37 +122,67 @@ def combine_backward(
     needs: tuple[bool, bool, bool] = (True, False, False),
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradient (T, N) of `f16a_nvfp4weight_grouped_mm_combine`'s output -> those of activation, slot_weight and bias
-    that `needs` asks for. Recomputes the GEMM for the gradient of slot_weight."""
+    that `needs` asks for. Recomputes the GEMM for the gradient of slot_weight.
+
+    Raises:
+        ValueError: as the operator, and for a grad that is not of its output's shape.
+    """
+    arguments = (activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight)
+    _check(*arguments, bias, layout)
+    _check_values(activation, offsets, slot_row)
+    shape = (slot_row.shape[0], fp4_weight.shape[2])
+    require(tuple(grad.shape) == shape, "grad", grad, f"shape {shape}")
+    return _gradients(grad, *arguments, bias, layout=layout, needs=needs)
+
+
+def _gradients(
+    grad: Tensor,
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    layout: str,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`combine_backward` of arguments that the operator has checked. Slots without a live row have zero gradients."""
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
-    rows, (tokens, top_k) = activation.shape[0], slot_row.shape
-    row_slot = _row_slot(slot_row, rows)
-    live = live_rows(offsets, rows)
-    grad_row = grad[token_of_slot(row_slot, tokens * top_k, tokens)].float()  # [M, N]
-    weighted = grad_row if slot_weight is None else grad_row * slot_weight.flatten()[row_slot, None]
-    weighted = torch.where(live, weighted, 0)
+    rows, slots = activation.shape[0], slot_row.numel()
+    live = ((slot_row >= 0) & (slot_row < offsets[-1].clamp_max(rows))).flatten()
+    grad_slot = grad.float()[:, None].expand(*slot_row.shape, -1).flatten(0, 1)  # [T * A, N]
     grad_activation = grad_weight = grad_bias = None
-    if needs[0]:
-        dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
-        grad_activation = torch.where(live, dgrad(weighted.to(grad.dtype), *packed, layout=layout), 0)
+    if needs[0] or needs[2]:
+        weighted = grad_slot if slot_weight is None else grad_slot * slot_weight.flatten()[:, None]
+        # Added up, not copied: several slots may have the same row. Those without one add zeros anywhere, and there is
+        # a row for them if there is no other.
+        row = torch.where(live, slot_row.flatten(), torch.arange(slots, device=grad.device) % (rows + 1))
+        weighted = torch.where(live[:, None], weighted, 0)
+        grad_row = weighted.new_zeros(rows + 1, grad.shape[1]).index_add(0, row, weighted)[:rows]
+        if needs[0]:
+            dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
+            grad_activation = dgrad(grad_row.to(activation.dtype), *packed, layout=layout)
+            grad_activation = torch.where(live_rows(offsets, rows), grad_activation, 0)
+        if needs[2] and bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+            grad_bias = grad_bias.index_add(0, expert_of_row(offsets, rows), grad_row).to(bias.dtype)
     if needs[1] and slot_weight is not None:
-        forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
-        out = forward(activation, *packed, layout=layout).float()
+        out = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, layout=layout).float()
         if bias is not None:
             out = out + bias[expert_of_row(offsets, rows)]
-        of_row = torch.where(live, out * grad_row, 0).sum(-1)
-        picked = of_row[slot_row.clamp_min(0)] if rows else torch.zeros_like(slot_row, dtype=torch.float32)
-        grad_weight = torch.where(slot_row >= 0, picked, 0).to(slot_weight.dtype)
-    if needs[2] and bias is not None:
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), weighted)
-        grad_bias = grad_bias.to(bias.dtype)
+        out = out[torch.where(live, slot_row.flatten(), 0)] if rows else torch.zeros_like(grad_slot)
+        grad_weight = torch.where(live, (out * grad_slot).sum(-1), 0).view(slot_row.shape).to(slot_weight.dtype)
     return grad_activation, grad_weight, grad_bias
 
 
-def _row_slot(slot_row: Tensor, rows: int) -> Tensor:
-    """int64 (M,): the slot of each row, the inverse of slot_row; 0 for rows that no slot has."""
-    slots = torch.arange(slot_row.numel(), device=slot_row.device)
-    row = torch.where(slot_row < 0, rows, slot_row).flatten().long()
-    return torch.zeros(rows + 1, dtype=torch.int64, device=slot_row.device).scatter(0, row, slots)[:rows]
+def _check_values(activation: Tensor, offsets: Tensor, slot_row: Tensor) -> None:
+    """The checks of values, on a CPU."""
+    check_offset_values(offsets, activation.shape[0])
+    if offsets.device.type == "cpu":
+        check_index_values("slot_row", slot_row, -1, int(offsets[-1]), "the rows of the experts, or -1 for none")
 
 
 def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, slot_row, slot_weight, bias,

@@ -21,7 +21,13 @@ from thunder_moe.kernels.epilogues import (
 )
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import require
-from thunder_moe.ops.grouped_mm import check_offset_values, check_operands, check_optional, weight_from_operands
+from thunder_moe.ops.grouped_mm import (
+    check_index_values,
+    check_offset_values,
+    check_operands,
+    check_optional,
+    weight_from_operands,
+)
 
 __all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_backward"]
 
@@ -44,7 +50,7 @@ def _grouped_swiglu(
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
     _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
-    check_offset_values(offsets, (activation if row_slot is None else row_slot).shape[0])
+    _check_values(activation, offsets, row_slot)
     weight = weight_from_operands(*packed, layout)
     kernel = select(activation.device, layout=layout).grouped_swiglu
     return kernel(activation, weight, offsets, row_slot, slot_scale, bias, SwiGLU(alpha, limit, up_shift))
@@ -67,7 +73,7 @@ def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
 def _backward(ctx, grad):
     # Trailing arguments that were left out have no entry.
     needs = tuple(any(ctx.needs_input_grad[i : i + 1]) for i in (0, 6, 7))
-    of_activation, of_scale, of_bias = swiglu_backward(grad, *ctx.saved_tensors, **ctx.options, needs=needs)
+    of_activation, of_scale, of_bias = _gradients(grad, *ctx.saved_tensors, **ctx.options, needs=needs)
     return of_activation, None, None, None, None, None, of_scale, of_bias
 
 
@@ -114,7 +120,8 @@ def f16a_nvfp4weight_grouped_swiglu(
 
     Raises:
         ValueError: as `f16a_nvfp4weight_scaled_grouped_mm`, when the weight's rows are odd in number, and for
-            row_slot, slot_scale, bias or limit that do not fit.
+            row_slot, slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M).
+            Elsewhere the output of their rows is undefined, and their gradients are zero.
     """
     return torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu(
         activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot, slot_scale, bias,
@@ -138,7 +145,35 @@ def swiglu_backward(
     **form: Any,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradient (M, I) of `f16a_nvfp4weight_grouped_swiglu`'s output -> those of activation, slot_scale and bias that
-    `needs` asks for. Recomputes gate and up, so that nothing of (M, 2I) is kept for it."""
+    `needs` asks for. Recomputes gate and up, so that nothing of (M, 2I) is kept for it.
+
+    Raises:
+        ValueError: as the operator, and for a grad that is not of its output's shape.
+    """
+    arguments = (activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot, slot_scale)
+    _check(*arguments, bias, layout, form.get("limit"))
+    _check_values(activation, offsets, row_slot)
+    shape = ((activation if row_slot is None else row_slot).shape[0], fp4_weight.shape[2] // 2)
+    require(tuple(grad.shape) == shape, "grad", grad, f"shape {shape}")
+    return _gradients(grad, *arguments, bias, layout=layout, needs=needs, **form)
+
+
+def _gradients(
+    grad: Tensor,
+    activation: Tensor,
+    fp4_weight: Tensor,
+    weight_scaling_factor: Tensor,
+    weight_global_scale: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor | None,
+    slot_scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    layout: str,
+    needs: tuple[bool, bool, bool],
+    **form: Any,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`swiglu_backward` of arguments that the operator has checked. Dead rows have zero gradients."""
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
     swiglu, rows = SwiGLU(**form), grad.shape[0]
     row_scale = scale_of_rows(slot_scale, row_slot)
@@ -146,22 +181,35 @@ def swiglu_backward(
     gate_up = forward(gather_rows(activation, row_slot), *packed, layout=layout)
     grad_pre = _activation_grad(grad, pre_activation(gate_up, offsets, row_scale, bias), swiglu)  # [M, 2I]
     # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
-    masked = row_slot is not None or slot_scale is not None or bias is not None
-    grad_pre = torch.where(live_rows(offsets, rows), grad_pre, 0) if masked else grad_pre
+    live = live_rows(offsets, rows)
+    if row_slot is not None:
+        live = live & ((row_slot >= 0) & (row_slot < rows))[:, None]
+    if row_slot is not None or slot_scale is not None or bias is not None:
+        grad_pre = torch.where(live, grad_pre, 0)
     grad_activation = grad_scale = grad_bias = None
     if needs[0]:
         scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
         dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
-        grad_activation = dgrad(scaled.to(grad.dtype), *packed, layout=layout)
-        grad_activation = _sum_per_token(grad_activation, offsets, row_slot, activation.shape[0])
+        grad_activation = dgrad(scaled.to(activation.dtype), *packed, layout=layout)
+        if row_slot is not None:
+            of_slot = _sum_per_slot(torch.where(live, grad_activation, 0), row_slot)
+            tokens, k = activation.shape
+            of_slot = of_slot.view(tokens, rows // max(tokens, 1), k)
+            grad_activation = of_slot.float().sum(1).to(activation.dtype)
     if needs[1] and slot_scale is not None:
-        of_row = torch.where(live_rows(offsets, rows), gate_up.float() * grad_pre, 0).sum(-1)
-        flat = torch.zeros_like(of_row).scatter(0, row_slot.long(), of_row) if row_slot is not None else of_row
-        grad_scale = flat.view(slot_scale.shape).to(slot_scale.dtype)
+        of_row = torch.where(live, gate_up.float() * grad_pre, 0).sum(-1)
+        of_slot = of_row if row_slot is None else _sum_per_slot(of_row, row_slot)
+        grad_scale = of_slot.view(slot_scale.shape).to(slot_scale.dtype)
     if needs[2] and bias is not None:
         grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
         grad_bias = grad_bias.to(bias.dtype)
     return grad_activation, grad_scale, grad_bias
+
+
+def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:
+    """Puts what each row (M, ...) has in its slot; of rows with the same slot the sum."""
+    slot = row_slot.clamp(0, max(row_slot.shape[0] - 1, 0))
+    return torch.zeros_like(of_row).index_add(0, slot, of_row)
 
 
 def _activation_grad(grad: Tensor, gate_up: Tensor, form: SwiGLU) -> Tensor:
@@ -177,15 +225,13 @@ def _activation_grad(grad: Tensor, gate_up: Tensor, form: SwiGLU) -> Tensor:
     return torch.cat([grad_gate, grad_up], -1)
 
 
-def _sum_per_token(grad_rows: Tensor, offsets: Tensor, row_slot: Tensor | None, tokens: int) -> Tensor:
-    """(M, K) -> (T, K): the gradients of each token's rows added up, in a fixed order."""
+def _check_values(activation: Tensor, offsets: Tensor, row_slot: Tensor | None) -> None:
+    """The checks of values, on a CPU."""
     if row_slot is None:
-        return grad_rows
-    rows, k = grad_rows.shape
-    live = torch.where(live_rows(offsets, rows), grad_rows, 0)
-    slots = torch.empty_like(live).index_copy(0, row_slot.long(), live)  # [T * A, K]
-    top_k = rows // max(tokens, 1)
-    return slots.view(tokens, top_k, k).float().sum(1).to(grad_rows.dtype)
+        check_offset_values(offsets, activation.shape[0])
+    else:
+        check_offset_values(offsets, row_slot.shape[0], "row_slot")
+        check_index_values("row_slot", row_slot, 0, row_slot.shape[0], "the slots t * A + a")
 
 
 def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, row_slot, slot_scale, bias,
@@ -202,7 +248,9 @@ def _check(activation, fp4_weight, weight_scaling_factor, weight_global_scale, o
         wanted = f"shape (top_k * {tokens},), {tokens} being the activation's rows"
         require(row_slot.ndim == 1 and _token_multiple(slots, tokens), "row_slot", row_slot, wanted)
         require(row_slot.device == activation.device, "row_slot", row_slot, f"device {activation.device}")
-        check_optional("slot_scale", slot_scale, (tokens, slots // max(tokens, 1)), activation)
+        # Without tokens nothing says what top_k is.
+        top_k = slot_scale.shape[-1:] if tokens == 0 and slot_scale is not None else (slots // max(tokens, 1),)
+        check_optional("slot_scale", slot_scale, (tokens, *top_k), activation)
     if limit is not None and not limit > 0:
         raise ValueError(f"limit: got {limit}, wanted a positive number or None")
 

@@ -1,0 +1,125 @@
+"""Whether a module may be replaced by another form of it: only one that is nothing but its class and its parameters.
+Called by quantize and integrations.transformers; calls torch alone, and knows how accelerate wraps a forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+
+__all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped_by"]
+
+# Children, parameters and buffers of the modules of this package that are replaced, and the forward of each.
+_PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
+_PACKED = dict.fromkeys(("gate_up_proj", "down_proj"), NVFP4GroupedLinear)
+_PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...], tuple[str, ...]]] = {
+    GroupedLinear: ({}, ("weight",), ()),
+    GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
+    NVFP4GroupedLinear: ({}, (), ("qdata", "scale", "global_scale")),
+    NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
+}
+_FORWARDS = {cls: cls.forward for cls in _PARTS}
+_HOOKS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_state_dict_hooks": "state dict hooks",
+    "_state_dict_pre_hooks": "state dict pre-hooks",
+    "_load_state_dict_pre_hooks": "hooks on loading",
+    "_load_state_dict_post_hooks": "hooks on loading",
+}
+
+
+def not_plain(module: nn.Module) -> str | None:
+    """Why a module of this package (or of a subclass) is not just what its class makes it; None when it is.
+
+    In that order: parametrizations, another class, hooks, methods or a forward of the instance's own, tensors or
+    children that the class does not have or that are of another type; then the same of its children.
+    """
+    known = next((cls for cls in _PARTS if isinstance(module, cls)), None)
+    assert known is not None
+    if parametrize.is_parametrized(module):
+        return f"its {_listed(module.parametrizations)} is parametrized"
+    if type(module) is not known:
+        return f"it is a {type(module).__name__}, not a {known.__name__} itself"
+    if known.forward is not _FORWARDS[known]:
+        return f"the forward of {known.__name__} was replaced"
+    reason = impure(module)
+    if reason is not None:
+        return reason
+    if not has_own_forward(module) or has_hook(module):
+        return "its forward is wrapped or replaced"
+    children, parameters, buffers = _PARTS[known]
+    for kind, wanted, has in (
+        ("parameter", parameters, module._parameters),
+        ("buffer", buffers, module._buffers),
+        ("child", (*children,), module._modules),
+    ):
+        if set(wanted) != set(has):
+            return f"it has the {kind} {_listed(set(wanted) ^ set(has))} more or less than a {known.__name__}"
+    for name, parameter in module._parameters.items():
+        if type(parameter) is not nn.Parameter:
+            return f"its {name} is a {type(parameter).__name__}, not a plain parameter"
+    for name, child in module._modules.items():
+        if not isinstance(child, children[name]):
+            return f"its {name} is a {type(child).__name__}, not a {children[name].__name__}"
+        reason = not_plain(child)
+        if reason is not None:
+            return f"{name}: {reason}"
+    if known is GroupedSwiGLU:
+        gate, up, down = (tuple(module.get_parameter(f"{name}.weight").shape) for name in _PROJECTIONS)
+        if not gate == up == (*down[:1], *down[:0:-1]):
+            return f"its weights have shapes {gate}, {up} and {down}, which do not match"
+    return None
+
+
+def impure(module: nn.Module) -> str | None:
+    """What a module has beside the code of its class and its tensors that a replacement would not have: hooks of torch,
+    methods of the instance's own, a compiled call. The forward is `has_own_forward`'s."""
+    if parametrize.is_parametrized(module):
+        return f"its {_listed(module.parametrizations)} is parametrized"
+    hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
+    if hooks:
+        return f"it has {' and '.join(hooks)}"
+    if vars(module).get("_compiled_call_impl") is not None:
+        return "it was compiled by its own compile()"
+    patched = [name for name in vars(module) if name != "forward" and callable(getattr(type(module), name, None))]
+    return f"its {_listed(patched)} is patched" if patched else None
+
+
+def has_hook(module: nn.Module) -> bool:
+    """Whether accelerate has put a hook on a module."""
+    return "_hf_hook" in vars(module)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module runs its class' forward, as it is or inside of a hook of accelerate's and nothing else."""
+    forward = vars(module).get("forward")
+    if has_hook(module) and forward is not None:
+        hooked = isinstance(forward, functools.partial) and forward.args == (module,)
+        if not hooked or getattr(forward.func, "__module__", None) != "accelerate.hooks":
+            return False
+        forward = vars(module).get("_old_forward")
+    if forward is None:
+        return True
+    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+
+
+def wrapped_by(parents: Iterable[nn.Module]) -> str | None:
+    """Why a module may not be replaced where it hangs: PEFT's wrappers add to its parameters by name at every call."""
+    for parent in parents:
+        if type(parent).__module__.partition(".")[0] == "peft":
+            return f"a {type(parent).__name__} of PEFT wraps it"
+    return None
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(map(str, names)))
