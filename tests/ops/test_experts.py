@@ -5,6 +5,7 @@ Called by pytest; judged by tests/oracle.py.
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, moe_experts, relative_error
+from torch.autograd import forward_ad
 
 from thunder_moe import moe_experts as experts_op
 from thunder_moe import moe_route
@@ -154,6 +155,11 @@ def test_refuses():
         moe_route(ids[0], E)
     with pytest.raises(ValueError, match="num_experts: got 0"):
         moe_route(ids, 0)
+    with pytest.raises(ValueError, match="expert_ids: .*wanted less than 2\\*\\*31 ids"):
+        moe_route(ids[:1, :1].expand(2**20, 2**11), E)
+    for dtype in (torch.float8_e4m3fn, torch.int32):
+        with pytest.raises(ValueError, match="bias: .*a floating-point dtype of 16 bits or more"):
+            swiglu(hidden, *gate_up, offsets, row_slot, None, torch.zeros(E, 2 * INNER, dtype=dtype))
     with pytest.raises(ValueError, match="row_slot: .*wanted dtype int32"):
         swiglu(hidden, *gate_up, offsets, row_slot.long())
     with pytest.raises(ValueError, match="row_slot: .*wanted shape \\(top_k \\* 7,\\)"):
@@ -347,6 +353,88 @@ def test_gradients_of_rows_that_several_slots_share():
         results.append((out, *(leaf.grad for leaf in leaves)))
     for actual, expected in zip(*results, strict=True):
         assert relative_error(actual, expected) < 1e-5
+
+
+def views(tensor):
+    """The same numbers: every second of a larger tensor's, transposed in memory, not at the start of a storage."""
+    large = torch.full([2 * size for size in tensor.shape], 7).to(tensor.dtype)
+    halves = large[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    halves.copy_(tensor)
+    shifted = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+    return halves, tensor.mT.contiguous().mT if tensor.ndim > 1 else halves, shifted
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_operands_of_any_strides(backend, gathered):
+    weights, _ = make()
+    ids, scores = make_routing()
+    row_slot, offsets, slot_row = moe_route(ids, E)
+    swiglu, combine = f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine
+    gate_up, down = (operands(weight) for weight in weights)
+    first = [torch.randn(T, H), offsets, row_slot, scores, torch.randn(E, 2 * INNER)]
+    if not gathered:
+        first[0], first[2], first[3] = torch.randn(T * A, H), None, torch.rand(T * A)
+    second = [torch.randn(T * A, INNER), offsets, slot_row, scores, torch.randn(E, H)]
+    for operator, packed, (x, *others) in ((swiglu, gate_up, first), (combine, down, second)):
+        with use_backend(backend):
+            expected = operator(x, *packed, *others)
+            for view in range(3):
+                strided = [None if tensor is None else views(tensor)[view] for tensor in (x, *others)]
+                actual = operator(strided[0], *packed, *strided[1:])
+                assert relative_error(actual, expected) < 1e-6
+            one = torch.rand(1).expand(others[2].shape)  # the same scale for all
+            expected = operator(x, *packed, *others[:2], one.clone())
+            assert torch.equal(operator(x, *packed, *others[:2], one), expected)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(backend, dtype, autocast):
+    weights, _ = make()
+    ids, scores = make_routing()
+    hidden, grad = torch.randn(T, H, dtype=dtype), torch.randn(T, H, dtype=dtype) / 8
+    results = []
+    for enabled in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (hidden, scores)]
+        with use_backend(backend), torch.autocast("cpu", autocast, enabled=enabled):
+            out = experts_op(leaves[0], ids, leaves[1], *weights)
+            out.backward(grad)
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    for plain, under_autocast in zip(*results, strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
+def test_refuses_derivatives_that_it_has_not():
+    """torch would drop tangents, and give a weight no gradient, without a word."""
+    weights, _ = make()
+    ids, _ = make_routing()
+    row_slot, offsets, slot_row = moe_route(ids, E)
+    ops = torch.ops.thunder_moe
+    hidden, rows = torch.randn(T, H), torch.randn(T * A, INNER)
+    operators = [
+        (ops.f16a_nvfp4weight_grouped_swiglu, hidden, weights[0], (offsets, row_slot)),
+        (ops.f16a_nvfp4weight_grouped_mm_combine, rows, weights[1], (offsets, slot_row)),
+        (ops.f16a_nvfp4weight_scaled_grouped_mm, rows, weights[1], (offsets,)),
+        (ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad, torch.randn(T * A, H), weights[1], (offsets,)),
+    ]
+    for operator, x, weight, others in operators:
+        fp4, scale, global_scale = operands(weight)
+        message = "NVFP4 operators have no forward-mode derivative"
+        with pytest.raises(NotImplementedError, match=message):
+            torch.func.jvp(
+                lambda x, call=operator, rest=(fp4, scale, global_scale, *others): call(x, *rest), (x,), (x,)
+            )
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
+            operator(forward_ad.make_dual(x, x), fp4, scale, global_scale, *others)
+        learned = global_scale.clone().requires_grad_()
+        with pytest.raises(
+            ValueError, match="weight_global_scale: got a tensor that requires a gradient, wanted a fro"
+        ):
+            operator(x, fp4, scale, learned, *others)
+        with torch.no_grad():
+            operator(x, fp4, scale, learned, *others)
 
 
 def test_use_backend_insists():

@@ -122,7 +122,7 @@ def grouped_swiglu(
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inner)
-    row_scale, (bias, *of_bias) = scale_of_rows(slot_scale, row_slot), _bias(bias, offsets)
+    row_scale, (bias, *of_bias) = floats(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
     numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
     shape = (DTYPE_CODES[gate_up.dtype], rows, inner)
     _extension().thunder_moe_swiglu(
@@ -187,18 +187,19 @@ def _mm_experts(
     """Decode one expert at a time and multiply: rows @ w; with `min_rows` rows @ w.T of experts with that many rows."""
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     buffer: Tensor | None = None
-    for expert, begin, end in row_groups(offsets, rows.shape[0]):
-        if end - begin < min_rows:
-            continue
-        if buffer is None:
-            buffer = torch.empty(1, qdata.shape[1], 2 * qdata.shape[2], dtype=dtype)
-        one = slice(expert, expert + 1)
-        _dequantize_into(buffer, qdata[one], scale[one], global_scale[one])
-        weight = buffer[0].t() if min_rows else buffer[0]
-        if dtype == rows.dtype:
-            torch.mm(rows[begin:end], weight, out=out[begin:end])
-        else:
-            out[begin:end] = torch.mm(rows[begin:end].to(dtype), weight)
+    with torch.autocast("cpu", enabled=False):
+        for expert, begin, end in row_groups(offsets, rows.shape[0]):
+            if end - begin < min_rows:
+                continue
+            if buffer is None:
+                buffer = torch.empty(1, qdata.shape[1], 2 * qdata.shape[2], dtype=dtype)
+            one = slice(expert, expert + 1)
+            _dequantize_into(buffer, qdata[one], scale[one], global_scale[one])
+            weight = buffer[0].t() if min_rows else buffer[0]
+            if dtype == rows.dtype:
+                torch.mm(rows[begin:end], weight, out=out[begin:end])
+            else:
+                out[begin:end] = torch.mm(rows[begin:end].to(dtype), weight)
 
 
 def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:

@@ -76,20 +76,24 @@ def _per_expert(
     columns: int,
     gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Runs `gemm(rows of the expert, dequantised (N, K) expert)` for each expert; rows past the last group are 0."""
+    """Runs `gemm(rows of the expert, dequantised (N, K) expert)` for each expert; rows past the last group are 0.
+
+    In the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
+    """
     out = rows.new_zeros(rows.shape[0], columns)
-    if rows.device.type == "cpu":
-        groups = row_groups(offsets, rows.shape[0])
-        matrices = _experts(weight, rows.dtype, [expert for expert, _, _ in groups])
-        for (_, begin, end), matrix in zip(groups, matrices, strict=True):
-            out[begin:end] = gemm(rows[begin:end], matrix)
+    with torch.autocast(rows.device.type, enabled=False):
+        if rows.device.type == "cpu":
+            groups = row_groups(offsets, rows.shape[0])
+            matrices = _experts(weight, rows.dtype, [expert for expert, _, _ in groups])
+            for (_, begin, end), matrix in zip(groups, matrices, strict=True):
+                out[begin:end] = gemm(rows[begin:end], matrix)
+            return out
+        row_expert = torch.searchsorted(
+            offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
+        )
+        for expert, matrix in enumerate(_experts(weight, rows.dtype, range(weight.shape[0]))):
+            out = torch.where((row_expert == expert)[:, None], gemm(rows, matrix), out)
         return out
-    row_expert = torch.searchsorted(
-        offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
-    )
-    for expert, matrix in enumerate(_experts(weight, rows.dtype, range(weight.shape[0]))):
-        out = torch.where((row_expert == expert)[:, None], gemm(rows, matrix), out)
-    return out
 
 
 def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:

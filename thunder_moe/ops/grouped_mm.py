@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from thunder_moe.kernels.select import select
 from thunder_moe.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
@@ -20,6 +21,8 @@ __all__ = [
     "check_optional",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "operands",
+    "refuse_forward_ad",
+    "refuse_weight_gradients",
     "weight_from_operands",
 ]
 
@@ -39,6 +42,7 @@ def _grouped_mm(
     layout: str = "linear",
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    refuse_forward_ad()
     check_operands(activation, *packed, offsets, layout)
     check_offset_values(offsets, activation.shape[0])
     kernel = select(activation.device, layout=layout).grouped_mm
@@ -63,6 +67,7 @@ def _grouped_mm_dgrad(
     layout: str = "linear",
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    refuse_forward_ad()
     _check_dgrad(grad, *packed, offsets, layout)
     check_offset_values(offsets, grad.shape[0], "grad")
     kernel = select(grad.device, layout=layout).grouped_mm_dgrad
@@ -76,6 +81,7 @@ def _(grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, *, 
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    refuse_weight_gradients(*inputs[1:4])
     ctx.save_for_backward(*inputs[1:5])
     ctx.layout = keyword_only_inputs["layout"]
 
@@ -220,7 +226,8 @@ def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], act
     if tensor is None:
         return
     require(tuple(tensor.shape) == shape, name, tensor, f"shape {shape}")
-    require(tensor.dtype.is_floating_point, name, tensor, "a floating-point dtype")
+    ok = tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
+    require(ok, name, tensor, "a floating-point dtype of 16 bits or more")
     require(tensor.device == activation.device, name, tensor, f"device {activation.device}, that of activation")
 
 
@@ -246,3 +253,19 @@ def check_index_values(name: str, index: Tensor, least: int, end: int, of: str) 
     if low < least or high >= end:
         bad = low if low < least else high
         raise ValueError(f"{name}: got a value of {bad}, wanted values from {least} to {end - 1}, {of}")
+
+
+def refuse_forward_ad() -> None:
+    """torch drops the tangents of custom operators without a word, or takes them for zeros: NotImplementedError."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "NVFP4 operators have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd); use reverse mode"
+        )
+
+
+def refuse_weight_gradients(fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor) -> None:
+    """ValueError when a part of the weight requires a gradient, since it would get none."""
+    packed = dict(weight_scaling_factor=weight_scaling_factor, weight_global_scale=weight_global_scale)
+    for name, tensor in {"fp4_weight": fp4_weight, **packed}.items():
+        if tensor.requires_grad:
+            raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a frozen one; use detach()")

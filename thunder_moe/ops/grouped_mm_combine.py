@@ -17,6 +17,8 @@ from thunder_moe.ops.grouped_mm import (
     check_offset_values,
     check_operands,
     check_optional,
+    refuse_forward_ad,
+    refuse_weight_gradients,
     weight_from_operands,
 )
 
@@ -37,6 +39,7 @@ def _grouped_mm_combine(
     layout: str = "linear",
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    refuse_forward_ad()
     _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
     _check_values(activation, offsets, slot_row)
     kernel = select(activation.device, layout=layout).grouped_mm_combine
@@ -52,6 +55,7 @@ def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offset
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    refuse_weight_gradients(*inputs[1:4])
     ctx.save_for_backward(*inputs)
     ctx.layout = keyword_only_inputs["layout"]
 

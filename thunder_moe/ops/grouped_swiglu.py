@@ -26,6 +26,8 @@ from thunder_moe.ops.grouped_mm import (
     check_offset_values,
     check_operands,
     check_optional,
+    refuse_forward_ad,
+    refuse_weight_gradients,
     weight_from_operands,
 )
 
@@ -49,6 +51,7 @@ def _grouped_swiglu(
     up_shift: float = 0.0,
 ) -> Tensor:
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    refuse_forward_ad()
     _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
     _check_values(activation, offsets, row_slot)
     weight = weight_from_operands(*packed, layout)
@@ -66,6 +69,7 @@ def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offset
 
 
 def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
+    refuse_weight_gradients(*inputs[1:4])
     ctx.save_for_backward(*inputs)
     ctx.options = keyword_only_inputs
 

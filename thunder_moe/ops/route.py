@@ -18,6 +18,7 @@ __all__ = ["moe_route"]
 @torch.library.custom_op("thunder_moe::moe_route", mutates_args=())
 def _route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     _check(expert_ids, num_experts)
+    require(expert_ids.numel() < 2**31, "expert_ids", expert_ids, "less than 2**31 ids: rows are int32")
     return select(expert_ids.device).route(expert_ids, num_experts)
 
 
