@@ -198,6 +198,16 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
 }
 
 static void __syncthreads() { block_meeting.wait(blockDim.x); }
+static bool __syncthreads_and(bool value) {
+  static int refusals = 0;
+  refusals += !value;
+  __syncthreads();
+  const bool all = refusals == 0;
+  __syncthreads();
+  refusals = 0;
+  __syncthreads();  // the next call may count
+  return all;
+}
 static void __syncwarp() { warp_meetings[threadIdx.x / 32].wait(32); }
 
 // ---- collectives of a warp: each lane leaves its value, all meet, each takes what it wants ----

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -173,5 +174,7 @@ def test_a_thread_without_a_context_gets_that_of_the_device(monkeypatch, has_one
     monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (success, f"device {ordinal}"))
     monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (success, f"context of {device}"))
     monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: calls.append(context) or (success,))
+    monkeypatch.setattr(nvrtc, "_thread", threading.local())
+    nvrtc.bind_context(3)
     nvrtc.bind_context(3)
     assert calls == ([] if has_one else ["context of device 3"])

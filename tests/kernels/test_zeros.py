@@ -132,6 +132,7 @@ def test_the_device_of_the_tensor_is_asked_whether_it_is_captured(monkeypatch):
             current[0] = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     assert [zeros._is_capturing(torch.device("cuda", i)) for i in range(3)] == [False, True, False]
     assert current == [0]

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);  // output features of a tile
   DYNAMIC_SHARED(uint4, tokens);  // [2 segments][kTokens][kSegment chunks][16 units]
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
+  __shared__ int warp_total[kThreads / 32];
   __shared__ float partial[WK > 1 ? WK - 1 : 1][WN][R * C * 4 * 32];
   __shared__ const uint16_t* token_of[kTokens];
 
@@ -46,8 +47,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   const int chunks = (args.k + kChunk - 1) / kChunk;
   const int k_first = warp_k * kChunk + 32 * t;  // of this thread
 
-  if (threadIdx.x < 32) count_tiles(args, kTokens, tile_start, row_start);
-  __syncthreads();
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int tile_m = tile / tiles_n, tile_n = tile - tile_m * tiles_n;
@@ -193,6 +193,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   constexpr int kTileRows = WN * 16 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, stages);  // [STAGES][kTokens][16]
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
+  __shared__ int warp_total[kThreads / 32];
   __shared__ const uint16_t* token_of[kTokens];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
@@ -205,8 +206,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
       token_of, args.k, stages + token * 16 + place_of_unit(token, threadIdx.x % 16));
   static_assert(fetch.kStep % 2 == 0, "a thread's tokens are placed alike");
 
-  if (threadIdx.x < 32) count_tiles(args, kTokens, tile_start, row_start);
-  __syncthreads();
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);

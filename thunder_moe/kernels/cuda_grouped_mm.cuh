@@ -129,47 +129,41 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- the tiles of a routing ----
 
-// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows. One warp calls it: each
-// lane counts for neighbouring experts. Afterwards rows never decrease and end with the last that exists, whatever the
-// offsets: an expert that would begin later or end earlier has none.
-DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start) {
-  const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
-  const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
-  int sum = 0, start = first > 0 && first < last ? args.offsets[first - 1] : 0;
+// The same as count_tiles, by one thread, whatever the offsets: an expert that would begin after the last row, or end before
+// it begins, has none. So nothing is read or written that does not exist.
+DEVICE void count_tiles_in_order(const Arguments& args, int height, int* tile_start, int* row_start) {
+  tile_start[0] = row_start[0] = 0;
+#pragma unroll 1
+  for (int e = 0; e < args.experts; ++e) {
+    const int begin = row_start[e], end = min(max(args.offsets[e], begin), args.rows);
+    row_start[e + 1] = end;
+    tile_start[e + 1] = tile_start[e] + (end - begin + height - 1) / height;
+  }
+}
+
+// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows; all threads of the
+// block call it.
+template <int THREADS>
+DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
+  const int thread = threadIdx.x;
+  int carry = 0;
   bool ordered = true;
-  for (int base = first; base < last; base += 4) {  // loads that do not wait for each other
-    int ends[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ends[i] = args.offsets[min(base + i, last - 1)];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (base + i >= last) break;
-      ordered = ordered && start <= ends[i] && ends[i] <= args.rows;
-      sum += (ends[i] - start + height - 1) / height;
-      row_start[base + i + 1] = start = ends[i];
-      tile_start[base + i + 1] = sum;
-    }
-  }
-  if (!__all_sync(0xffffffffu, ordered)) {
-    __syncwarp();
-    if (lane > 0) return;
-    tile_start[0] = row_start[0] = 0;
-    for (int e = 0; e < args.experts; ++e) {
-      const int begin = row_start[e], end = min(max(args.offsets[e], begin), args.rows);
+  for (int base = 0; base < args.experts; base += THREADS) {
+    const int e = base + thread;
+    int tiles = 0;
+    if (e < args.experts) {
+      const int end = args.offsets[e], start = e ? args.offsets[e - 1] : 0;
+      ordered = ordered && start <= end && end <= args.rows;
+      tiles = (end - start + height - 1) / height;
       row_start[e + 1] = end;
-      tile_start[e + 1] = tile_start[e] + (end - begin + height - 1) / height;
     }
-    return;
+    const int end = scan_block<THREADS>(tiles, warp_total, carry);
+    if (e < args.experts) tile_start[e + 1] = end;
   }
-  int before = sum;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(0xffffffffu, before, step);
-    if (lane >= step) before += other;
-  }
-  before -= sum;
-  for (int e = first; e < last; ++e) tile_start[e + 1] += before;
-  if (lane == 0) tile_start[0] = row_start[0] = 0;
+  if (thread == 0) tile_start[0] = row_start[0] = 0;
+  if (__syncthreads_and(ordered)) return;
+  if (thread == 0) count_tiles_in_order(args, height, tile_start, row_start);
+  __syncthreads();
 }
 
 // The last expert whose tiles start at or before `tile`.

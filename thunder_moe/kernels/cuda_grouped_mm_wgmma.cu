@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage]
   __shared__ int tile_start[kMaxExperts + 1], row_start[kMaxExperts + 1];
+  __shared__ int warp_total[kThreads / 32];
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
@@ -60,8 +61,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of what order_rows has written
   uint4* const to = stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8);
 
-  if (threadIdx.x < 32) count_tiles(args, kTokens, tile_start, row_start);
-  __syncthreads();
+  count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
   const int tiles = tile_start[args.experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);

@@ -195,6 +195,41 @@ DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t e
 
 // ---- tiles ----
 
+// The same as count_tiles, by one warp, without a barrier: each lane counts for neighbouring experts.
+DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_start, int* row_start) {
+  const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
+  const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
+  int sum = 0, start = first > 0 && first < last ? args.offsets[first - 1] : 0;
+  bool ordered = true;
+  for (int base = first; base < last; base += 4) {  // loads that do not wait for each other
+    int ends[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ends[i] = args.offsets[min(base + i, last - 1)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (base + i >= last) break;
+      ordered = ordered && start <= ends[i] && ends[i] <= args.rows;
+      sum += (ends[i] - start + height - 1) / height;
+      row_start[base + i + 1] = start = ends[i];
+      tile_start[base + i + 1] = sum;
+    }
+  }
+  if (!__all_sync(0xffffffffu, ordered)) {
+    __syncwarp();
+    if (lane == 0) count_tiles_in_order(args, height, tile_start, row_start);
+    return;
+  }
+  int before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, before, step);
+    if (lane >= step) before += other;
+  }
+  before -= sum;
+  for (int e = first; e < last; ++e) tile_start[e + 1] += before;
+  if (lane == 0) tile_start[0] = row_start[0] = 0;
+}
+
 // What a block does, one after the other: tiles, of which LAST for each block go to whichever gets to them, so that a faster
 // block does more and all are done at about the same time. They are no more because the answer takes long, and because
 // blocks that keep in step find in the L2 cache what others have read. A block asks ahead. All lanes of the producer call it.

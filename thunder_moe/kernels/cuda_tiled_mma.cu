@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int all_subs = args.k / kBlock;
   Units<SHARED, 2> units((features + kTileRows - 1) / kTileRows, (all_subs + kSubs - 1) / kSubs);
-  if (warp == 0) count_tiles(args, kTokens, tile_start, row_start);
+  if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == kConsumers) {
     init_ring<STAGES, kStage>(memory + kEnd, kConsumers / 32);
     fence_barriers();

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int stages_k = args.k / (kBlock * SUB);
   Units<false, 6> units((features + kTileRows - 1) / kTileRows, stages_k);
-  if (warp == 0) count_tiles(args, kTokens, tile_start, row_start);
+  if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == 128 * WG) {
     prefetch_map(&all.x);
     scale_top = 0x70007000;

@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
+_thread = threading.local()
 
 
 class Kernel:
@@ -125,9 +126,11 @@ def bind_context(device: int) -> None:
     """Makes the primary context of a device that of this thread, if it has none.
 
     The driver's calls need one. torch binds it with a thread's first call of the CUDA runtime, which a thread whose
-    memory comes from torch's cache may never make. To be called under `torch.cuda.device(device)`, which changes from
-    the context of one device to that of another.
+    memory comes from torch's cache may never make. To be called under `torch.cuda.device(device)`, which from then on
+    changes from the context of one device to that of another.
     """
+    if getattr(_thread, "has_context", False):  # on the path of every launch
+        return
     from cuda.bindings import driver
 
     (current,) = _check(driver.cuCtxGetCurrent())
@@ -135,6 +138,7 @@ def bind_context(device: int) -> None:
         (ordinal,) = _check(driver.cuDeviceGet(device))
         (context,) = _check(driver.cuDevicePrimaryCtxRetain(ordinal))
         _check(driver.cuCtxSetCurrent(context))
+    _thread.has_context = True
 
 
 @functools.cache

@@ -95,5 +95,7 @@ def _filled(size: int, device: torch.device) -> Tensor:
 
 def _is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a device is being captured; torch's own question is about the current device."""
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
