@@ -315,9 +315,9 @@ def test_trains_as_it_is():
 def test_tokens_changed_in_place_are_not_taken_for_the_old_ones():
     class Changing(Dense):
         def rows(self, x, scores):
-            rows = super().rows(x, scores)
+            repeated = x.repeat(EXPERTS, 1)
             x.add_(1)
-            return rows
+            return repeated * scores.transpose(0, 1).reshape(-1, 1)
 
     module, x = Changing(), rows()
     with pytest.warns(RewriteWarning, match="the tokens may be changed in place by add_"):
@@ -339,3 +339,42 @@ def test_a_batched_gemm_that_is_no_expert_is_reported():
         function(x)
     (entry,) = rewrite_report(function)
     assert (entry.gemm.weight, entry.decision) == ("weight", "16-bit")
+
+
+def changed_between_scatter_and_repeat(self, x, scores):
+    x.mul_(2)
+    return Dense.rows(self, x, scores)
+
+
+def test_tokens_that_change_where_nobody_reads_them():
+    class Later(Dense):
+        def total(self, y):
+            self.x.add_(1)
+            return super().total(y)
+
+        def rows(self, x, scores):
+            self.x = x
+            return super().rows(x, scores)
+
+    for module in (Dense(rows=changed_between_scatter_and_repeat), Later()):
+        function, x = compiled(module, "eager"), rows()
+        ours, theirs = x.clone(), x.clone()
+        out = function(ours)[0]
+        assert len(rewrite_report(function).rewritten) == 2
+        assert relative_error(out, decoded(module, BF16)(theirs)[0]) < 0.01
+        assert torch.equal(ours, theirs)
+
+
+def test_tokens_that_change_before_the_backward_reads_them_again():
+    class Later(Dense):
+        def forward(self, x):
+            out = super().forward(x)
+            x.add_(1)
+            return out
+
+    module, leaf = Later(), rows().requires_grad_()
+    with pytest.warns(RewriteWarning, match="the tokens may be changed in place by add_ after mul"):
+        compiled(module, "eager")(leaf * 1)[0].float().sum().backward()
+    ours, leaf.grad = leaf.grad, None
+    module(leaf * 1)[0].float().sum().backward()
+    assert relative_error(ours, leaf.grad) < 0.01

@@ -443,3 +443,17 @@ def test_other_numbers_of_rows_in_nested_graphs(mark):
 def test_a_warning_still_tells_that_nothing_was_rewritten():
     with pytest.warns(RewriteWarning, match="may be changed in place by mul_"):
         compare(program("self.a.mul_(2); return mm(x, self.a, o)"), "eager", x_grad=False)
+
+
+def test_what_torch_does_not_keep_for_a_backward_may_change_before_it():
+    body = program("y = mm(x, self.a, o); x.zero_(); return y")
+    assert [entry.decision for entry in compare(body, "eager", x_grad=False)] == SINGLE
+
+    def zeroed_later(self, x, buf, o):
+        y = mm(x, self.a, o)
+        with torch.no_grad():
+            self.a[0].zero_()
+        return y
+
+    (entry,) = compare(zeroed_later, "eager", train="a", x_grad=False)
+    assert "may be changed in place by zero_" in entry.reason

@@ -142,27 +142,36 @@ def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
     _want(_tensor(tokens, 2).dtype == _tensor(batched, 3).dtype, "tokens and rows differ in dtype")
     for node in (indices, values):
         _want(_same(_tensor(node, 2).shape[0], _tensor(tokens, 2).shape[0]), f"{node.name} is not of all tokens")
-    _want_safe(first.scope, (tokens, indices, values), {repeated, scatter, rows, total, *chain, *views, *used, *inner})
-    return Routing(repeated, scatter, tuple(chain), rows, total)
-
-
-def _want_safe(scope: Scope, operands: tuple[Any, Any, Any], replaced: set[fx.Node]) -> None:
-    tokens, indices, values = operands
-    read = dict.fromkeys(storages_of(value_of(values)), "the router's choice")
-    read |= dict.fromkeys(storages_of(value_of(tokens)), "the tokens")
-    handed_on = storages_of([value_of(node) for node in replaced])
-    positions = {scope.positions[node] for node in replaced}
-    # The operators' backwards compute the products again.
-    differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
-    saved = dict.fromkeys(storages_of(value_of(tokens)), "the tokens") if differentiable else None
-    names = dict.fromkeys(handed_on, "an intermediate") | read
-    reason = scope.program.reason_against_fusing(positions, names, saved)
-    if reason is None:
-        # Of k different experts, as a top-k gives them, and so from there on.
-        experts = dict.fromkeys(storages_of(value_of(indices)), "the experts")
-        first, last = scope.positions[indices.args[0]], max(positions)
-        reason = scope.program.reason_against_reading_later(first, last, experts, positions)
+    routing = Routing(repeated, scatter, tuple(chain), rows, total)
+    reason = _reason_against_routing(
+        first.scope, routing, {repeated, scatter, rows, total, *chain, *views, *used, *inner}
+    )
     _want(reason is None, str(reason))
+    return routing
+
+
+def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Node]) -> str | None:
+    """Why routed GEMMs, which read tokens, experts and values at `routing.rows`, may not replace some nodes."""
+    program, position = scope.program, scope.positions
+    tokens, indices, values = routing.operands
+    positions = {position[node] for node in replaced}
+
+    def change(first: int, last: int, operand: Any, name: str) -> str | None:
+        names = dict.fromkeys(storages_of(value_of(operand)), name)
+        return program.reason_against_reading_later(first, last, names, positions)
+
+    place, end = position[routing.rows], len(program.steps)
+    handed_on = storages_of([value_of(node) for node in replaced - {routing.total}])
+    # The backward computes the products again, of the tokens.
+    differentiable = any(scope.modes[node] and value_of(node).requires_grad for node in (tokens, values))
+    return (
+        program.reason_against_fusing(positions, dict.fromkeys(handed_on, "an intermediate"))
+        or change(position[routing.repeated], place, tokens, "the tokens")
+        or change(position[routing.scatter], place, values, "the router's choice")
+        # Of k different experts, as a top-k gives them.
+        or change(position[indices.args[0]], place, indices, "the experts")
+        or (change(place, end, tokens, "the tokens") if differentiable else None)
+    )
 
 
 def _behind_views(node: Any, experts: int, last: int) -> tuple[Any, set[fx.Node]]:

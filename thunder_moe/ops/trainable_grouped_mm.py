@@ -74,7 +74,10 @@ def _(a, grad, offsets):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs)
+    # No more than torch keeps: what is not kept may change in place before the backward.
+    a, b, offsets = inputs
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offsets)
 
 
 def _backward(ctx, grad):
