@@ -5,6 +5,8 @@ Called by hand and by `make test-programs`; calls programs and execution. A fail
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -27,9 +29,20 @@ def main() -> int:
     parser.add_argument("--everything", action="store_true", help="features that are known to fail, too")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
+    seeds = range(arguments.seed, arguments.seed + arguments.programs)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended counts what it did
+    with contextlib.suppress(KeyboardInterrupt):
+        _run(arguments, seeds, counts)
+    print(f"{arguments.compiler}, seeds from {arguments.seed}:")
+    for name, count in counts.items():
+        print(f"{count:8d} {name}")
+    return counts["failures"] > 0
+
+
+def _run(arguments: argparse.Namespace, seeds: range, counts: Counter[str]) -> None:
     disabled = frozenset() if arguments.everything else frozenset(DISABLED[arguments.compiler])
     disabled |= set(filter(None, arguments.without.split(",")))
-    for seed in tqdm(range(arguments.seed, arguments.seed + arguments.programs), mininterval=5):
+    for seed in tqdm(seeds, mininterval=5):
         program = generate(seed, disabled)
         outcome = test(program, arguments.compiler)
         counts["programs"] += 1
@@ -52,10 +65,6 @@ def main() -> int:
             path.write_text(text + script(smallest, arguments.compiler))
         if counts["failures"] >= arguments.failures:
             break
-    print(f"{arguments.compiler}, seeds from {arguments.seed}:")
-    for name, count in counts.items():
-        print(f"{count:8d} {name}")
-    return counts["failures"] > 0
 
 
 if __name__ == "__main__":

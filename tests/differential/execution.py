@@ -9,7 +9,7 @@ import linecache
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +28,11 @@ __all__ = ["COMPILERS", "Outcome", "script", "shrink", "test"]
 COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder")
 _BACKENDS = {"dynamo-eager": "eager", "dynamo-aot": "aot_eager", "dynamo-inductor": "inductor"}
 # Relative Frobenius error of one tensor: bfloat16 rounds at other places; a stale or unscaled weight is far beyond.
-TOLERANCE = 0.04
+TOLERANCE = 0.02
+# Where that is exceeded: times the error that one more rounding of each GEMM's output would make.
+NOISE_TOLERANCE = 3
 # Features for which a frozen weight may stay 16-bit; the report then says why.
-EXCUSES = {"detach", "no-op to", "mT.mT.mT", "mT.contiguous()", "changed weights", "autograd.Function", "checkpoint"}
+EXCUSES = {"detach", "no-op to", "mT.mT.mT", "mT.contiguous()", "changed weights", "autograd.Function"}
 # Errors that mean that the program itself is not one: of a shrunk program whose definitions are gone.
 _INVALID = (NameError, AttributeError, SyntaxError)
 
@@ -80,6 +82,12 @@ def _compare(program: Program, source: str, compiler: str, expected: Run, stock:
         warnings.simplefilter("ignore")
         actual = _execute(program, source, compile_)
     differences = list(_differences(expected, actual))
+    if any("relative error" in difference for difference in differences):
+        noisy = re.sub(
+            r"(torch\._|F\.)grouped_mm\(|torch\.bmm\(", lambda call: f"noisy({call[0][:-1]}, ", program.source()
+        )
+        runs = [_execute(program, noisy, lambda model: model) for _ in range(3)]
+        differences = list(_differences(expected, actual, runs))
     if not stock:
         differences += _unreported(program, source, compiler, functions[0], outcome)
     if differences:
@@ -105,7 +113,7 @@ def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Call
     eager = compile_.__name__ == "<lambda>"
     names = dict(
         torch=torch, nn=nn, F=F, checkpoint=checkpoint, exact=exact, gc=gc, loop_grouped_mm=_loop_grouped_mm,
-        cond=_eager_cond if eager else torch.cond,
+        cond=_eager_cond if eager else torch.cond, noisy=_noisy,
     )  # fmt: skip
     exec(compile(source, filename, "exec"), names)
     model = names["Model"]()
@@ -148,6 +156,12 @@ def _eager_cond(condition: Tensor, true: Callable, false: Callable, arguments: t
     return (true if condition else false)(*arguments)
 
 
+def _noisy(product: Callable[..., Tensor], *operands: Tensor, **options: Tensor) -> Tensor:
+    """A product whose values are off by about what a rounding to bfloat16 changes."""
+    out = product(*operands, **options)
+    return out * (1 + torch.empty_like(out, requires_grad=False).uniform_(-1, 1) / 128)
+
+
 def _loop_grouped_mm(rows: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor:
     """torch._grouped_mm by operators that every compiler knows."""
     number = torch.arange(rows.shape[0])[:, None]  # [M, 1]
@@ -160,7 +174,7 @@ def _loop_grouped_mm(rows: Tensor, mat_b: Tensor, offs: Tensor) -> Tensor:
     return out
 
 
-def _differences(expected: Run, actual: Run) -> Iterator[str]:
+def _differences(expected: Run, actual: Run, noisy: Sequence[Run] = ()) -> Iterator[str]:
     for number, (ours, theirs) in enumerate(zip(actual.calls, expected.calls, strict=False)):
         if theirs.backward_raised and "inplace operation" in (ours.raised or ""):
             return  # ahead of time, the backward is part of the compilation
@@ -176,6 +190,9 @@ def _differences(expected: Run, actual: Run) -> Iterator[str]:
             if name not in ours.tensors:
                 yield f"call {number}: {name} is missing"
             elif (error := _error(ours.tensors[name], value)) > TOLERANCE:
+                noise = [_error(run.calls[number].tensors[name], value) for run in noisy]
+                if noise and error <= NOISE_TOLERANCE * max(noise):
+                    continue
                 yield f"call {number}: {name} has relative error {error:.3g}"
         if not theirs.backward_raised:
             for name in ours.tensors.keys() - theirs.tensors.keys():
@@ -212,11 +229,13 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
     if outcome.eager_raised:
         return problems
     if not program.features & EXCUSES:
-        gradients = any("train" in step.text or "frozen" in step.text for step in program.steps)
+        gradients = any(name in source for name in ('"train"', '"frozen inputs"', "enable_grad", "set_grad_enabled"))
         problems += [
             f"report: {entry.gemm.weight} stays 16-bit: {entry.reason}"
             for entry in entries
-            if not entry.rewritten and not ("trainable" in entry.reason and gradients)
+            if not entry.rewritten
+            and not ("trainable" in entry.reason and gradients)
+            and not ("in place" in entry.reason and any("changed" in name for name in program.features))
         ]
     if compiler != "thunder":
         listed = {entry.gemm.where for entry in entries}
