@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from .execution import COMPILERS, script, shrink, test
+from .execution import COMPILERS, check, script, shrink
 from .programs import DISABLED, generate
 
 
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace, seeds: range, counts: Counter[str]) -> N
     disabled |= set(filter(None, arguments.without.split(",")))
     for seed in tqdm(seeds, mininterval=5):
         program = generate(seed, disabled)
-        outcome = test(program, arguments.compiler)
+        outcome = check(program, arguments.compiler)
         counts["programs"] += 1
         counts["grouped GEMMs compiled"] += outcome.gemms
         counts["grouped GEMMs rewritten"] += outcome.rewritten

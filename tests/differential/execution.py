@@ -23,7 +23,7 @@ from thunder_moe import moe_executor, rewrite_report
 from .programs import Program, Statement
 from .runtime import Call, Run, checkpoint, exact, gc, is_exact
 
-__all__ = ["COMPILERS", "Outcome", "script", "shrink", "test"]
+__all__ = ["COMPILERS", "Outcome", "check", "run_source", "script", "shrink"]
 
 COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder")
 _BACKENDS = {"dynamo-eager": "eager", "dynamo-aot": "aot_eager", "dynamo-inductor": "inductor"}
@@ -51,7 +51,7 @@ class Outcome:
     details: list[str] = field(default_factory=list)
 
 
-def test(program: Program, compiler: str, *, ask_stock: bool = True) -> Outcome:
+def check(program: Program, compiler: str, *, ask_stock: bool = True) -> Outcome:
     """Executes a program eagerly and by a compiler. A failure that the compiler has without thunder_moe, too, is no
     failure of ours: `stock_fails`; `ask_stock`: find out."""
     source = program.source()
@@ -249,12 +249,12 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
 
 def shrink(program: Program, compiler: str, attempts: int = 300) -> Program:
     """The program without the statements that its failure does not need, as far as so many attempts tell."""
-    kind, smaller = _kind(test(program, compiler, ask_stock=False)), _smaller(program)
+    kind, smaller = _kind(check(program, compiler, ask_stock=False)), _smaller(program)
     for _ in range(attempts):
         candidate = next(smaller, None)
         if candidate is None:
             break
-        if _kind(test(candidate, compiler, ask_stock=False)) == kind:
+        if _kind(check(candidate, compiler, ask_stock=False)) == kind:
             program, smaller = candidate, _smaller(candidate)
     return program
 
@@ -313,5 +313,5 @@ def run_source(source: str, compiler: str, **fields: Any) -> None:
     """Runs the source of a program and prints what differs."""
     program = Program(**fields)
     program.source = lambda: source  # type: ignore[method-assign]
-    outcome = test(program, compiler)
+    outcome = check(program, compiler)
     print(outcome.failure or outcome)

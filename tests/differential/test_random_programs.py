@@ -9,11 +9,10 @@ import torch
 
 from thunder_moe.nvfp4 import dequantize, quantize
 
-from .execution import script, shrink, test
+from .execution import check, script, shrink
 from .programs import DISABLED, Program, Statement, generate
 from .runtime import Run, exact, is_exact
 
-test.__test__ = False  # no test of pytest's
 PROGRAMS = 10  # of one test
 CHUNKS = {"dynamo-eager": 10, "dynamo-aot": 10, "dynamo-inductor": 1, "thunder": 8}
 TESTS = [(compiler, chunk) for compiler, chunks in CHUNKS.items() for chunk in range(chunks)]
@@ -24,7 +23,7 @@ def test_compiled_programs_do_what_eager_ones_do(compiler, chunk):
     rewritten = 0
     for seed in range(chunk * PROGRAMS, (chunk + 1) * PROGRAMS):
         program = generate(seed, frozenset(DISABLED[compiler]))
-        outcome = test(program, compiler)
+        outcome = check(program, compiler)
         assert not outcome.invalid, f"seed {seed} is no program: {outcome.details}\n{program.source()}"
         if outcome.failure is not None:
             smallest = script(shrink(program, compiler, attempts=100), compiler)
@@ -46,14 +45,14 @@ def test_a_wrong_weight_is_found_and_shrunk():
     # A change that no compiler sees while nothing tells of it.
     unseen = "m.w0.data.view(torch.int16).numpy()[0] ^= -32768"
     program = _program("gc.collect()", unseen, "gc.collect()")
-    outcome = test(program, "dynamo-eager")
+    outcome = check(program, "dynamo-eager")
     assert "call 1: output 0 has relative error" in outcome.failure
     smallest = shrink(program, "dynamo-eager")
     assert [step.text for step in smallest.steps] == [step.text for step in _program(unseen).steps]
     namespace = {}
     exec(script(smallest, "dynamo-eager").replace("run_source(", "found = (").replace(", **", ", "), namespace)
     assert "numpy" in namespace["SOURCE"]
-    assert test(_program(), "dynamo-eager").failure is None
+    assert check(_program(), "dynamo-eager").failure is None
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
