@@ -198,16 +198,6 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
 }
 
 static void __syncthreads() { block_meeting.wait(blockDim.x); }
-static bool __syncthreads_and(bool value) {
-  static int refusals = 0;
-  refusals += !value;
-  __syncthreads();
-  const bool all = refusals == 0;
-  __syncthreads();
-  refusals = 0;
-  __syncthreads();  // the next call may count
-  return all;
-}
 static void __syncwarp() { warp_meetings[threadIdx.x / 32].wait(32); }
 
 // ---- collectives of a warp: each lane leaves its value, all meet, each takes what it wants ----
@@ -239,11 +229,6 @@ static uint32_t __match_any_sync(uint32_t, int value) {
   uint32_t mask = 0;
   for (int lane = 0; lane < 32; ++lane) mask |= static_cast<uint32_t>(all[lane] == value) << lane;
   return mask;
-}
-
-static bool __all_sync(uint32_t, bool value) {
-  const bool* all = exchange(value);
-  return std::all_of(all, all + 32, [](bool each) { return each; });
 }
 
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }

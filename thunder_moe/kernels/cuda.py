@@ -293,8 +293,12 @@ def _gemm(
     live = min(rows, experts)
     tiles_m = live + (rows - live) // (8 * config.token_blocks)
     tiles = tiles_m * -(-features // config.tile_features(swiglu))
-    if tiles >= 2**30:
-        raise ValueError(f"activation: got {rows} rows for {features} output features, wanted fewer than 2**30 tiles")
+    # Offsets that do not rise may give every expert all rows; the kernels count the tiles of that, too.
+    if tiles >= 2**30 or experts * -(-rows // (8 * config.token_blocks)) >= 2**31:
+        raise ValueError(
+            f"activation: got {rows} rows, {experts} experts and {features} output features, wanted fewer than 2**30"
+            " tiles of them"
+        )
     blocks = tiles
     sums = sums_left = tiles_asked = None
     if config.layout == TILED:

@@ -129,17 +129,9 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- the tiles of a routing ----
 
-// The same as count_tiles, by one thread, whatever the offsets: an expert that would begin after the last row, or end before
-// it begins, has none. So nothing is read or written that does not exist.
-DEVICE void count_tiles_in_order(const Arguments& args, int height, int* tile_start, int* row_start) {
-  tile_start[0] = row_start[0] = 0;
-#pragma unroll 1
-  for (int e = 0; e < args.experts; ++e) {
-    const int begin = row_start[e], end = min(max(args.offsets[e], begin), args.rows);
-    row_start[e + 1] = end;
-    tile_start[e + 1] = tile_start[e] + (end - begin + height - 1) / height;
-  }
-}
+// The end of an expert's rows, of those that exist whatever the offsets. An expert that ends before it begins has none.
+DEVICE int row_end(const Arguments& args, int expert) { return min(max(args.offsets[expert], 0), args.rows); }
+DEVICE int tiles_between(int start, int end, int height) { return (max(end - start, 0) + height - 1) / height; }
 
 // tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows; all threads of the
 // block call it.
@@ -147,22 +139,18 @@ template <int THREADS>
 DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
   const int thread = threadIdx.x;
   int carry = 0;
-  bool ordered = true;
   for (int base = 0; base < args.experts; base += THREADS) {
     const int e = base + thread;
     int tiles = 0;
     if (e < args.experts) {
-      const int end = args.offsets[e], start = e ? args.offsets[e - 1] : 0;
-      ordered = ordered && start <= end && end <= args.rows;
-      tiles = (end - start + height - 1) / height;
+      const int end = row_end(args, e);
+      tiles = tiles_between(e ? row_end(args, e - 1) : 0, end, height);
       row_start[e + 1] = end;
     }
     const int end = scan_block<THREADS>(tiles, warp_total, carry);
     if (e < args.experts) tile_start[e + 1] = end;
   }
   if (thread == 0) tile_start[0] = row_start[0] = 0;
-  if (__syncthreads_and(ordered)) return;
-  if (thread == 0) count_tiles_in_order(args, height, tile_start, row_start);
   __syncthreads();
 }
 

@@ -199,25 +199,18 @@ DEVICE void decode_steps(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t e
 DEVICE void count_tiles_by_warp(const Arguments& args, int height, int* tile_start, int* row_start) {
   const int lane = threadIdx.x % 32, each = (args.experts + 31) / 32;
   const int first = min(lane * each, args.experts), last = min(first + each, args.experts);
-  int sum = 0, start = first > 0 && first < last ? args.offsets[first - 1] : 0;
-  bool ordered = true;
+  int sum = 0, start = first > 0 && first < last ? row_end(args, first - 1) : 0;
   for (int base = first; base < last; base += 4) {  // loads that do not wait for each other
     int ends[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ends[i] = args.offsets[min(base + i, last - 1)];
+    for (int i = 0; i < 4; ++i) ends[i] = row_end(args, min(base + i, last - 1));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (base + i >= last) break;
-      ordered = ordered && start <= ends[i] && ends[i] <= args.rows;
-      sum += (ends[i] - start + height - 1) / height;
+      sum += tiles_between(start, ends[i], height);
       row_start[base + i + 1] = start = ends[i];
       tile_start[base + i + 1] = sum;
     }
-  }
-  if (!__all_sync(0xffffffffu, ordered)) {
-    __syncwarp();
-    if (lane == 0) count_tiles_in_order(args, height, tile_start, row_start);
-    return;
   }
   int before = sum;
 #pragma unroll

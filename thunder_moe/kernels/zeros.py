@@ -42,12 +42,12 @@ class Zeros:
         """
         capturing = _is_capturing(self._device)
         stream = torch.cuda.current_stream(self._device).cuda_stream
+        if not capturing:
+            row = self._of_stream.get(stream)
+            if row is not None and row.numel() >= size:
+                return row
+            size = max(size, ROW_SIZE)  # for whatever the stream's next kernels need
         with self._lock:
-            if not capturing:
-                row = self._of_stream.get(stream)
-                if row is not None and row.numel() >= size:
-                    return row
-                size = max(size, ROW_SIZE)  # for whatever the stream's next kernels need
             if self._used + size <= self._all.numel():
                 row, self._used = self._all[self._used : self._used + size], self._used + size
                 if not capturing:
