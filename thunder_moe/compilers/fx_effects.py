@@ -108,7 +108,7 @@ def program_of(
     graph: fx.Graph,
     modes: Mapping[fx.Node, bool],
     value_of: Callable[[fx.Node], Any],
-    nested: Mapping[fx.Node, Sequence[Program]],
+    nested: Mapping[fx.Node, Sequence[tuple[Program, frozenset[int]]]],
 ) -> Program:
     """A graph's nodes as steps, in order.
 
@@ -116,20 +116,30 @@ def program_of(
         graph: with example values.
         modes: `grad_modes` of the graph.
         value_of: the example value of a node, or the real tensor of a get_attr node.
-        nested: the programs of the graphs that higher-order operators call.
+        nested: the programs of the graphs that higher-order operators call, and the storages of those graphs' inputs.
     """
     return Program([_step(node, modes[node], value_of, nested.get(node)) for node in graph.nodes])
 
 
 def _step(
-    node: fx.Node, grad_enabled: bool, value_of: Callable[[fx.Node], Any], nested: Sequence[Program] | None
+    node: fx.Node,
+    grad_enabled: bool,
+    value_of: Callable[[fx.Node], Any],
+    nested: Sequence[tuple[Program, frozenset[int]]] | None,
 ) -> Step:
     calls = node.op.startswith("call_")
     reads = storages_of([value_of(source) for source in node.all_input_nodes]) if calls else _NOTHING
 
     def find() -> Collection[int]:
         if nested is not None:
-            return {storage for storage in reads if any(s.changes((storage,)) for p in nested for s in p.steps)}
+            changed = {
+                storage
+                for program, inputs in nested
+                for storage in reads | inputs
+                if any(step.changes((storage,)) for step in program.steps)
+            }
+            # An input that is no operand stands for one: for that of another call of the graph, or a part of it.
+            return changed if changed <= reads else reads
         written = _written(node, value_of)
         return reads if written is None else written
 

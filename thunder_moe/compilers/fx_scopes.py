@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.fx_effects import grad_modes, program_of
+from thunder_moe.compilers.fx_effects import grad_modes, program_of, storages_of
 from thunder_moe.compilers.safety import Program
 
 __all__ = ["Scope", "copy_of", "scopes_of", "value_of"]
@@ -62,8 +62,13 @@ class Scope:
     @cached_property
     def program(self) -> Program:
         """The graph as steps, `positions` the positions of its nodes. To be asked for before anything is rewritten."""
-        nested = {call: [body.program for body in bodies] for call, bodies in self.children.items()}
+        nested = {call: [(body.program, body.inputs) for body in bodies] for call, bodies in self.children.items()}
         return program_of(self.graph, self.modes, self.value_of, nested)
+
+    @property
+    def inputs(self) -> frozenset[int]:
+        """The storages of the graph's inputs."""
+        return storages_of([self.value_of(node) for node in self.graph.find_nodes(op="placeholder")])
 
     def value_of(self, node: fx.Node) -> Any:
         value = value_of(node)
