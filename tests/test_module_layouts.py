@@ -392,3 +392,32 @@ def test_gate_and_up_get_their_own_dtype_and_requires_grad_back(layout):
         assert torch.equal(again.qdata, weight.qdata)
     with pytest.raises(ValueError, match="weight_dtype: got .* wanted one of each for every one of the weights"):
         NVFP4GroupedLinear(quantize(torch.randn(1, 16, 16)), weight_dtype=[BF16, BF16])
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("first", ["qdata", "scale"])
+def test_shards_that_part_codes_from_scales_load(layout, assign, first):
+    """Codes in blocks whose scale is still 0 must wait for the scale, not become 0."""
+    source = quantize(torch.randn(2, 128, 64))
+    linear = NVFP4GroupedLinear(quantize(torch.zeros(2, 128, 64)).to_layout(layout))
+    state = NVFP4GroupedLinear(source).state_dict()
+    second = "scale" if first == "qdata" else "qdata"
+    for names in ((first,), (second, "global_scale")):
+        linear.load_state_dict({name: state[name].clone() for name in names}, strict=False, assign=assign)
+    assert linear.layout == layout
+    for name, tensor in linear.state_dict().items():
+        assert torch.equal(tensor.view(torch.uint8), state[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_module_of_layout_auto_follows_what_is_assigned(tiles, monkeypatch, assign):
+    quantized = model("auto")
+    assert layouts(quantized) == ["tiled_64x64"] * 2
+    state = model(seed=1).state_dict()
+    quantized.to("meta")
+    monkeypatch.undo()
+    if not assign:
+        quantized.to_empty(device="cpu")
+    quantized.load_state_dict(state, assign=assign)
+    assert layouts(quantized) == ["linear"] * 2
+    assert torch.equal(run(quantized), run(model(seed=1)))

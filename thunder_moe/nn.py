@@ -169,6 +169,7 @@ class NVFP4GroupedLinear(nn.Module):
     scale: Tensor
     global_scale: Tensor
     auto_layout: bool = False  # of modules pickled before there was a choice
+    _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
 
     def __init__(
         self,
@@ -226,6 +227,7 @@ class NVFP4GroupedLinear(nn.Module):
                 f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of"
                 f" {MODULE_LAYOUTS}"
             )
+        self._layout_to_be = None
         for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
             buffer = self._replace(field, tensor)
             if not buffer.is_inference():
@@ -259,23 +261,33 @@ class NVFP4GroupedLinear(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
         state_dict = _by_bits(state_dict, prefix)
-        if self.layout == "linear":
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            return
+        given = [field for field in _FIELDS if f"{prefix}{field}" in state_dict]
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        device, layout = self.qdata.device, self._layout_to_be or self.layout
         # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
-        layout, own = self.layout, {field: getattr(self, field) for field in _FIELDS}
+        own = {field: getattr(self, field) for field in _FIELDS}
         self._buffers.update(zip(_FIELDS, self.nvfp4_weight.to_layout("linear").tensors(), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            loaded = NVFP4Weight(self.qdata, self.scale, self.global_scale).to_layout(layout).blocks
+            weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, "linear")
+            parted = "qdata" in given and "scale" not in given and _would_lose_codes(weight, layout)
+            self._layout_to_be = layout if parted else None
+            if layout != "linear" and not parted:
+                weight = NVFP4Weight(*weight.tensors()).to_layout(layout)
         finally:
             self._buffers.update(own)
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        for field, tensor in zip(_FIELDS, loaded, strict=True):
-            if assign and f"{prefix}{field}" in state_dict:
+        for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
+            if assign and field in given:
                 self._buffers[field] = tensor
-            else:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
+            elif tensor.shape != own[field].shape:
+                self._replace(field, tensor)
+            elif tensor is not own[field]:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
                 own[field].copy_(tensor)
+        whole = len({getattr(self, field).device for field in _FIELDS}) == 1 and (
+            "scale" in given or "qdata" not in given
+        )
+        if assign and whole:
+            self._fit_device(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4GroupedLinear:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
@@ -505,6 +517,13 @@ def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:
     wanted = f"shape ({experts},), one row end per expert"
     require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
     require(offsets.device == x.device, "offsets", offsets, f"device {x.device}, that of x")
+
+
+def _would_lose_codes(weight: NVFP4Weight, layout: str) -> bool:
+    """Whether a layout clears codes of a linear weight that has its codes, but not yet their scales, from a file."""
+    if layout == "linear" or weight.scale.is_meta:
+        return layout != "linear" and not weight.qdata.is_meta
+    return bool((weight.scale.view(torch.uint8) == 0).any())
 
 
 def _by_bits(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
