@@ -113,6 +113,26 @@ def test_from_transformers_refuses():
         Llama4MoE.from_transformers(torch.nn.Linear(2, 2))
 
 
+def test_from_transformers_refuses_what_computes_something_else():
+    modeling = pytest.importorskip("transformers.models.llama4.modeling_llama4")
+    from transformers import Llama4TextConfig
+
+    sizes = dict(hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match="module.experts.act_fn: got .*, wanted SiLU"):
+        Llama4MoE.from_transformers(modeling.Llama4TextMoe(Llama4TextConfig(**sizes, hidden_act="gelu")))
+    theirs = modeling.Llama4TextMoe(Llama4TextConfig(**sizes))
+    theirs.shared_expert.activation_fn = torch.nn.GELU()
+    with pytest.raises(ValueError, match="module.shared_expert.activation_fn: got GELU"):
+        Llama4MoE.from_transformers(theirs)
+    theirs = modeling.Llama4TextMoe(Llama4TextConfig(**sizes))
+    theirs.experts.forward = lambda x: 2 * x
+    with pytest.raises(ValueError, match="module.experts: its forward was replaced, wanted that of Llama4TextExperts"):
+        Llama4MoE.from_transformers(theirs)
+    theirs.__class__ = type("Own", (modeling.Llama4TextMoe,), {})
+    with pytest.raises(TypeError, match="module: got Own, wanted transformers' Llama4TextMoe"):
+        Llama4MoE.from_transformers(theirs)
+
+
 # ---- 4-bit linears in another layout, against the same weight in layout "linear"
 
 

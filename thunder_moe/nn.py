@@ -431,7 +431,8 @@ class Llama4MoE(nn.Module):
         """Copies the weights of a transformers `Llama4TextMoe` exactly.
 
         Raises:
-            TypeError: module is not a `Llama4TextMoe`.
+            TypeError: module is not a `Llama4TextMoe`, or one of a subclass.
+            ValueError: its activation is not SiLU, or its forward or that of one of its parts was replaced.
             ImportError: transformers is missing.
         """
         try:
@@ -440,8 +441,20 @@ class Llama4MoE(nn.Module):
             raise ImportError(
                 "from_transformers needs transformers: pip install 'thunder_moe[transformers]'"
             ) from error
-        if not isinstance(module, Llama4TextMoe):
+        from thunder_moe.replaceable import has_own_forward
+
+        if type(module) is not Llama4TextMoe:
             raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
+        for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):
+            if not has_own_forward(part):
+                raise ValueError(f"{name}: its forward was replaced, wanted that of {type(part).__name__}")
+        probes = torch.linspace(-10, 10, 41, device="cpu", dtype=torch.float32)
+        for name, act_fn in (
+            ("experts.act_fn", module.experts.act_fn),
+            ("shared_expert.activation_fn", module.shared_expert.activation_fn),
+        ):
+            if not torch.allclose(act_fn(probes), F.silu(probes)):
+                raise ValueError(f"module.{name}: got {act_fn}, wanted SiLU")
         gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
         experts, intermediate, hidden = down.shape
         config = Llama4MoEConfig(hidden, intermediate, experts, top_k=module.top_k)
