@@ -18,9 +18,10 @@ from thunder_moe import (
     NVFP4GroupedLinear,
     dequantize_,
     quantize_,
+    rewrite_report,
     to_layout_,
 )
-from thunder_moe import nn as nn_module
+from thunder_moe.kernels import slow_paths
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
 
@@ -153,6 +154,19 @@ def test_thunder_sees_the_new_layout_and_later_weights(pair):
     assert torch.equal(run(compiled), expected)
     laid_out.load_state_dict(other.state_dict())
     assert torch.equal(run(compiled), run(other))
+
+
+def test_reports_name_the_buffers_of_every_layout(layout):
+    import thunder
+
+    from thunder_moe import moe_executor
+
+    laid_out = model(layout)
+    compiled = torch.compile(laid_out, fullgraph=True, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
+    for function in (compiled, thunder.jit(laid_out, executors=[moe_executor])):
+        run(function)
+        names = [entry.gemm.weight for entry in rewrite_report(function)]
+        assert names == ["0.routed_experts.gate_up_proj.qdata", "0.routed_experts.down_proj.qdata"]
 
 
 def test_an_exported_program_is_right_or_fails(pair):
@@ -306,8 +320,8 @@ def test_a_module_that_follows_its_device_stays_tied(tiles, monkeypatch):
     assert tied[0].scale is tied[1].scale
 
 
-def test_who_asked_for_a_layout_is_told_once_that_it_is_slow(recwarn, layout):
-    nn_module._warn_of_conversion.cache_clear()
+def test_who_asked_for_a_layout_is_told_once_that_it_is_slow(recwarn, layout, monkeypatch):
+    monkeypatch.setattr(slow_paths, "_warned", set())
     quantized = model(layout)
     quantized.to("cpu")
     quantized.half()
@@ -324,7 +338,7 @@ def test_who_asked_for_a_layout_is_told_once_that_it_is_slow(recwarn, layout):
     assert layouts(quantized) == [layout] * 2
     to_layout_(quantized)
     assert layouts(quantized) == ["linear"] * 2
-    nn_module._warn_of_conversion.cache_clear()
+    monkeypatch.setattr(slow_paths, "_warned", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         quantized.to("meta").to_empty(device="cpu")

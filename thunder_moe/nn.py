@@ -7,8 +7,6 @@ N out_features, K in_features. `offsets` is int32 (E,): cumulative row ENDS, gro
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize, require
 from thunder_moe.nvfp4_layouts import layout_of_blocks
 from thunder_moe.ops import grouped_swiglu  # noqa: F401  (registers the operator)
@@ -329,7 +328,11 @@ class NVFP4GroupedLinear(nn.Module):
         elif device != before and layout != "linear":
             read_as_it_is = layout == "humming" and device.type == "cuda"
             if not read_as_it_is and layout != resolve_layout("auto", device, *sizes):
-                _warn_of_conversion(layout, device.type)
+                warn_once(
+                    ("moved", layout, device.type),
+                    f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
+                    " convert them at every call; to_layout_(model) lays them out for it",
+                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of earlier versions have the layout as an attribute, and one weight_dtype.
@@ -555,15 +558,6 @@ def _by_bits(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
             require(tensor.dtype in same, key, tensor, wanted)
             state_dict[key] = tensor.view(dtype)
     return state_dict
-
-
-@functools.cache  # once for each
-def _warn_of_conversion(layout: str, device_type: str) -> None:
-    warnings.warn(
-        f"thunder_moe: 4-bit weights in layout {layout!r} were moved to a {device_type!r} device, where they are"
-        " converted at every call, which is slow; to_layout_(model) lays them out for it",
-        stacklevel=2,
-    )
 
 
 def _require_positive(name: str, size: int, *, least: int = 1) -> None:

@@ -119,6 +119,10 @@ class Weights:
                 return node, not swapped
         return None, True
 
+    def sharing(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The weight whose memory a tensor is of, in whatever shape."""
+        return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
+
     def reason_against_packing(self, weight: fx.Node) -> str | None:
         storages = storages_of(self._scopes[0].value_of(weight))
         # From the inside out: the innermost knows the name of the operation.
@@ -218,7 +222,7 @@ def quantized_gemm(node: Any, weights: Weights) -> GroupedGemm:
     """Names and sizes of a call of one of the package's NVFP4 operators."""
     rows, fp4_weight = (value_of(argument) for argument in node.args[:2])
     experts, half, n = fp4_weight.shape
-    source, _ = weights.behind(fp4_weight)
+    source = weights.sharing(fp4_weight)
     name = qualified_name(source) if source is not None else None
     sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
     return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node))

@@ -292,7 +292,10 @@ def _find_quantized(prologue: TraceCtx, computation: TraceCtx) -> list[_Quantize
         source = fp4_weight if producer is None or not producer.flat_proxy_args else producer.flat_proxy_args[0]
         dtype = dtypes.to_torch_dtype(a.dtype)
         experts, half, n = fp4_weight.shape
-        gemm = GroupedGemm(names.get(source.name, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
+        buffer = source  # behind the views of a module's in another layout than "linear"
+        while buffer.name not in names and (view := producers.get(buffer, None)) and view.flat_proxy_args:
+            buffer = view.flat_proxy_args[0]
+        gemm = GroupedGemm(names.get(buffer.name, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
         plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
         buffers = (
             producer is not None
