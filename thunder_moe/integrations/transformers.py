@@ -29,6 +29,8 @@ from thunder_moe.integrations.experts_function import run_experts
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.nvfp4_modules import calls_only_its_class
+from thunder_moe.replaceable import has_own_forward
 
 __all__ = [
     "NVFP4Experts",
@@ -130,7 +132,7 @@ class NVFP4Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = (hidden_states, top_k_index, top_k_weights)
-        gate_up, down = self.gate_up_proj.nvfp4_weight, self.down_proj.nvfp4_weight
+        gate_up, down = _weight_of(self.gate_up_proj), _weight_of(self.down_proj)
         return run_experts(
             self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias
         )
@@ -248,6 +250,22 @@ def quantized_experts(
         biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))
     weights = once(first, pack_first), once(second, pack_second)
     return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+
+
+def _weight_of(linear: Any) -> NVFP4Weight:
+    """The weight of a projection, which the operators read without a call of the module.
+
+    Raises:
+        ValueError: the module has something that would have to run.
+    """
+    # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
+    hooked = type(linear) is NVFP4GroupedLinear and "_hf_hook" in vars(linear) and has_own_forward(linear)
+    if not calls_only_its_class(linear, NVFP4GroupedLinear) and not hooked:
+        raise ValueError(
+            f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
+            " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
+        )
+    return linear.nvfp4_weight
 
 
 def _require_plain(module: nn.Module) -> None:
