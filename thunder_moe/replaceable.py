@@ -110,7 +110,12 @@ def has_own_forward(module: nn.Module) -> bool:
         forward = vars(module).get("_old_forward")
     if forward is None:
         return True
-    return isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        return False
+    own: Any = type(module).forward  # which may have been wrapped since
+    while own is not None and own is not forward.__func__:
+        own = getattr(own, "__wrapped__", None)
+    return own is not None
 
 
 def wrapped_by(parents: Iterable[nn.Module]) -> str | None:

@@ -652,6 +652,46 @@ def test_implementation_sees_what_changes_after_a_training_forward():
     assert torch.equal(logits(model), logits(quantize_(copy.deepcopy(model))))
 
 
+def test_implementation_sees_another_activation_or_gate():
+    model = tiny_model("qwen3_moe", experts_implementation="thunder_moe").requires_grad_(False)
+    logits(model)
+    for change in (
+        lambda experts: setattr(experts, "act_fn", nn.GELU()),
+        lambda experts: setattr(experts, "_apply_gate", lambda gate_up: 2 * gate_up.chunk(2, -1)[0].relu()),
+    ):
+        for experts in expert_blocks(model).values():
+            change(experts)
+        out = logits(model)
+        model.set_experts_implementation("grouped_mm")
+        assert relative_error(out, logits(dequantized_experts(model))) < 1e-4
+        model.set_experts_implementation("thunder_moe")
+
+
+def dequantized_experts(model):
+    """A copy with the weights that 4 bits stand for, whatever else its experts have."""
+    copied = copy.deepcopy(model)
+    for experts in expert_blocks(copied).values():
+        for parameter in (experts.gate_up_proj, experts.down_proj):
+            parameter.data.copy_(dequantize(quantize(parameter.data), parameter.dtype))
+    return copied
+
+
+def test_implementation_runs_parametrised_weights_in_16_bits(count):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    model = tiny_model("qwen3_moe", BF16, experts_implementation="thunder_moe").requires_grad_(False)
+    logits(model)
+    for name, experts in zip(("gate_up_proj", "down_proj"), expert_blocks(model).values(), strict=True):
+        nn.utils.parametrize.register_parametrization(experts, name, Doubled())
+    seen = len(count)
+    out = logits(model)
+    model.set_experts_implementation("grouped_mm")
+    assert torch.equal(out, logits(model))
+    assert len(count) == seen
+
+
 @pytest.mark.skipif(
     torch.__version__.startswith("2.10."),
     reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",

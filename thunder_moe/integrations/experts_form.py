@@ -171,7 +171,8 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
         return up * module.act_fn(gate)
     if interleaved:
         gate_up = torch.stack(gate_up.chunk(2, -1), -1).flatten(-2)
-    return gate_fn(module, gate_up)
+    patched = vars(module).get("_apply_gate")
+    return gate_fn(module, gate_up) if patched is None else patched(gate_up)
 
 
 @torch.no_grad()

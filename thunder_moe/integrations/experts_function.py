@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -76,15 +77,17 @@ def run_experts(
     return torch.where(slot_row[..., None] >= 0, picked, 0).sum(1).to(hidden.dtype)
 
 
-_FORMS: WeakKeyDictionary[nn.Module, ExpertsForm] = WeakKeyDictionary()
+# What each module was when its form was proven, and the form.
+_FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = WeakKeyDictionary()
+_SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
 
 
 def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts implementation "thunder_moe" of transformers, on a module that keeps its 16-bit weights.
 
     Frozen weights (or any, while gradients are disabled) are quantised on first use, and again when they have changed;
-    weights that are being trained run in 16 bits through transformers' own grouped_mm. Under torch.compile the backend
-    "thunder_moe" decides the same, under Thunder its moe_executor.
+    weights that are being trained, or parametrized, run in 16 bits through transformers' own grouped_mm. Under
+    torch.compile the backend "thunder_moe" decides the same, under Thunder its moe_executor.
 
     Raises:
         ValueError: another backend of torch.compile compiles it, which would run in 16 bits.
@@ -94,9 +97,9 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
         if torch.compiler.is_dynamo_compiling():
             _require_backend()
         return _run_16_bit(self, *inputs)
-    form = _FORMS.get(self)
-    if form is None:
-        form = _FORMS[self] = require_form(self)
+    if parametrize.is_parametrized(self):  # its weights are made anew at each access (LoRA of PEFT, for one)
+        return grouped_mm_experts_forward(self, *inputs)
+    form = _form_now(self)
     first, second, *stored_biases = stored_weights(self, form).values()
     biases: list[Tensor] = [*stored_biases]
     trained = first.requires_grad or second.requires_grad
@@ -109,6 +112,16 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     if biases and form.interleaved:
         biases[0] = halves(biases[0])
     return run_experts(self, type(self), form, inputs, gate_up, down, *(biases or (None, None)))
+
+
+def _form_now(module: nn.Module) -> ExpertsForm:
+    """The form of a module, proven once and again when its activation or gate was replaced."""
+    state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in _SHAPES_THE_FORM)
+    known, form = _FORMS.get(module, (None, None))
+    if form is None or known != state:
+        form = require_form(module)
+        _FORMS[module] = state, form
+    return form
 
 
 def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -> Tensor:

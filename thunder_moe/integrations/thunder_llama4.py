@@ -13,6 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextE
 
 from thunder_moe.compilers.thunder_executor import moe_executor
 from thunder_moe.integrations.llama4 import run_routed
+from thunder_moe.nvfp4_modules import calls_only_its_class
 
 __all__: list[str] = []
 
@@ -25,8 +26,9 @@ def _traced_by_moe_executor() -> bool:
 
 @functools.wraps(_stock_forward)
 def _forward(self: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    # Others' routers and experts may do anything; quantize_'s experts have a layer of their own.
-    if _traced_by_moe_executor() and type(self.router) is Llama4Router and type(self.experts) is Llama4TextExperts:
+    # Others' routers and experts, and hooks on them, may do anything; quantize_'s experts have a layer of their own.
+    plain = calls_only_its_class(self.router, Llama4Router) and calls_only_its_class(self.experts, Llama4TextExperts)
+    if plain and _traced_by_moe_executor():
         return run_routed(self, hidden_states)
     return _stock_forward(self, hidden_states)
 
