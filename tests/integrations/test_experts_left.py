@@ -191,4 +191,5 @@ def test_dequantize_leaves_what_has_anything_of_its_own(change, reason, caplog):
     assert "stays 4-bit: model.layers.0.mlp.experts (NVFP4Experts): " in caplog.text
     assert reason in caplog.text
     assert len(expert_blocks(model)) == 1
-    model(tokens()) if "Wrapper" not in reason else None
+    if "down_proj" not in reason:  # projections with anything of their own do not run
+        model(tokens())

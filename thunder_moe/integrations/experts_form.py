@@ -187,6 +187,8 @@ def _fused(module: Any, interleaved: bool) -> SwiGLU | None:
     values = torch.tensor(signed, dtype=torch.float32, device="cpu")  # whatever the default dtype
     gate, up = torch.cartesian_prod(values, values).unbind(-1)  # [P]
     own = apply_gate(module, type(module), torch.cat([gate, up])[None], interleaved)[0]
+    if own.shape != gate.shape:
+        return None  # a gate that knows the sizes of its layer
     alphas = {1.0, 1.702} | {float(getattr(module, name, 1.0)) for name in ("alpha", "swiglu_alpha")}
     for alpha, limit, up_shift in itertools.product(sorted(alphas), limits, (0.0, 1.0)):
         form = SwiGLU(alpha, limit, up_shift)
