@@ -457,3 +457,10 @@ def test_what_torch_does_not_keep_for_a_backward_may_change_before_it():
 
     (entry,) = compare(zeroed_later, "eager", train="a", x_grad=False)
     assert "may be changed in place by zero_" in entry.reason
+
+
+def test_what_thunder_hands_to_inductor_is_reported():
+    code = "return mm(x, self.a, o) + checkpoint(lambda x: mm(x, self.b, o), x, use_reentrant=False)"
+    report = compare(program(code), "thunder", x_grad=False)
+    assert [entry.decision for entry in report] == ["nvfp4", "16-bit"]
+    assert report[1].reason == "Thunder leaves it to inductor"

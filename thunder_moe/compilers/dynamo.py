@@ -10,13 +10,15 @@ serves all layers that share it, changed and replaced weights are seen, and addr
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from thunder_moe.compilers.fx_rewrite import Rewritten, rewrite
+from thunder_moe.compilers.eligibility import GroupedGemm
+from thunder_moe.compilers.fx_rewrite import Rewritten, grouped_gemms, rewrite
 from thunder_moe.compilers.fx_scopes import copy_of
 from thunder_moe.compilers.fx_sites import positional_grouped_mm, traced_frame
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
@@ -112,15 +114,27 @@ def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any)
     from thunder_moe.compilers.compat import thunderfx_compile
     from thunder_moe.compilers.thunder_executor import moe_executor
 
+    gemms = grouped_gemms(gm, inputs)
     positional_grouped_mm(gm)
     compiler, compiled = thunderfx_compile(gm, inputs, moe_executor)
 
     def entries() -> list[RewriteEntry]:
         functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns]
-        return [entry for fn in functions for entry in rewrite_report(fn)]
+        found = [entry for fn in functions for entry in rewrite_report(fn)]
+        # Thunder knows other names than dynamo does. What it cannot trace it hands to inductor without a word.
+        taken = Counter(_sizes(entry.gemm) for entry in found)
+        for gemm in gemms:
+            taken[_sizes(gemm)] -= 1
+            if taken[_sizes(gemm)] < 0:
+                found.append(RewriteEntry(0, gemm, "16-bit", "Thunder leaves it to inductor"))
+        return found
 
     record_later(owner, entries, traced_frame(gm.graph))
     return compiled
+
+
+def _sizes(gemm: GroupedGemm) -> tuple[int, int, int]:
+    return gemm.experts, gemm.out_features, gemm.in_features
 
 
 def _owner(frame: Any) -> Any:

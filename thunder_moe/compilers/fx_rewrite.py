@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_moe.compilers.eligibility import Decision, describe
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe
 from thunder_moe.compilers.fx_dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.fx_effects import storages_of
 from thunder_moe.compilers.fx_scopes import Scope, attribute, scopes_of
@@ -24,7 +24,7 @@ from thunder_moe.compilers.fx_sites import Site, SwiGLU, Weights, find_sites, fi
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 
-__all__ = ["Rewritten", "rewrite"]
+__all__ = ["Rewritten", "grouped_gemms", "rewrite"]
 
 _OPS = torch.ops.thunder_moe
 _PARTS = ("fp4_weight", "scale", "global_scale")
@@ -100,12 +100,9 @@ class Rewritten:
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritten, list[Decision]]:
     """Rewrites dynamo's graph and those nested in it, in place; (what it takes now, what was decided on each GEMM)."""
-    scopes = scopes_of(gm, torch.is_grad_enabled())
+    scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     placeholders = root.graph.find_nodes(op="placeholder")
-    tensors = dict(zip(placeholders, example_inputs, strict=True))
-    tensors |= {node: attribute(gm, node.target) for node in root.graph.find_nodes(op="get_attr")}
-    weights = Weights(scopes, {node: value for node, value in tensors.items() if isinstance(value, Tensor)})
     plans = [_plan(scope, weights) for scope in scopes]
     decisions = [decision for plan in plans for decision in plan.decisions]
     decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
@@ -162,6 +159,19 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         trainable_packs=not packed_weights.keys().isdisjoint(watched),
     )
     return rewritten, decisions
+
+
+def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GroupedGemm]:
+    """The grouped GEMMs of dynamo's graph and those nested in it."""
+    scopes, weights = _scopes_and_weights(gm, example_inputs)
+    return [site.gemm for scope in scopes for site in find_sites(scope, weights)]
+
+
+def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Scope], Weights]:
+    scopes = scopes_of(gm, torch.is_grad_enabled())
+    tensors = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    tensors |= {node: attribute(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    return scopes, Weights(scopes, {node: value for node, value in tensors.items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True)
