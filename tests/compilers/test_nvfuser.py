@@ -3,6 +3,7 @@ Called by pytest; judged by the text of the fusions, by oracles that run what th
 """
 
 import copy
+import gc
 import re
 import sys
 
@@ -379,4 +380,5 @@ def test_quantised_weights_are_swizzled_once(n, parts):
     kept = tensors[1:]
     del weight, tensors  # and with them the codes
     assert len(kept) == 2
+    gc.collect()
     assert len(cache) == 0

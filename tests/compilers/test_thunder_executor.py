@@ -324,9 +324,21 @@ def mm(x, weight, offsets):
         lambda w: w.transpose(1, 2),
         lambda w: w.mT,
         lambda w: w.permute(0, 2, 1),
+        lambda w: w.swapaxes(-1, -2),
+        lambda w: w.swapdims(1, 2),
+        lambda w: w.mT.mT.mT,
+        lambda w: w.detach().mT,
+        lambda w: w.mT.detach(),
+        lambda w: w.to(BF16).mT,
+        lambda w: w.bfloat16().mT,
+        lambda w: w.contiguous().mT,
+        lambda w: w[:].mT,
+        lambda w: w.view(w.shape).mT,
+        lambda w: w.view_as(w).mT,
+        lambda w: w.unsqueeze(0).squeeze(0).mT,
     ],
 )
-def test_recognises_every_transpose(swap):
+def test_recognises_every_view_of_a_whole_weight(swap):
     block = Block(lambda self, x, offsets: mm(x, swap(self.gate), offsets), layout="ENK")
     x = torch.randn(8, 64, dtype=BF16)
     compiled = jit(block)
@@ -345,9 +357,17 @@ def test_recognises_weights_stored_as_they_are_multiplied(call):
     assert symbols(compiled) == [NVFP4]
 
 
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
 SWIGLU_FORMS = {
     "silu(gate) * up": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x, self.up, o),
     "up * silu(gate)": lambda self, x, o: mm(x, self.up, o) * F.silu(mm(x, self.gate, o)),
+    "chunk": lambda self, x, o: swiglu(*mm(x, self.gate, o).chunk(2, -1)),
+    "split": lambda self, x, o: swiglu(*mm(x, self.gate, o).split(16, 1)),
+    "slices": lambda self, x, o: (lambda y: swiglu(y[..., :16], y[:, 16:]))(mm(x, self.gate, o)),
+    "interleaved": lambda self, x, o: (lambda y: y[..., 1::2] * F.silu(y[..., ::2]))(mm(x, self.gate, o)),
     "torch.mul": lambda self, x, o: torch.mul(F.silu(mm(x, self.gate, o)), mm(x, self.up, o)),
 }
 NOT_SWIGLU = {
@@ -356,6 +376,12 @@ NOT_SWIGLU = {
     "silu read twice": lambda self, x, o: (lambda s: s * mm(x, self.up, o) + s)(F.silu(mm(x, self.gate, o))),
     "two inputs": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x + 1, self.up, o),
     "two offsets": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x, self.up, o + 0),
+    "up before gate": lambda self, x, o: swiglu(*mm(x, self.gate, o).chunk(2, -1)[::-1]),
+    "one half": lambda self, x, o: swiglu(*[mm(x, self.gate, o).chunk(2, -1)[0]] * 2),
+    "halves read twice": lambda self, x, o: (lambda a, b: swiglu(a, b) + b)(*mm(x, self.gate, o).chunk(2, -1)),
+    "whole read too": lambda self, x, o: (lambda y: swiglu(*y.chunk(2, -1)) + y[:, 8:24])(mm(x, self.gate, o)),
+    "other parts": lambda self, x, o: (lambda y: swiglu(y[:, :8], y[:, 16:24]))(mm(x, self.gate, o)),
+    "half interleaved": lambda self, x, o: (lambda y: swiglu(y[:, ::2], y[:, 16:]))(mm(x, self.gate, o)),
     "silu of a sum": lambda self, x, o: F.silu(mm(x, self.gate, o) + 1) * mm(x, self.up, o),
 }
 
@@ -371,7 +397,28 @@ def test_swiglu_is_fused_where_it_is_one(body):
         getattr(reference, name).copy_(dequantize(quantize(getattr(block, name).mT), torch.float32).mT)
     assert relative_error(out, body(reference, x.float(), EVEN)) < 0.01
     fused = body in SWIGLU_FORMS.values()
-    assert symbols(compiled) == ([SWIGLU] if fused else [NVFP4, NVFP4])
+    assert symbols(compiled) == ([SWIGLU] if fused else [NVFP4] * len(rewrite_report(compiled)))
+
+
+@pytest.mark.parametrize("body", [SWIGLU_FORMS["chunk"], SWIGLU_FORMS["interleaved"]])
+def test_one_gemm_of_gate_and_up_passes_gradients(body):
+    block, x = Block(body), torch.randn(8, 64, dtype=BF16) / 8
+    grads = []
+    for model, rows in ((jit(block), x.clone().requires_grad_()), (copy.deepcopy(block).float(), x.float())):
+        if rows.dtype == torch.float32:
+            model.gate.copy_(dequantize(quantize(block.gate.mT), torch.float32).mT)
+            rows.requires_grad_()
+        model(rows, EVEN).square().sum().backward()
+        grads.append(rows.grad)
+    assert relative_error(*grads) < 0.02
+
+
+@pytest.mark.parametrize("other", [lambda w: w[:, :16].mT, lambda w: w.mT * 1, lambda w: w.flip(0).mT])
+def test_what_is_not_the_whole_weight_is_declined(other):
+    block = Block(lambda self, x, offsets: mm(x, other(self.gate), offsets), layout="ENK")
+    compiled, x = jit(block), torch.randn(8, 64, dtype=BF16)
+    with pytest.warns(RewriteWarning, match="not a parameter or buffer"):
+        assert torch.equal(compiled(x, EVEN), block(x, EVEN))
 
 
 def test_a_weight_that_is_used_otherwise_too_stays_an_input():

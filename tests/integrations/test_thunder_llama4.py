@@ -45,7 +45,7 @@ def test_frozen_layer_is_rewritten(top_k):
     assert torch.equal(logits, expected_logits)
     report = rewrite_report(compiled)
     assert [(entry.gemm.weight, entry.decision) for entry in report] == [
-        ("experts.gate_up_proj", "nvfp4"),
+        ("experts.gate_up_proj", "nvfp4 + swiglu"),
         ("experts.down_proj", "nvfp4"),
     ]
     assert {entry.gemm.rows for entry in report} == {10 * top_k}, "and not 4 times 10"

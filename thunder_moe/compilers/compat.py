@@ -1,11 +1,12 @@
 """Cures for Thunder 0.2.6 on newer torch, each with the version that makes it unnecessary.
 Called by compilers.registration when somebody imports thunder, by the modules that need it, and by the torch.compile
-backend; calls nothing of the package.
+backend; calls nothing of the package but report, for its warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import sys
 import types
@@ -15,7 +16,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["alias_nvfuser", "import_thunder", "importing_thunder", "thunderfx_compile"]
+from thunder_moe.compilers.report import RewriteWarning
+
+__all__ = [
+    "alias_nvfuser",
+    "import_thunder",
+    "importing_thunder",
+    "put_first",
+    "refuse_delayed_changes",
+    "thunderfx_compile",
+]
 
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
 
@@ -86,6 +96,44 @@ def _apply_as_python_method() -> Iterator[None]:
         function.apply = original  # type: ignore[method-assign]
 
 
+def put_first(compile_data: Any, transform: Any) -> None:
+    """Makes a transform the first of a compilation that is under way, if it is none of it yet.
+
+    Thunder 0.2.6 goes through the list that the user gave to `thunder.jit`, which is not ours to change: its function
+    gets a copy. Unnecessary from the first Thunder release in which an executor brings its own transforms."""
+    if transform in compile_data.transforms:
+        return
+    function = compile_data.apply_transforms_and_build_cache_entry
+    cell = function.__closure__[function.__code__.co_freevars.index("transforms")]
+    compile_data.transforms = cell.cell_contents = [transform, *compile_data.transforms]
+
+
+def without_gradient(proxy: Any) -> Any:
+    """A proxy of the same name that requires no gradient. Thunder's own copies get names of their own."""
+    if not getattr(proxy, "requires_grad", False):
+        return proxy
+    frozen = copy.copy(proxy)
+    frozen._requires_grad = False
+    return frozen
+
+
+def refuse_delayed_changes(backward_trace: Any) -> None:
+    """Thunder 0.2.6 moves in-place operations of the forward whose result nobody reads (a write to a slice of an
+    argument, at the end) to the backward. Unnecessary from the first Thunder release that keeps them in the forward.
+
+    Raises:
+        NotImplementedError: a forward's change is among the backward's symbols.
+    """
+    from thunder.core.symbol import BoundSymbolTag
+
+    for bsym in backward_trace.bound_symbols:
+        if bsym.sym.name == "copy_" and BoundSymbolTag.BACKWARD not in bsym.tags:
+            raise NotImplementedError(
+                "Thunder makes an in-place change of the traced function in its backward instead of its forward: "
+                "return the changed tensor, make the change outside of the function, or call it under torch.no_grad()"
+            )
+
+
 def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any) -> tuple[Any, Callable]:
     """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own.
 
@@ -97,8 +145,45 @@ def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor:
 
     compiler = ThunderCompiler(executors=[executor, *thunder.get_default_executors()])
     _LazyGraphModule.force_recompile(gm)
-    with _use_lazy_graph_module(False):
+    with _use_lazy_graph_module(False), _grouped_mm_is_supported(gm):
         return compiler, compiler(gm, inputs)
+
+
+@contextlib.contextmanager
+def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
+    """thunderfx tries Thunder's own symbol for grouped_mm, with its gradient, which that one lacks in 0.2.6: graphs
+    that need gradients would go to inductor without a word. The executor has a gradient, so its calls are supported,
+    but in checkpoints, where thunderfx replaces calls of torch by Thunder's own symbols: those go to inductor.
+    Unnecessary from the first Thunder release whose grouped_mm has a gradient."""
+    import thunder.dynamo.utils as fx_utils
+
+    functions, try_symbol = (torch._grouped_mm, torch.nn.functional.grouped_mm), fx_utils.try_execute_thunder_symbol
+    nested = [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule) and module is not gm]
+    checkpointed = any(node.target in functions for module in nested for node in module.graph.nodes)
+
+    def try_execute(symbol: Any, node: torch.fx.Node, options: dict[str, Any]) -> tuple[bool, Any]:
+        if node.target not in functions:
+            return try_symbol(symbol, node, options)
+        given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
+        operands = (given[name].meta.get("example_value") for name in ("mat_a", "mat_b"))
+        dims = [getattr(operand, "ndim", None) for operand in operands]
+        if dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None and not checkpointed:
+            return True, None
+        reason = "moe_executor takes 2-D rows, 3-D weights, offsets and no bias, in graphs without checkpointed ones"
+        return False, fx_utils.SplitReason(fx_utils.SplitReasonType.MISSING_OP_SUPPORT, reason)
+
+    if checkpointed:
+        warnings.warn(
+            "thunder_moe rewrote no expert GEMM to NVFP4: thunderfx leaves those of torch.utils.checkpoint, and their "
+            'whole graph, to inductor; use the backend\'s own "thunder_moe.inner", or thunder.jit',
+            RewriteWarning,
+            stacklevel=3,
+        )
+    fx_utils.try_execute_thunder_symbol = try_execute
+    try:
+        yield
+    finally:
+        fx_utils.try_execute_thunder_symbol = try_symbol
 
 
 def alias_nvfuser() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from thunder_moe.compilers.compat import import_thunder
+from thunder_moe.compilers.compat import import_thunder, put_first
 
 import_thunder()
 
@@ -39,11 +39,9 @@ _REWRITE = NVFP4Rewrite()
 def _join_compilation() -> None:
     """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks)."""
     data = get_compile_data()
-    if data is None:
-        return
-    moe_executor.attached(data)
-    if _REWRITE not in data.transforms:
-        data.transforms.insert(0, _REWRITE)
+    if data is not None:
+        moe_executor.attached(data)
+        put_first(data, _REWRITE)
 
 
 def _grouped_mm_lookaside(mat_a, mat_b, offs=None, bias=None, out_dtype=None):

@@ -4,8 +4,8 @@ Called by thunder_transform and thunder_executor; calls the operators and the we
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine and
 moe_route, arguments as the operators'.
-Prologue: nvfp4_pack, which quantises a weight once and hands out the cached result, and nvfp4_swizzle, which lays a
-quantised one out as nvFuser takes it, once.
+Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
+quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
 Legend: M rows, E experts, N out_features, K in_features, I intermediate_size.
 """
@@ -24,13 +24,14 @@ import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
-from thunder.core.prims import get_grad, put_grad  # noqa: E402
+from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.extend import OperatorExecutor  # noqa: E402
 
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
+from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 from thunder_moe.nvfp4 import BLOCK_SIZE, scale_shape  # noqa: E402
 from thunder_moe.ops import grouped_mm_combine as _grouped_mm_combine  # noqa: E402
@@ -40,6 +41,9 @@ from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
 
 __all__ = [
     "EXECUTOR",
+    "check_grad_mode",
+    "check_memory",
+    "declare_changed",
     "grouped_mm",
     "moe_route",
     "nvfp4_combine",
@@ -215,10 +219,10 @@ def _put_grads(grads, *arguments) -> None:
         put_grad(argument, grad)
 
 
-# ---- the prologue's quantisation
+# ---- the prologue: weights are packed, and what their copies rely on is checked and declared
 
 
-def pack_meta(*weights, transposed: bool = False, layout: str = "linear", names: str = ""):
+def pack_meta(*weights, transposed: bool = False, interleaved: bool = False, layout: str = "linear", names: str = ""):
     """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed.
 
     In layout "swizzled_128x4" they are as nvFuser takes them, see `WeightCache.operands`.
@@ -251,9 +255,9 @@ def _proxies(like: TensorProxy, fp4: dtypes.dtype, *shapes: tuple[int, ...]):
     )
 
 
-def _pack_impl(*weights: Tensor, transposed: bool = False, layout: str = "linear", names: str = ""):
+def _pack_impl(*weights: Tensor, names: str = "", **form):
     try:
-        return WEIGHT_CACHE.operands(*weights, transposed=transposed, layout=layout)
+        return WEIGHT_CACHE.operands(*weights, **form)
     except ValueError as error:
         raise ValueError(f"cannot quantise {names}: {error}") from error
 
@@ -262,8 +266,37 @@ def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: 
     return WEIGHT_CACHE.swizzled(qdata, scale, global_scale, parts=parts)
 
 
+def _check_grad_mode(*weights: Tensor, hidden_training: bool) -> None:
+    # Thunder tries its next compilation when a prologue raises.
+    if is_hidden_training_forward() != hidden_training:
+        raise RuntimeError("compiled inside of an autograd.Function's forward, and called outside, or the reverse")
+
+
+def _check_memory(*tensors: Tensor, packed: int) -> None:
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    shared = set(addresses[:packed]).intersection(addresses[packed:]) - {0}
+    if shared:
+        shapes = " and ".join(str(tuple(tensors[addresses.index(address)].shape)) for address in shared)
+        raise ValueError(
+            f"a frozen expert weight of shape {shapes} shares its memory with a tensor that the compiled function "
+            "changes in place, so its 4-bit copy would be out of date during the call: pass a copy of that tensor"
+        )
+
+
+def _returns_nothing(*args, **kwargs) -> None:
+    return None
+
+
 nvfp4_swizzle = EXECUTOR.register_operator("nvfp4_swizzle", meta=swizzle_meta, fn=_swizzle_impl)
 nvfp4_pack = EXECUTOR.register_operator("nvfp4_pack", meta=pack_meta, fn=_pack_impl)
+check_grad_mode, check_memory, declare_changed = (
+    EXECUTOR.register_operator(name, meta=_returns_nothing, fn=function, tags=[OpTags.DONT_DCE])
+    for name, function in (
+        ("check_grad_mode", _check_grad_mode),
+        ("check_memory", _check_memory),
+        ("declare_changed", WEIGHT_CACHE.changed),
+    )
+)
 
 for _symbol, _gradient in (
     (grouped_mm, _grouped_mm_grad),
