@@ -212,6 +212,21 @@ def test_new_data_keep_the_addresses_over_garbage_collections(cache):
     assert torch.equal(dequantize(packed), dequantize(quantize(weight)))
 
 
+def test_living_weights_with_new_data_are_looked_for_once(cache, monkeypatch):
+    weight, others = parameter(2, 8, 32), [parameter(2, 8, 32) for _ in range(4)]
+    cache.get(weight)
+    weight.data = torch.randn_like(weight)
+    scans = []
+    everything = gc.get_objects
+    monkeypatch.setattr(weight_cache.gc, "get_objects", lambda: (scans.append(1), everything())[1])
+    for other in others:
+        cache.get(other)
+    assert len(scans) == 1
+    del weight  # unused since its data are new
+    gc.collect()
+    assert len(cache) == len(others)
+
+
 def test_an_id_that_lives_again_gets_its_own_content(cache):
     old, new = parameter(2, 8, 32), parameter(2, 8, 32)
     cache.get(old)

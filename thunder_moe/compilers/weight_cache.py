@@ -45,6 +45,7 @@ class _Entry:
     generation: int  # of the cache, when the epochs were last found to be those of `states`
     packed: NVFP4Weight
     operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    heirs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()  # the storages of living weights that got other data
 
 
 class WeightCache:
@@ -229,15 +230,18 @@ class WeightCache:
         for key in list(self._entries):  # the keys are listed at once; the garbage collector may run at any time
             entry = self._entries.get(key)
             if entry is not None and any(state.storage() is None for state in entry.states):
-                orphans.append((key, len(entry.states)))
-        if orphans:
-            # Some 0.1 s for a million objects. By type(), which asks no proxy for its __class__.
-            alive = {id(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
-            for key, count in orphans:
-                if alive.issuperset(key[-count:]):
-                    self._orphans = True  # to be looked at again
-                else:
-                    self._entries.pop(key, None)
+                orphans.append((key, entry))
+        if not orphans:
+            return
+        # Some 0.1 s for a million objects. By type(), which asks no proxy for its __class__.
+        alive = {id(thing): thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)}
+        for key, entry in orphans:
+            identities = key[-len(entry.states) :]
+            if not all(identity in alive for identity in identities):
+                self._entries.pop(key, None)
+                continue
+            storages = [alive[identity].untyped_storage() for identity in identities]
+            entry.heirs = tuple(weakref.ref(storage, self._forget(storage._cdata)) for storage in storages)
 
     def _watch(self) -> None:
         """Has every `torch.optim` optimizer declare its parameters changed (fused ones leave no trace in them), and the
