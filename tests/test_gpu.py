@@ -302,6 +302,19 @@ def test_moving_a_quantized_model():
     weight: NVFP4Weight = linear[0].nvfp4_weight
     assert weight.device.type == "cuda"
     assert weight.qdata.dtype == torch.uint8
+    moe = quantize_(torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16)))
+    x, state = torch.randn(2, 8, 256, dtype=BF16), moe.state_dict()
+    expected = moe(x)
+    linears = [module for module in moe.modules() if hasattr(module, "nvfp4_weight")]
+    moe.cuda()
+    for linear in linears:
+        assert linear.layout == preferred_layout(linear.qdata.device, linear.out_features, linear.in_features)
+    assert relative_error(moe(x.cuda()).cpu(), expected) < 0.02
+    for name, tensor in moe.state_dict().items():
+        assert torch.equal(tensor.cpu().view(torch.uint8), state[name].cpu().view(torch.uint8))
+    moe.cpu()
+    assert {linear.layout for linear in linears} == {"linear"}
+    assert torch.equal(moe(x), expected)
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])

@@ -250,6 +250,42 @@ def test_a_wrapper_of_peft_keeps_what_it_wraps():
         quantize_(model)
 
 
+@pytest.mark.parametrize("wrap", ["torch.compile", "thunder.jit"])
+def test_what_was_compiled_by_itself_goes_on_with_its_own_weights(wrap, caplog):
+    import thunder
+
+    from thunder_moe import moe_executor
+
+    def compiled(module):
+        if wrap == "torch.compile":
+            return torch.compile(module, backend="eager")
+        return thunder.jit(module, executors=[moe_executor])
+
+    for change in (quantize_, dequantize_):
+        model = nn.ModuleList([block(), block()])
+        if change is dequantize_:
+            quantize_(model)
+        model[0] = compiled(model[0])
+        with torch.no_grad():
+            expected = model[0](X, OFFSETS)
+            inner, plain = [type(module) for module in model[0].modules()], type(model[1])
+            change(model)
+            assert torch.equal(model[0](X, OFFSETS), expected)
+        assert [type(module) for module in model[0].modules()] == inner
+        assert type(model[1]) is not plain
+        assert wrap in caplog.text
+        with pytest.raises(ValueError, match=f"can be replaced; 0.*{wrap}.*: compile afterwards"):
+            change(model)
+
+
+def test_a_compiled_model_sees_the_swap():
+    model = nn.ModuleDict({"experts": block()})
+    function = torch.compile(lambda x: model["experts"](x, OFFSETS), backend="eager")
+    function(X)
+    quantize_(model)
+    assert torch.equal(function(X), model["experts"](X, OFFSETS))
+
+
 def test_a_module_of_two_names_in_one_parent():
     shared = block()
     model = nn.ModuleDict({"a": shared, "b": shared})

@@ -90,11 +90,14 @@ class NVFP4GroupedLinear(nn.Module):
         qdata, scale = self.qdata, self.scale
         layout = layout_of_blocks(qdata, scale)
         if layout != "linear":
-            # The permutation does nothing, or fails for buffers of another rank: an exported program keeps these calls
-            # and the buffers, whose layout may change afterwards.
-            rows, dims = (self.num_experts, self.out_features), tuple(range(qdata.ndim))
-            qdata = qdata.permute(dims).view(*rows, self.in_features // 2)
-            scale = scale.permute(dims).view(*rows, self.in_features // BLOCK_SIZE)
+            if torch.compiler.is_compiling():
+                # It does nothing, or fails for buffers of another rank: an exported program keeps these calls and the
+                # buffers, whose layout may change afterwards.
+                dims = tuple(range(qdata.ndim))
+                qdata, scale = qdata.permute(dims), scale.permute(dims)
+            rows = (self.num_experts, self.out_features)
+            qdata = qdata.view(*rows, self.in_features // 2)
+            scale = scale.view(*rows, self.in_features // BLOCK_SIZE)
         return NVFP4Weight.unchecked(qdata, scale, self.global_scale, layout)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, quantize
 from thunder_moe.nvfp4_layouts import layout_fits
-from thunder_moe.replaceable import not_plain, wrapped_by
+from thunder_moe.replaceable import not_plain, wrapped
 
 __all__ = ["dequantize_", "quantize_", "to_layout_"]
 
@@ -53,7 +53,8 @@ def quantize_(
     as a whole, and the logger tells at level WARNING which and why: a subclass, a forward or another method replaced on
     the instance, hooks of torch (accelerate's on transformers' experts are carried over), a parametrization, other
     children, parameters or buffers than its class has (LoRA), a parameter of another type than ``nn.Parameter``
-    (DTensor), a ``module.compile()``, a wrapper of PEFT around it. Of transformers' experts, subclasses are replaced
+    (DTensor), a ``module.compile()``, a wrapper around it that would go on with what it was (PEFT's, torch.compile of
+    the module itself, thunder.jit of a module that holds it). Of transformers' experts, subclasses are replaced
     when they have the forward of transformers' interface; what they make of the gate is kept. With a `filter` that
     declines such a `GroupedSwiGLU` and takes its projections, those that are plain are replaced one by one.
 
@@ -139,10 +140,11 @@ def dequantize_(model: Model) -> Model:
     chosen: _Chosen = {}
     left: _Left = {}
     inner: set[nn.Module] = set()
+    outside = wrapped(model)
     for name, module in model.named_modules():
         if isinstance(module, kinds) and module not in inner:
             inner.update(module.modules())
-            reason = _obstacle(module, (), foreign)
+            reason = outside.get(module) or _obstacle(module, foreign)
             if reason is None:
                 chosen[module] = name
             else:
@@ -249,10 +251,7 @@ def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None)
     chosen: _Chosen = {}
     left: _Left = {}
     covered: set[nn.Module] = set()
-    parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
-    for parent in model.modules():
-        for child in parent.children():
-            parents[child].append(parent)
+    outside = wrapped(model)
     for name, module in model.named_modules():
         if module in covered or not (
             isinstance(module, GroupedSwiGLU | GroupedLinear) or (foreign is not None and foreign.has_experts(module))
@@ -260,7 +259,7 @@ def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None)
             continue
         if filter is None or filter(module, name):
             covered.update(module.modules())
-            reason = _obstacle(module, parents[module], foreign)
+            reason = outside.get(module) or _obstacle(module, foreign)
             if reason is None:
                 chosen[module] = name
             else:
@@ -268,11 +267,8 @@ def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None)
     return chosen, left
 
 
-def _obstacle(module: nn.Module, parents: Iterable[nn.Module], foreign: ModuleType | None) -> str | None:
-    """Why a module cannot be replaced."""
-    reason = wrapped_by(parents)
-    if reason is not None:
-        return reason
+def _obstacle(module: nn.Module, foreign: ModuleType | None) -> str | None:
+    """Why a module cannot be replaced, whatever is around it."""
     if isinstance(module, GroupedSwiGLU | GroupedLinear | NVFP4GroupedSwiGLU | NVFP4GroupedLinear):
         return not_plain(module)
     assert foreign is not None

@@ -5,7 +5,6 @@ Called by quantize and integrations.transformers; calls torch alone, and knows h
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn.utils import parametrize
 
 from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 
-__all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped_by"]
+__all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
 
 # Children, parameters and buffers of the modules of this package that are replaced, and the forward of each.
 _PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
@@ -118,12 +117,21 @@ def has_own_forward(module: nn.Module) -> bool:
     return own is not None
 
 
-def wrapped_by(parents: Iterable[nn.Module]) -> str | None:
-    """Why a module may not be replaced where it hangs: PEFT's wrappers add to its parameters by name at every call."""
-    for parent in parents:
-        if type(parent).__module__.partition(".")[0] == "peft":
-            return f"a {type(parent).__name__} of PEFT wraps it"
-    return None
+def wrapped(model: nn.Module) -> dict[nn.Module, str]:
+    """Why modules may not be replaced where they hang: who wraps them would go on with what they were."""
+    reasons: dict[nn.Module, str] = {}
+    for parent in model.modules():
+        kind = type(parent)
+        if kind.__module__.partition(".")[0] == "peft":  # adds to parameters by their names, at every call
+            reasons |= dict.fromkeys(parent.children(), f"a {kind.__name__} of PEFT wraps it")
+        elif kind.__module__.startswith("torch._dynamo") and kind.__name__ == "OptimizedModule":
+            reasons |= dict.fromkeys(
+                parent.children(), "torch.compile wraps it and calls what it was: compile afterwards"
+            )
+        elif kind.__module__ == "thunder.core.module":
+            why = "thunder.jit has compiled a module that holds it and keeps what it saw: compile afterwards"
+            reasons |= dict.fromkeys(parent.modules(), why)
+    return reasons
 
 
 def _listed(names: Any) -> str:
