@@ -377,8 +377,6 @@ def test_quantised_weights_are_swizzled_once(n, parts):
     assert again[1].data_ptr() == operands[1].data_ptr()
     assert torch.equal(decode(again, n // parts, parts), dequantize(*tensors))
     assert cache.swizzled(*tensors, parts=parts) is again
-    kept = tensors[1:]
-    del weight, tensors  # and with them the codes
-    assert len(kept) == 2
+    del weight, tensors  # the codes, which may be shared, live on in the cache until it drops them
     gc.collect()
     assert len(cache) == 0

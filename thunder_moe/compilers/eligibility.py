@@ -84,8 +84,8 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
         return "the weight is trainable: freeze it (requires_grad_(False)) or run under torch.no_grad()"
     if gemm.hidden_training:
         return (
-            "the weight is trainable, and this is the forward of an autograd.Function (or a reentrant checkpoint); the "
-            "graph compiled for it stays 16-bit in inference too"
+            "the weight is trainable, and this is the forward of an autograd.Function (or a reentrant checkpoint); "
+            "torch.compile keeps the graph for inference too, Thunder makes another one"
         )
     return None
 
