@@ -5,7 +5,6 @@ Called by hand and by `make test-programs`; calls programs and execution. A fail
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import signal
 import sys
@@ -31,9 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a run that is ended counts what it did
-    with contextlib.suppress(KeyboardInterrupt):
-        _run(arguments, seeds, counts)
+    _run(arguments, seeds, counts)
     print(f"{arguments.compiler}, seeds from {arguments.seed}:")
     for name, count in counts.items():
         print(f"{count:8d} {name}")
@@ -43,7 +40,11 @@ def main() -> int:
 def _run(arguments: argparse.Namespace, seeds: range, counts: Counter[str]) -> None:
     disabled = frozenset() if arguments.everything else frozenset(DISABLED[arguments.compiler])
     disabled |= set(filter(None, arguments.without.split(",")))
+    ended = []
+    signal.signal(signal.SIGTERM, lambda *_: ended.append(True))  # a run that is ended counts what it did
     for seed in tqdm(seeds, mininterval=5):
+        if ended:
+            break
         program = generate(seed, disabled)
         outcome = check(program, arguments.compiler)
         if seed == seeds[0]:  # what is imported by now stays: collections need not walk it
@@ -54,6 +55,7 @@ def _run(arguments: argparse.Namespace, seeds: range, counts: Counter[str]) -> N
         counts["grouped GEMMs rewritten"] += outcome.rewritten
         counts["programs with a rewritten GEMM"] += outcome.rewritten > 0
         counts["eager execution raised"] += outcome.eager_raised
+        counts["refused by an error that says what to do"] += outcome.refused
         counts["not a program"] += outcome.invalid
         counts["the compiler alone fails, too"] += outcome.stock_fails
         if outcome.failure is None:

@@ -1,7 +1,7 @@
 """The generator: a random program is a module with several grouped GEMMs, and calls of it between updates of weights.
 Called by execution and by the runner; calls nothing: programs are lists of statements, rendered as Python source.
 
-`DISABLED` lists the features that a compiler does not take yet, with the reason.
+`DISABLED` lists the features that a compiler does not take, with the reason.
 """
 
 from __future__ import annotations
@@ -84,39 +84,29 @@ class Weight:
         return "[..., 0]" if self.transposed else "[:, 0]"
 
 
-# Features that fail today in every compiler, and in Thunder alone: the reason why.
-_WEIGHTS = "a change of the weight goes unseen"
-_MOVED = "a GEMM is moved past a change of what it reads"
-_MODE = "the grad mode is taken once per graph"
-_FAILING = {
-    "changed weights": _WEIGHTS,
-    "swap_tensors": "the copied graph holds weak references",
-    "changed rows": _MOVED,
-    "changed offsets": _MOVED,
-    "changed intermediates": _MOVED,
-    "out=": _MOVED,
-    "no_grad": _MODE,
-    "enable_grad": _MODE,
-    "set_grad_enabled": _MODE,
-    "decorated": _MODE,
-    "reentrant checkpoint": _MODE,
-    "autograd.Function": _MODE,
-    "checkpoint": "GEMMs in nested graphs are not in the report",
-    "cond": "GEMMs in nested graphs are not in the report",
-}
+# What a compiler does not take with or without thunder_moe, by feature: why.
+_UNTRACED = "Thunder 0.2.6 does not trace it"
+_NO_GRADIENT = "Thunder 0.2.6 has no gradient of it"
+_PARAMETERS = "Thunder keeps the parameters that it saw"
 DISABLED: dict[str, dict[str, str]] = {
     "dynamo-eager": {},
     "dynamo-aot": {},
     "dynamo-inductor": {},
-    "thunder": _FAILING
-    | {
-        "swapaxes": "not recognised as a transpose",
-        "mT.mT": "two transposes are not followed",
-        "mT.mT.mT": "two transposes are not followed",
-        "cond": "Thunder traces no torch.cond",
+    "thunder": {
+        "cond": _UNTRACED,
         "graph break": "Thunder has none",
-        "new parameter": "Thunder keeps the parameters that it saw",
-        "load_state_dict(assign=True)": "Thunder keeps the parameters that it saw",
+        "out=": _UNTRACED,
+        "weight out=": _UNTRACED,
+        "offsets out=": _UNTRACED,
+        "foreach": _UNTRACED,
+        "foreach copy": _UNTRACED,
+        "weight foreach": _UNTRACED,
+        "weight foreach copy": _UNTRACED,
+        "copy_": _NO_GRADIENT,
+        "index_add_": _NO_GRADIENT,
+        "in-place silu": "Thunder's gradient is wrong",
+        "new parameter": _PARAMETERS,
+        "load_state_dict(assign=True)": _PARAMETERS,
     },
 }
 
@@ -511,21 +501,22 @@ class Generator:
             return
         kind = self.random.choice(kinds)
         if kind == "offsets" and self.use("changed offsets"):
-            forms = (
-                "o.copy_(p)",
-                "o[:] = p",
-                "o[:-1] = p[:-1]",
-                "o = p",
-                "o.zero_().add_(p)",
-                "torch.add(p, 0, out=o)",
-            )
-            body.append(Statement(self.random.choice(forms)))
+            forms = {
+                "offsets copy_": "o.copy_(p)",
+                "offsets setitem": "o[:] = p",
+                "offsets slice": "o[:-1] = p[:-1]",
+                "offsets assigned": "o = p",
+                "offsets add_": "o.mul_(0).add_(p)",
+                "offsets out=": "torch.add(p, 0, out=o)",
+            }
+            body.append(Statement(self.pick(forms)))
         elif kind == "weights" and self.weights and self.use("changed weights"):
             weight = self.random.choice(self.weights)
-            change = self.change(weight.read, weight)
-            body.append(
-                Statement("with torch.no_grad():", [Statement(change)]) if self.chance(0.8) else Statement(change)
-            )
+            change = Statement(self.change(weight.read, weight))
+            flat = f"self.flat{weight.name[1:]}"
+            if any(flat in statement.text for statement in self.program.weights) and self.use("weight flat"):
+                change = Statement(f"{flat}.mul_(-1.0)")
+            body.append(Statement("with torch.no_grad():", [change]) if self.chance(0.8) else change)
         elif kind in ("rows", "intermediates"):
             name = rows if kind == "rows" else intermediate
             if name is None or not self.use(f"changed {kind}"):

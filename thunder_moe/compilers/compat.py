@@ -153,7 +153,7 @@ def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor:
 def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
     """thunderfx tries Thunder's own symbol for grouped_mm, with its gradient, which that one lacks in 0.2.6: graphs
     that need gradients would go to inductor without a word. The executor has a gradient, so its calls are supported,
-    but in graphs with checkpoints, where thunderfx replaces calls of torch by Thunder's own symbols.
+    but in checkpoints, where thunderfx replaces calls of torch by Thunder's own symbols: those go to inductor.
     Unnecessary from the first Thunder release whose grouped_mm has a gradient."""
     import thunder.dynamo.utils as fx_utils
 
@@ -169,12 +169,13 @@ def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
         dims = [getattr(operand, "ndim", None) for operand in operands]
         if dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None and not checkpointed:
             return True, None
-        return try_symbol(symbol, node, options)
+        reason = "moe_executor takes 2-D rows, 3-D weights, offsets and no bias, in graphs without checkpointed ones"
+        return False, fx_utils.SplitReason(fx_utils.SplitReasonType.MISSING_OP_SUPPORT, reason)
 
     if checkpointed:
         warnings.warn(
-            "thunder_moe rewrites no expert GEMM of torch.utils.checkpoint under thunderfx, nor others of the same "
-            'graph that need gradients: they go to inductor; use another "thunder_moe.inner", or thunder.jit',
+            "thunder_moe rewrote no expert GEMM to NVFP4: thunderfx leaves those of torch.utils.checkpoint, and their "
+            'whole graph, to inductor; use the backend\'s own "thunder_moe.inner", or thunder.jit',
             RewriteWarning,
             stacklevel=3,
         )
