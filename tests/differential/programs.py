@@ -553,7 +553,11 @@ class Generator:
     @staticmethod
     def defined(body: list[Statement], name: str) -> int:
         """The place in a body after the statement that defines a name, its start when none does."""
-        places = [i + 1 for i, statement in enumerate(body) if name in statement.text.partition(" = ")[0]]
+        places = [
+            number
+            for number, statement in enumerate(body, 1)
+            if any(name in line.partition(" = ")[0] for line in statement.lines() if " = " in line)
+        ]
         return places[-1] if places else 0
 
     def change(self, w: str, weight: Weight) -> str:
