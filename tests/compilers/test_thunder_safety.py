@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import RewriteWarning, moe_executor, rewrite_report
+from thunder_moe.nvfp4 import dequantize, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 BF16 = torch.bfloat16
@@ -251,6 +252,22 @@ def test_a_weight_that_shares_its_memory_with_what_changes_is_refused():
         assert torch.equal(compiled(x, torch.ones(3), EVEN), g(x, model.a, EVEN))
         with pytest.raises(ValueError, match=r"weight of shape \(4, 32, 64\) shares its memory with a tensor that"):
             compiled(x, model.a.detach().view(-1), EVEN)
+
+
+def test_a_weight_as_it_lies_and_transposed():
+    model = Experts(None)
+    model.a = nn.Parameter(torch.randn(4, 64, 64).to(BF16) / 8, requires_grad=False)
+    model.a_fp4 = nn.Parameter(torch.ones(64, dtype=BF16), requires_grad=False)  # a name that we give, too
+
+    def function(x, o):
+        return torch._grouped_mm(g(x * model.a_fp4, model.a, o), model.a, offs=o)
+
+    compiled = thunder.jit(function, executors=[moe_executor])
+    x = torch.randn(8, 64).to(BF16)
+    as_it_lies = dequantize(quantize(model.a), BF16)
+    transposed = dequantize(quantize(model.a.mT), BF16).mT
+    expected = torch._grouped_mm(g(x, as_it_lies, EVEN), transposed, offs=EVEN)
+    assert relative_error(compiled(x, EVEN), expected) < 0.01
 
 
 # ---- the grad mode

@@ -22,7 +22,7 @@ from thunder.core.compile_data import get_compile_data, get_compile_option  # no
 from thunder.core.devices import to_torch_device  # noqa: E402
 from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, tracectx  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
 from thunder_moe.compilers import nvfuser  # noqa: E402
@@ -52,6 +52,8 @@ from thunder_moe.compilers.thunder_trace import Computation, is_view, names_read
 from thunder_moe.compilers.weight_cache import pad_rows, stacked_layout  # noqa: E402
 
 __all__ = ["NVFP4Rewrite"]
+
+_PARTS = ("fp4", "scale", "global_scale")
 
 
 class NVFP4Rewrite(Transform):
@@ -229,10 +231,13 @@ def _pack(packs: dict[tuple, _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
         stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
         likes = symbol.meta(*weights, **pack.options)
         stem += "" if likes[0].dtype == dtypes.uint8 else "_swizzled"
+        # Taken where a weight is packed as it lies and transposed too, or is called as a packed one would be.
+        while any(get_tracectx().has_name(f"{stem}_{part}") for part in _PARTS):
+            stem += f"_{len(packs)}"
         traits = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
         packed = tuple(
             TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **traits)
-            for part, like in zip(("fp4", "scale", "global_scale"), likes, strict=True)
+            for part, like in zip(_PARTS, likes, strict=True)
         )
         packs[key] = replace(pack, packed=packed)
     return packs[key].packed
