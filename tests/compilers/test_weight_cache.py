@@ -235,6 +235,16 @@ def test_an_id_that_lives_again_gets_its_own_content(cache):
     assert torch.equal(dequantize(cache.get(new)), dequantize(quantize(new)))
 
 
+def test_refresh_where_an_id_lives_again_in_a_bias(monkeypatch):
+    cache = WeightCache()
+    monkeypatch.setattr(weight_cache, "WEIGHT_CACHE", cache)
+    bias, weight = nn.Parameter(torch.randn(7)), parameter(2, 8, 32)
+    cache.get(weight)
+    # As if `bias` had got the id of `weight`.
+    cache._entries = {(*key[:-1], id(bias)): entry for key, entry in cache._entries.items()}
+    refresh_(nn.ParameterList([bias]))
+
+
 def test_weights_declared_changed(cache, count):
     flat = torch.randn(1024, dtype=torch.bfloat16)
     weight, neighbour, other = flat[:512].view(2, 8, 32), flat[512:].view(2, 8, 32), parameter(2, 8, 32)
