@@ -301,6 +301,20 @@ def test_a_weight_that_changes_through_another_input():
     assert "may be changed in place by mul_" in next(iter(rewrite_report(function))).reason
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_weight_that_changes_through_an_argument_of_a_later_call(inner):
+    module = Block(program("x.mul_(2); return mm(x, self.a, o)"))
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner})
+    x = torch.randn(8, 64, dtype=BF16)
+    compiled(x.clone(), x, ENDS)
+    assert [entry.decision for entry in rewrite_report(compiled)] == SINGLE
+    for _ in range(2):
+        got, expected = compiled(module.a.data[0, :8], x, ENDS), eager(eager.a.data[0, :8], x, ENDS)
+        assert relative_error(got, expected) < 0.01
+        assert torch.equal(module.a, eager.a)
+
+
 # ---- forms of the weight
 
 

@@ -69,7 +69,7 @@ def thunder_moe_backend(
     rewritten, decisions = rewrite(new, example_inputs)
     record(owner, decisions, traced_frame(gm.graph))
     compiled = compile_(new, rewritten.inputs(example_inputs))
-    if not rewritten.trainable_packs:
+    if not (rewritten.trainable_packs or rewritten.written):
         return _runner(rewritten, compiled) if rewritten.packs or rewritten.watched else compiled
     original = copy_of(gm)
     for module in original.modules():
@@ -84,14 +84,15 @@ def _runner(rewritten: Rewritten, compiled: Callable, in_16_bit: Callable | None
     Args:
         rewritten: how the inputs become those of the rewritten graph.
         compiled: the rewritten graph.
-        in_16_bit: dynamo's graph, for the training forwards that nothing but a look at each call can tell from
-            inference: dynamo guards on the grad mode alone. None where no packed weight requires a gradient.
+        in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
+            (dynamo guards on the grad mode alone), and those given an input that the graph changes and that shares its
+            memory with a packed weight. None where no packed weight requires a gradient and no input is changed.
     """
 
     def run(*given: Any) -> Any:
         hidden = bool(rewritten.watched) and is_hidden_training_forward()
-        if hidden and in_16_bit is not None:
-            rewritten.declare_trained(given, hidden=True)
+        if in_16_bit is not None and (hidden or rewritten.writes_packed(given)):
+            rewritten.declare_trained(given, hidden=hidden)
             return in_16_bit(*given)
         inputs = rewritten.inputs(given)
         rewritten.declare_trained(given, hidden=hidden)

@@ -74,6 +74,7 @@ class Rewritten:
         trained: weights that stay 16-bit because they are being trained.
         watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
         trainable_packs: whether some of the packed weights are among them.
+        written: positions of the inputs, parameters and buffers apart, that the graph changes in place.
     """
 
     kept: list[int]
@@ -81,10 +82,25 @@ class Rewritten:
     trained: tuple[int | Tensor, ...]
     watched: tuple[int | Tensor, ...]
     trainable_packs: bool
+    written: tuple[int, ...] = ()
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         packed = [tensor for pack in self.packs for tensor in pack(given)]
         return [given[position] for position in self.kept] + packed
+
+    def writes_packed(self, given: Sequence[Any]) -> bool:
+        """Whether an input that the graph changes in place shares its memory with a packed weight, whose packed form is
+        out of date then. Dynamo does not guard on that.
+
+        Args:
+            given: inputs of dynamo's graph.
+        """
+        if not self.written:
+            return False
+        written = storages_of([given[position] for position in self.written])
+        return any(
+            weight.untyped_storage()._cdata in written for pack in self.packs for weight in _given(pack.weights, given)
+        )
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
         """Tells the cache of weights that what follows this forward may change.
@@ -106,6 +122,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
     plans = [_plan(scope, weights) for scope in scopes]
     decisions = [decision for plan in plans for decision in plan.decisions]
     decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
+    rewrites = any(plan.calls or plan.dense for plan in plans)
+    written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
 
     def handle(node: fx.Node) -> int | Tensor:
         return placeholders.index(node) if node.op == "placeholder" else weights.tensors[node]
@@ -157,8 +175,19 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         trained=tuple(map(handle, dict.fromkeys(weight for weight, gemm in sites if gemm.needs_grad))),
         watched=tuple(map(handle, watched)),
         trainable_packs=not packed_weights.keys().isdisjoint(watched),
+        written=written,
     )
     return rewritten, decisions
+
+
+def _written_inputs(root: Scope, weights: Weights) -> list[fx.Node]:
+    """The placeholders that the graph or one nested in it changes in place, parameters and buffers apart."""
+    return [
+        node
+        for node in root.graph.find_nodes(op="placeholder")
+        if node in weights.tensors and not weights.is_static(node)
+        if any(step.changes(storages_of(root.value_of(node))) for step in root.program.steps)
+    ]
 
 
 def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GroupedGemm]:

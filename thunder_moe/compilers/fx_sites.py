@@ -110,6 +110,10 @@ class Weights:
                 for storage in storages_of(scopes[0].value_of(node)):
                     self._by_storage.setdefault(storage, []).append(node)
 
+    def is_static(self, node: fx.Node) -> bool:
+        """Whether an input is a parameter or buffer."""
+        return _is_static(node, self.tensors[node])
+
     def behind(self, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
         """(node, transposed): the weight that mat_b (E, K, N) is a view of, and whether it lies as mat_b does."""
         nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
