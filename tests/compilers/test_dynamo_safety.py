@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import RewriteWarning, rewrite_report
+from thunder_moe.compilers.dynamo import thunder_moe_backend
 from thunder_moe.nvfp4 import dequantize, quantize
 
 BF16 = torch.bfloat16
@@ -478,3 +479,33 @@ def test_what_thunder_hands_to_inductor_is_reported():
     report = compare(program(code), "thunder", x_grad=False)
     assert [entry.decision for entry in report] == ["nvfp4", "16-bit"]
     assert report[1].reason == "Thunder leaves it to inductor"
+
+
+def test_a_graph_whose_frozen_weight_requires_a_gradient_now():
+    """As dynamo before torch 2.13 calls it, which does not compile again."""
+    weight = nn.Parameter(torch.randn(2, 32, 64).bfloat16(), requires_grad=False)
+    calls = []
+
+    def backend(gm, inputs):
+        graph = thunder_moe_backend(gm, inputs, options={"thunder_moe.inner": "eager"})
+
+        def run(*given):
+            calls.append((graph, given))
+            return graph(*given)
+
+        return run
+
+    rows, offsets = torch.randn(5, 64).bfloat16(), torch.tensor([2, 5], dtype=torch.int32)
+    function = torch.compile(lambda: torch._grouped_mm(rows, weight.mT, offs=offsets), backend=backend, fullgraph=True)
+    four_bit = function()
+    ((graph, given),) = calls
+    weight.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(graph(*given)[0], four_bit)
+    (out,) = graph(*given)
+    out.backward(torch.ones_like(out))
+    gradient, weight.grad = weight.grad, None
+    expected = torch._grouped_mm(rows, weight.mT, offs=offsets)
+    expected.backward(torch.ones_like(expected))
+    assert torch.equal(out, expected)
+    assert torch.equal(gradient, weight.grad)

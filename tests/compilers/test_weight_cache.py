@@ -280,6 +280,14 @@ def test_refresh(monkeypatch):
         refresh_(gate)
 
 
+def test_refresh_of_a_weight_of_another_shape(cache):
+    weight = parameter(2, 64, 64)
+    cache.get(weight, layout="tiled_64x64")
+    weight.data = torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    cache.refresh([weight])  # the layout does not fit it
+    assert torch.equal(dequantize(cache.get(weight)), dequantize(quantize(weight)))
+
+
 def test_weights_can_be_swapped(cache):
     weight, other = parameter(2, 8, 32), parameter(2, 8, 32)
     cache.get(weight)

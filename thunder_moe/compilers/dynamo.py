@@ -69,8 +69,8 @@ def thunder_moe_backend(
     rewritten, decisions = rewrite(new, example_inputs)
     record(owner, decisions, traced_frame(gm.graph))
     compiled = compile_(new, rewritten.inputs(example_inputs))
-    if not (rewritten.trainable_packs or rewritten.written):
-        return _runner(rewritten, compiled) if rewritten.packs or rewritten.watched else compiled
+    if not rewritten.packs:
+        return _runner(rewritten, compiled) if rewritten.watched else compiled
     original = copy_of(gm)
     for module in original.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -85,15 +85,20 @@ def _runner(rewritten: Rewritten, compiled: Callable, in_16_bit: Callable | None
         rewritten: how the inputs become those of the rewritten graph.
         compiled: the rewritten graph.
         in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
-            (dynamo guards on the grad mode alone), and those given an input that the graph changes and that shares its
-            memory with a packed weight. None where no packed weight requires a gradient and no input is changed.
+            (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
+            given an input that the graph changes and that shares its memory with a packed weight. None where no weight
+            is packed.
     """
 
     def run(*given: Any) -> Any:
-        hidden = bool(rewritten.watched) and is_hidden_training_forward()
-        if in_16_bit is not None and (hidden or rewritten.writes_packed(given)):
-            rewritten.declare_trained(given, hidden=hidden)
-            return in_16_bit(*given)
+        hidden = is_hidden_training_forward()
+        if in_16_bit is not None:
+            thawed = (hidden or torch.is_grad_enabled()) and rewritten.is_thawed(given)
+            if thawed:
+                rewritten.declare_thawed(given)
+            if thawed or (hidden and rewritten.watched) or rewritten.writes_packed(given):
+                rewritten.declare_trained(given, hidden=hidden)
+                return in_16_bit(*given)
         inputs = rewritten.inputs(given)
         rewritten.declare_trained(given, hidden=hidden)
         return compiled(*inputs)

@@ -22,6 +22,7 @@ from thunder_moe.compilers.fx_effects import storages_of
 from thunder_moe.compilers.fx_scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.fx_sites import Site, SwiGLU, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.weight_cache import WEIGHT_CACHE, stacked_layout
+from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 
 __all__ = ["Rewritten", "grouped_gemms", "rewrite"]
@@ -73,7 +74,7 @@ class Rewritten:
         packs: what the packed weights are made of.
         trained: weights that stay 16-bit because they are being trained.
         watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
-        trainable_packs: whether some of the packed weights are among them.
+        frozen: packed weights that require no gradient.
         written: positions of the inputs, parameters and buffers apart, that the graph changes in place.
     """
 
@@ -81,7 +82,7 @@ class Rewritten:
     packs: list[_Pack]
     trained: tuple[int | Tensor, ...]
     watched: tuple[int | Tensor, ...]
-    trainable_packs: bool
+    frozen: tuple[int | Tensor, ...]
     written: tuple[int, ...] = ()
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
@@ -101,6 +102,20 @@ class Rewritten:
         return any(
             weight.untyped_storage()._cdata in written for pack in self.packs for weight in _given(pack.weights, given)
         )
+
+    def is_thawed(self, given: Sequence[Any]) -> bool:
+        """Whether a packed weight that was frozen requires a gradient now. Dynamo before torch 2.13 does not look at
+        parameters again while their module has the same ones."""
+        return any(weight.requires_grad for weight in _given(self.frozen, given))
+
+    def declare_thawed(self, given: Sequence[Any]) -> None:
+        """`declare_trained` for these weights."""
+        warn_once(
+            "thawed",
+            "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
+            " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
+        )
+        WEIGHT_CACHE.changed(*(weight for weight in _given(self.frozen, given) if weight.requires_grad))
 
     def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
         """Tells the cache of weights that what follows this forward may change.
@@ -174,7 +189,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         packs=list(packs.values()),
         trained=tuple(map(handle, dict.fromkeys(weight for weight, gemm in sites if gemm.needs_grad))),
         watched=tuple(map(handle, watched)),
-        trainable_packs=not packed_weights.keys().isdisjoint(watched),
+        frozen=tuple(map(handle, (node for node in packed_weights if node not in watched))),
         written=written,
     )
     return rewritten, decisions

@@ -129,7 +129,8 @@ class WeightCache:
                 self._generation += 1
 
     def refresh(self, weights: Iterable[torch.Tensor]) -> None:
-        """Makes all copies of these weights again, now and at the same addresses."""
+        """Makes all copies of these weights again, now and at the same addresses; those of weights that have another
+        shape now when they are next used."""
         by_id = {id(weight): weight for weight in weights}
         self.changed(*by_id.values())
         for key in list(self._entries):
