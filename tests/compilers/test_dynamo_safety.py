@@ -477,8 +477,9 @@ def test_what_torch_does_not_keep_for_a_backward_may_change_before_it():
 def test_what_thunder_hands_to_inductor_is_reported():
     code = "return mm(x, self.a, o) + checkpoint(lambda x: mm(x, self.b, o), x, use_reentrant=False)"
     report = compare(program(code), "thunder", x_grad=False)
-    assert [entry.decision for entry in report] == ["nvfp4", "16-bit"]
-    assert report[1].reason == "Thunder leaves it to inductor"
+    # A graph with a checkpointed GEMM, whole.
+    assert [entry.decision for entry in report] == ["16-bit", "16-bit"]
+    assert {entry.reason for entry in report} == {"Thunder leaves it to inductor"}
 
 
 def test_a_graph_whose_frozen_weight_requires_a_gradient_now():
