@@ -245,20 +245,6 @@ def test_refresh_where_an_id_lives_again_in_a_bias(monkeypatch):
     refresh_(nn.ParameterList([bias]))
 
 
-def test_new_parameters_over_the_same_storage(cache):
-    """Each has a version counter of its own that starts at 0, and often the id of the one before."""
-    base = torch.randn(2, 8, 32, dtype=torch.bfloat16)
-    ids = set()
-    for _ in range(50):
-        weight = nn.Parameter(base.data, requires_grad=False)
-        ids.add(id(weight))
-        assert torch.equal(dequantize(cache.get(weight)), dequantize(quantize(base)))
-        del weight
-        base.mul_(-1.5)
-        base.clamp_(-100, 100)
-    assert len(ids) < 50
-
-
 def test_weights_declared_changed(cache, count):
     flat = torch.randn(1024, dtype=torch.bfloat16)
     weight, neighbour, other = flat[:512].view(2, 8, 32), flat[512:].view(2, 8, 32), parameter(2, 8, 32)

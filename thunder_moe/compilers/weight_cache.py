@@ -31,7 +31,6 @@ class _State:
     """What is seen of a weight: the same state means the same content, but for changes that leave no trace."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    tensor: weakref.ref[torch.Tensor] | None  # of a weight whose storage others share
     epoch: int
     version: int | None  # None for an inference tensor, which has no version counter
     address: int
@@ -58,8 +57,7 @@ class WeightCache:
     stay (CUDA graphs). docs/weights.md lists which changes are seen.
 
     Weights are known by their `id`, without a weak reference, which would forbid `torch.utils.swap_tensors`. An id that
-    lives again in another tensor is found out by the storage; only where other tensors share that, a weak reference is
-    held, and the weight cannot be swapped. Copies of weights that have died are dropped by the next
+    lives again in another tensor is found out by the storage. Copies of weights that have died are dropped by the next
     full garbage collection or before the next copy is made.
     """
 
@@ -166,7 +164,6 @@ class WeightCache:
         for weight, state in zip(weights, entry.states, strict=True):
             if (
                 state.storage() is not weight.untyped_storage()
-                or (state.tensor is not None and state.tensor() is not weight)
                 or state.version != _version(weight)
                 or state.address != weight.data_ptr()
                 or state.strides != weight.stride()
@@ -188,17 +185,8 @@ class WeightCache:
         storage = weight.untyped_storage()
         reference = weakref.ref(storage, self._forget(storage._cdata))
         epoch = self._epochs.setdefault(storage._cdata, 0)
-        # This tensor has a reference to it, and `storage` another.
-        shared = torch._C._storage_Use_Count(storage._cdata) > 2
         return _State(
-            reference,
-            weakref.ref(weight) if shared else None,
-            epoch,
-            _version(weight),
-            weight.data_ptr(),
-            weight.shape,
-            weight.stride(),
-            weight.dtype,
+            reference, epoch, _version(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
         )
 
     def _refresh(self, key, entry: _Entry | None, weights, recipe) -> _Entry:
