@@ -370,6 +370,11 @@ NESTED = {
         "return torch.cond(x.sum() > 0, lambda x: mm(x, self.a, o), lambda x: mm(x, self.b, o), (x,))",
         SINGLE * 2,
     ),
+    # The gradients of both branches need the same strides.
+    "cond of a transposed weight": (
+        "return torch.cond(x.sum() > 0, lambda x: mm(x, self.a.mT, o), lambda x: mm(x, self.b, o), (x,))",
+        SINGLE * 2,
+    ),
 }
 
 

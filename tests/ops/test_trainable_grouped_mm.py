@@ -39,6 +39,17 @@ def test_forward_and_gradients(offsets, expanded):
     assert weight.grad.is_contiguous()
 
 
+def test_gradient_of_a_transposed_weight_has_its_layout(offsets):
+    a, weight = make(offsets)
+    stored = weight.detach().mT.contiguous().requires_grad_()  # (E, K, N)
+    out = OPS.trainable_grouped_mm(a, stored, offsets)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    _, exact = expected_gradients(a, weight, grad, offsets)
+    assert relative_error(stored.grad.mT, exact) < 2 * KERNEL_TOLERANCE[BF16]
+    assert stored.grad.is_contiguous()
+
+
 def test_result_is_contiguous_where_torch_pads_it():
     offsets = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
     a, weight = make(offsets, n=45)
@@ -52,4 +63,6 @@ def test_opcheck(opcheck):
     # The gradient of a trainable weight is not itself differentiable, hence no requires_grad on dgrad's and wgrad's.
     opcheck(OPS.trainable_grouped_mm.default, (a, weight.mT.detach().requires_grad_(), offsets))
     opcheck(OPS.trainable_grouped_mm_dgrad.default, (grad, weight.mT.detach(), offsets))
-    opcheck(OPS.trainable_grouped_mm_wgrad.default, (a.detach(), grad, offsets))
+    opcheck(OPS.trainable_grouped_mm.default, (a, weight.mT.detach().contiguous().requires_grad_(), offsets))
+    for row_major in (False, True):
+        opcheck(OPS.trainable_grouped_mm_wgrad.default, (a.detach(), grad, offsets, row_major))

@@ -35,12 +35,16 @@ def dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return torch._grouped_mm(_contiguous(grad), _readable(b).transpose(-1, -2), offs=offsets)
 
 
-def wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+def wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
     """Rows and gradient (M, N) of the output -> gradient (E, K, N) of the weight; zero for experts without rows.
 
-    Computed as (N, M) x (M, K), so that it is contiguous as (E, N, K), the layout of the usual parameter.
+    Contiguous when row_major. Otherwise it is computed as (N, M) x (M, K), and contiguous as (E, N, K), the layout of
+    the usual parameter.
     """
-    return torch._grouped_mm(_contiguous(grad).t(), _contiguous(a), offs=offsets).transpose(-1, -2)
+    a, grad = _contiguous(a), _contiguous(grad)
+    if row_major:
+        return torch._grouped_mm(a.t(), grad, offs=offsets)
+    return torch._grouped_mm(grad.t(), a, offs=offsets).transpose(-1, -2)
 
 
 @torch.library.custom_op("thunder_moe::trainable_grouped_mm", mutates_args=())
@@ -64,19 +68,24 @@ def _(grad, b, offsets):
 
 
 @torch.library.custom_op("thunder_moe::trainable_grouped_mm_wgrad", mutates_args=())
-def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    return wgrad(a, grad, offsets).transpose(-1, -2).contiguous().transpose(-1, -2)
+def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
+    # Where a dimension is no multiple of 16 bytes torch pads the rows of the result.
+    weight_grad = wgrad(a, grad, offsets, row_major)
+    return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 
 
 @_wgrad.register_fake
-def _(a, grad, offsets):
-    return a.new_empty(offsets.shape[0], grad.shape[1], a.shape[1]).transpose(-1, -2)
+def _(a, grad, offsets, row_major=False):
+    e, k, n = offsets.shape[0], a.shape[1], grad.shape[1]
+    return a.new_empty(e, k, n) if row_major else a.new_empty(e, n, k).transpose(-1, -2)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     # No more than torch keeps: what is not kept may change in place before the backward.
     a, b, offsets = inputs
     needs_a, needs_b = ctx.needs_input_grad[:2]
+    # The gradient of a weight has the weight's layout, as torch's has: torch.cond compares that of its branches.
+    ctx.row_major = b.stride(-1) == 1 and b.stride(-2) != 1
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offsets)
 
 
@@ -84,7 +93,7 @@ def _backward(ctx, grad):
     a, b, offsets = ctx.saved_tensors
     ops, needs = torch.ops.thunder_moe, ctx.needs_input_grad
     grad_a = ops.trainable_grouped_mm_dgrad(grad, b, offsets) if needs[0] else None
-    grad_b = ops.trainable_grouped_mm_wgrad(a, grad, offsets) if needs[1] else None
+    grad_b = ops.trainable_grouped_mm_wgrad(a, grad, offsets, ctx.row_major) if needs[1] else None
     return grad_a, grad_b, None
 
 
