@@ -33,7 +33,7 @@ SEED ?= 0
 .PHONY: test-programs
 test-programs: .venv/installed-test
 	for compiler in dynamo-eager dynamo-aot thunder; do \
-	  $(BIN)/python -m tests.differential --programs $(PROGRAMS) --compiler $$compiler --seed $(SEED) || exit 1; \
+	  $(BIN)/python -m tests.differential --workers $(WORKERS) --programs $(PROGRAMS) --compiler $$compiler --seed $(SEED) || exit 1; \
 	done
 
 # The suite on torch 2.10 to 2.15 (several GB of downloads each on Linux).

@@ -506,7 +506,7 @@ class Generator:
                 "offsets setitem": "o[:] = p",
                 "offsets slice": "o[:-1] = p[:-1]",
                 "offsets assigned": "o = p",
-                "offsets add_": "o.mul_(0).add_(p)",
+                "offsets add_": "o.add_(p - o)",
                 "offsets out=": "torch.add(p, 0, out=o)",
             }
             body.append(Statement(self.pick(forms)))
@@ -540,7 +540,7 @@ class Generator:
                 "split": f"for part in {name}.split(8, -1):\n    part.mul_(-2.0)",
                 "masked_fill_": f"{name}.masked_fill_({name} > 0, 2.0)",
                 "foreach copy": f"torch._foreach_copy_([{name}], [{name} * -2.0])",
-                "index_add_": f"{name}.index_add_(1, torch.arange(8), {name}[:, 8:16])",
+                "index_add_": f"{name}.index_add_(1, torch.arange(8, device=x.device), {name}[:, 8:16])",
                 "early alias": "early.mul_(2.0)",
             }
             form = self.pick(forms)
@@ -623,7 +623,7 @@ class Generator:
             "in-place update": "\n".join(Statement("with torch.no_grad():", [Statement(change)]).lines()),
             "update under inference_mode": f"with torch.inference_mode():\n    {w}.mul_({factor})",
             "assigned data": f"{w}.data = {w}.data * {factor}",
-            "swapped data": f"new = {w}.data * {factor}\n{w}.data = torch.empty(0)\n{w}.data = new.clone()",
+            "swapped data": f"new = {w}.data * {factor}\n{w}.data = new.new_empty(0)\n{w}.data = new.clone()",
             "optimizer": f'run.step("{optimizer}", {w}, factor={factor}{option})',
             "requires_grad toggled": f"{w}.requires_grad_(not {w}.requires_grad)",
             "load_state_dict": f"run.load({factor})",

@@ -7,6 +7,7 @@ All weights are exact in NVFP4 (and stay so: updates multiply by powers of two, 
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ import torch.nn.functional as F  # noqa: F401  (for the programs)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint  # noqa: F401  (for the programs)
 
-__all__ = ["Call", "Run", "exact", "gc", "is_exact"]
+__all__ = ["Call", "Run", "exact", "gc", "is_exact", "tensors_on"]
 
 BF16 = torch.bfloat16
+_device = torch.device("cpu")
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # Adam divides by its eps alone when that is so large, and times a learning rate as large the step is the gradient.
 _HUGE = 2.0**40
@@ -32,19 +34,31 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
+def tensors_on(device: torch.device | str) -> None:
+    """Has the programs of this process use tensors of a device; their values are made on the CPU."""
+    global _device
+    _device = torch.device(device)
+
+
+def device() -> torch.device:
+    """The device of the programs' tensors."""
+    return _device
+
+
 def exact(experts: int, n: int, k: int, seed: int, *, transposed: bool = False) -> Tensor:
     """A bfloat16 weight (E, N, K), or (E, K, N) when transposed, that NVFP4 holds exactly.
 
     Values are those of E2M1 times a power of two per block of 16 along K; each block has a value of the largest
     magnitude, which makes its scale a power of two of the expert's.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    random = functools.partial(torch.randint, generator=generator, device="cpu")
     blocks = (experts, n, k // 16, 16)
-    values = _E2M1[torch.randint(8, blocks, generator=generator)]
-    values.scatter_(-1, torch.randint(16, (*blocks[:-1], 1), generator=generator), 6.0)
-    values *= 1 - 2 * torch.randint(2, blocks, generator=generator)
-    exponents = torch.randint(-2, 1, (*blocks[:-1], 1), generator=generator) - (3 if k <= 32 else 4)
-    weight = (values * torch.exp2(exponents.float())).view(experts, n, k).to(BF16)
+    values = _E2M1[random(8, blocks)]
+    values.scatter_(-1, random(16, (*blocks[:-1], 1)), 6.0)
+    values *= 1 - 2 * random(2, blocks)
+    exponents = random(-2, 1, (*blocks[:-1], 1)) - (3 if k <= 32 else 4)
+    weight = (values * torch.exp2(exponents.float())).view(experts, n, k).to(_device, BF16)
     return weight.transpose(1, 2).contiguous() if transposed else weight
 
 
@@ -55,8 +69,12 @@ def is_exact(weight: Tensor) -> bool:
     scaled = torch.where(amax > 0, blocks.abs() * 6 / amax, 0.0)
     largest = amax.amax((1, 2), keepdim=True)
     ratio = torch.where(amax > 0, torch.log2(largest / amax), 0.0)  # E4M3 scales from 448 down to 2**-6
-    on_grid = (scaled[..., None] == _E2M1.double()).any(-1).all()
+    on_grid = (scaled[..., None] == _E2M1.double().to(weight.device)).any(-1).all()
     return bool(on_grid and (ratio == ratio.round()).all() and (ratio <= 12).all())
+
+
+def _offsets(rows: tuple[int, ...]) -> Tensor:
+    return torch.tensor(rows, device=_device).cumsum(0).int()
 
 
 @dataclass
@@ -97,14 +115,14 @@ class Run:
         """
         generator = torch.Generator().manual_seed(seed)
         leaves = dict(
-            x=torch.randn(sum(rows), self.features, generator=generator).to(BF16),
-            s=torch.rand(sum(rows), 1, generator=generator).add(0.5).to(BF16),
+            x=torch.randn(sum(rows), self.features, generator=generator).to(_device, BF16),
+            s=torch.rand(sum(rows), 1, generator=generator).add(0.5).to(_device, BF16),
         )
         for leaf in leaves.values():
             leaf.requires_grad_(mode == "train")
         # Those a program may change in place, which leaves forbid.
         given = {name: leaf.clone() for name, leaf in leaves.items()}
-        given |= dict(o=torch.tensor(rows).cumsum(0).int(), p=torch.tensor(rows[::-1]).cumsum(0).int())
+        given |= dict(o=_offsets(rows), p=_offsets(rows[::-1]))
         self.model.zero_grad(set_to_none=True)
         record = Call()
         self.calls.append(record)
@@ -123,7 +141,9 @@ class Run:
         record.requires_grad |= {name: value.requires_grad for name, value in seen.items()}
         wanted = [output for output in outputs.values() if output.requires_grad]
         if wanted and not torch.is_inference_mode_enabled():
-            loss = sum((output.float() * torch.randn(output.shape, generator=generator)).sum() for output in wanted)
+            loss = sum(
+                (output.float() * torch.randn(output.shape, generator=generator).to(_device)).sum() for output in wanted
+            )
             try:
                 loss.backward()
             except RuntimeError as error:
