@@ -3,6 +3,7 @@ gives: values, gradients, mutations and requires_grad. Called by pytest; judged 
 weights that are exact in NVFP4.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -487,7 +488,8 @@ def test_what_thunder_hands_to_inductor_is_reported():
     assert {entry.reason for entry in report} == {"Thunder leaves it to inductor"}
 
 
-def test_a_graph_whose_frozen_weight_requires_a_gradient_now():
+@pytest.mark.parametrize("mode", ["outside", "inside"])
+def test_a_graph_whose_frozen_weight_requires_a_gradient_now(mode):
     """As dynamo before torch 2.13 calls it, which does not compile again."""
     weight = nn.Parameter(torch.randn(2, 32, 64).bfloat16(), requires_grad=False)
     calls = []
@@ -502,13 +504,21 @@ def test_a_graph_whose_frozen_weight_requires_a_gradient_now():
         return run
 
     rows, offsets = torch.randn(5, 64).bfloat16(), torch.tensor([2, 5], dtype=torch.int32)
-    function = torch.compile(lambda: torch._grouped_mm(rows, weight.mT, offs=offsets), backend=backend, fullgraph=True)
-    four_bit = function()
+
+    def gemm():
+        with torch.enable_grad() if mode == "inside" else contextlib.nullcontext():
+            return torch._grouped_mm(rows, weight.mT, offs=offsets)
+
+    function = torch.compile(gemm, backend=backend, fullgraph=True)
+    with torch.set_grad_enabled(mode == "outside"):
+        four_bit = function()
     ((graph, given),) = calls
     weight.requires_grad_()
-    with torch.no_grad():
-        assert torch.equal(graph(*given)[0], four_bit)
-    (out,) = graph(*given)
+    if mode == "outside":
+        with torch.no_grad():
+            assert torch.equal(graph(*given)[0], four_bit)
+    with torch.set_grad_enabled(mode == "outside"):
+        (out,) = graph(*given)
     out.backward(torch.ones_like(out))
     gradient, weight.grad = weight.grad, None
     expected = torch._grouped_mm(rows, weight.mT, offs=offsets)

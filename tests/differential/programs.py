@@ -631,6 +631,10 @@ class Generator:
             "numpy update": f"{w}.data.view(torch.int16).numpy()[...] ^= -32768\nrun.refresh(m)",
             "garbage collection": "gc.collect()",
         }
+        if "reentrant checkpoint" in self.program.features:
+            # Dynamo makes another kind of checkpoint of it: a thawed weight gets a gradient, which eager execution does
+            # not compute while no input requires one. Dynamo before torch 2.13 does so only if it compiles again.
+            del forms["requires_grad toggled"]
         fused = self.random.choice(
             ("Adam", "AdamW", "Adagrad")
         )  # of SGD, torch 2.13's does nothing to bfloat16 on a CPU

@@ -93,7 +93,8 @@ def _runner(rewritten: Rewritten, compiled: Callable, in_16_bit: Callable | None
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
         if in_16_bit is not None:
-            thawed = (hidden or torch.is_grad_enabled()) and rewritten.is_thawed(given)
+            trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
+            thawed = trains and rewritten.is_thawed(given)
             if thawed:
                 rewritten.declare_thawed(given)
             if thawed or (hidden and rewritten.watched) or rewritten.writes_packed(given):

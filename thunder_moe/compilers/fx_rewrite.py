@@ -76,6 +76,7 @@ class Rewritten:
         watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
         frozen: packed weights that require no gradient.
         written: positions of the inputs, parameters and buffers apart, that the graph changes in place.
+        enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
     """
 
     kept: list[int]
@@ -84,6 +85,7 @@ class Rewritten:
     watched: tuple[int | Tensor, ...]
     frozen: tuple[int | Tensor, ...]
     written: tuple[int, ...] = ()
+    enables_grad: bool = False
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         packed = [tensor for pack in self.packs for tensor in pack(given)]
@@ -191,6 +193,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         watched=tuple(map(handle, watched)),
         frozen=tuple(map(handle, (node for node in packed_weights if node not in watched))),
         written=written,
+        enables_grad=not torch.is_grad_enabled()
+        and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
     )
     return rewritten, decisions
 
