@@ -28,8 +28,8 @@ from timing import measure
 from torch import Tensor
 from tqdm import tqdm
 
+from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
 
 STEM = "bench_grouped_mm"
 BASELINE = "bf16"

@@ -26,9 +26,9 @@ from timing import measure
 from tqdm import tqdm
 
 from thunder_moe import Llama4MoE, moe_executor, quantize_, rewrite_report
+from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.nn import NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.nvfp4 import quantize
 
 import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
 from thunder.executors.nvfuserex import nvfuserex  # isort: skip

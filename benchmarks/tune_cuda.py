@@ -1,4 +1,4 @@
-"""Measures which configuration of the CUDA kernels is fastest where, and writes thunder_moe/kernels/cuda_configs.json.
+"""Measures which configuration of the CUDA kernels is fastest where, and writes thunder_moe/kernels/cuda/configs.json.
 Called from the command line on a machine with a GPU; calls kernels.cuda, and timing, report and shapes beside it.
 
 Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed. Its time
@@ -26,9 +26,10 @@ from timing import environment, measure
 from torch import Tensor
 from tqdm import tqdm
 
-from thunder_moe.kernels import cuda, nvrtc
-from thunder_moe.kernels.cuda_configs import LAYOUTS, MEASURED, GemmConfig, Point, candidates
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize, quantize
+from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.cuda.configs import LAYOUTS, MEASURED, GemmConfig, Point, candidates
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16

@@ -25,7 +25,7 @@ try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from thunder_moe import quantize_
-    from thunder_moe.integrations.transformers import expert_blocks
+    from thunder_moe.integrations.huggingface.experts import expert_blocks
 except ImportError as error:
     raise ImportError(f"this example needs pip install 'thunder_moe[transformers]': {error}") from error
 

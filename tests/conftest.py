@@ -6,10 +6,10 @@ Called by pytest; imports thunder_moe, which makes `import thunder` work in all 
 import pytest
 import torch
 
-from thunder_moe.compilers import weight_cache
+from thunder_moe import weight_cache
+from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import select
-from thunder_moe.nvfp4 import quantize
-from thunder_moe.nvfp4_layouts import layout_fits
 
 # Rows of each of four experts.
 ROUTINGS = {

@@ -87,7 +87,7 @@ def test_a_failed_import_of_thunder_says_what_to_do():
 import sys, types
 sys.modules["thunder.core"] = types.ModuleType("thunder.core")  # what is left of it
 import thunder_moe
-for use in (lambda: __import__("thunder"), lambda: __import__("thunder_moe.compilers.thunder_executor")):
+for use in (lambda: __import__("thunder"), lambda: __import__("thunder_moe.compilers.thunder.executor")):
     try:
         use()
     except ImportError as error:
@@ -106,7 +106,7 @@ print("torch._dynamo" in sys.modules)
 print(torch._dynamo.lookup_backend("thunder_moe").__module__)
 print(torch._dynamo.list_backends().count("thunder_moe"))
 """
-    assert python(code).splitlines() == ["False", "thunder_moe.compilers.dynamo", "1"]
+    assert python(code).splitlines() == ["False", "thunder_moe.compilers.dynamo.backend", "1"]
 
 
 @pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
@@ -117,6 +117,6 @@ import torch
 from torch._dynamo import list_backends, lookup_backend
 print(lookup_backend("thunder_moe").__module__, list_backends().count("thunder_moe"))
 import thunder_moe
-print(lookup_backend("thunder_moe") is thunder_moe.compilers.dynamo.thunder_moe_backend)
+print(lookup_backend("thunder_moe") is thunder_moe.compilers.dynamo.backend.thunder_moe_backend)
 """
-    assert python(code).splitlines() == ["thunder_moe.compilers.dynamo 1", "True"]
+    assert python(code).splitlines() == ["thunder_moe.compilers.dynamo.backend 1", "True"]

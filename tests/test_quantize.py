@@ -24,8 +24,8 @@ from thunder_moe import (
     to_layout_,
 )
 from thunder_moe import quantize as quantize_module
+from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.nn import MODULE_LAYOUTS
-from thunder_moe.nvfp4 import dequantize, quantize
 
 BF16 = torch.bfloat16
 

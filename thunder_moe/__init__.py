@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from thunder_moe.compilers import registration
-from thunder_moe.integrations import hf_plugin
+from thunder_moe.integrations.huggingface import registration as hf_plugin
 
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
-    from thunder_moe.compilers.thunder_executor import moe_executor
-    from thunder_moe.compilers.weight_cache import refresh_
-    from thunder_moe.integrations.hf_checkpoint import load_checkpoint, save_checkpoint
+    from thunder_moe.compilers.thunder.executor import moe_executor
+    from thunder_moe.formats.nvfp4 import NVFP4Weight
+    from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
         NVFP4GroupedSwiGLU,
         SwiGLU,
     )
-    from thunder_moe.nvfp4 import NVFP4Weight
     from thunder_moe.ops.experts import moe_experts
     from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
+    from thunder_moe.weight_cache import refresh_
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
-    "compilers.thunder_executor": ("moe_executor",),
-    "compilers.weight_cache": ("refresh_",),
-    "integrations.hf_checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "compilers.thunder.executor": ("moe_executor",),
+    "weight_cache": ("refresh_",),
+    "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "nn": (
         "GroupedLinear",
@@ -48,7 +48,7 @@ _HOMES = {
         "NVFP4GroupedSwiGLU",
         "SwiGLU",
     ),
-    "nvfp4": ("NVFP4Weight",),
+    "formats.nvfp4": ("NVFP4Weight",),
     "ops.experts": ("moe_experts",),
     "ops.grouped_mm": ("f16a_nvfp4weight_scaled_grouped_mm",),
     "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, quantize
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, quantize
-from thunder_moe.nvfp4_layouts import layout_fits
 from thunder_moe.replaceable import not_plain, wrapped
 
 __all__ = ["dequantize_", "quantize_", "to_layout_"]
@@ -31,7 +31,7 @@ _Left = dict[nn.Module, tuple[str, str]]  # what is not, its qualified name and 
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Packages of Hugging Face models: transformers, and transformers_modules for the code that comes with a checkpoint.
-_FOREIGN = ("transformers", "thunder_moe.integrations.transformers")
+_FOREIGN = ("transformers", "thunder_moe.integrations.huggingface.experts")
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
@@ -243,7 +243,7 @@ def _integration(model: nn.Module) -> ModuleType | None:
     """integrations.transformers, if anything in the model comes from there or from code written for it."""
     if not any(type(module).__module__.startswith(_FOREIGN) for module in model.modules()):
         return None
-    return importlib.import_module("thunder_moe.integrations.transformers")
+    return importlib.import_module("thunder_moe.integrations.huggingface.experts")
 
 
 def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None) -> tuple[_Chosen, _Left]:

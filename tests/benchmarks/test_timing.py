@@ -154,7 +154,7 @@ def test_bad_arguments_are_named(load, capsys, arguments, message):
 
 @pytest.fixture
 def moe_layer(load):
-    pytest.importorskip("thunder_moe.compilers.thunder_executor", exc_type=ImportError)
+    pytest.importorskip("thunder_moe.compilers.thunder.executor", exc_type=ImportError)
     return load("bench_moe_layer")
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from thunder_moe.nvfp4 import dequantize, quantize
+from thunder_moe.formats.nvfp4 import dequantize, quantize
 
 from .execution import check, script, shrink
 from .programs import DISABLED, Program, Statement, generate

@@ -1,4 +1,4 @@
-"""Runs the backends' CUDA sources on a CPU, by cuda_emulator.h: the fixtures `emulator` and `emulated`.
+"""Runs the backends' CUDA sources on a CPU, by emulator/cuda_emulator.h: the fixtures `emulator` and `emulated`.
 Called by pytest for the tests beside it.
 """
 
@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thunder_moe.kernels import cuda, nvrtc, zeros
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.cuda import workspace as zeros
 
-HERE = Path(__file__).parent
+EMULATOR = Path(__file__).parents[1] / "emulator"
 
 
 class Adversary(ctypes.Structure):
@@ -44,7 +46,7 @@ def emulator(tmp_path_factory):
     def build(sources: tuple[Path, ...], expression: str, argument: type[ctypes.Structure]) -> ctypes.CDLL:
         name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
         program = folder / f"{name}.cpp"
-        includes = "\n".join(f'#include "{file}"' for file in (HERE / "cuda_emulator.h", *sources))
+        includes = "\n".join(f'#include "{file}"' for file in (EMULATOR / "cuda_emulator.h", *sources))
         program.write_text(f"""{includes}
 {nvrtc.struct_checks(argument)}
 extern "C" void run(const {argument.__name__}* argument, int blocks, int threads, Adversary worst) {{

@@ -9,9 +9,10 @@ import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
-from thunder_moe.kernels import cuda, humming
-from thunder_moe.kernels.epilogues import SwiGLU
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.kernels import humming
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.routing import SwiGLU
 
 DTYPES = [torch.bfloat16, torch.float16]
 OFFSETS = torch.tensor([3, 3, 9, 11], dtype=torch.int32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, relative_error
 
+from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize_expert, quantize
 from thunder_moe.kernels import reference
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert, quantize
 
 DTYPES = list(KERNEL_TOLERANCE)
 

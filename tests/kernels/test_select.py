@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import cpu, cuda, humming, nvrtc, reference
+from thunder_moe.kernels import humming, reference
 from thunder_moe.kernels import select as module
+from thunder_moe.kernels.cpu import backend as cpu
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.select import preferred_layout, resolve_layout, select, use_backend
 
 CPU = torch.device("cpu")

@@ -5,8 +5,10 @@ import warnings
 import pytest
 import torch
 
-from thunder_moe.kernels import cpu, cuda, humming, reference, slow_paths
-from thunder_moe.nvfp4 import quantize
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.kernels import humming, reference, slow_paths
+from thunder_moe.kernels.cpu import backend as cpu
+from thunder_moe.kernels.cuda import backend as cuda
 
 OFFSETS = torch.tensor([1, 2, 4, 5], dtype=torch.int32)
 

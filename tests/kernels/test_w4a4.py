@@ -18,11 +18,11 @@ from oracle import (
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as operator
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference, w4a4
-from thunder_moe.kernels.epilogues import SwiGLU
 from thunder_moe.kernels.select import use_backend
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.routing import SwiGLU
 
 E2M1 = sorted((decode_e2m1(code), code) for code in range(8))
 E4M3 = sorted((decode_e4m3(bits), bits) for bits in range(127))

@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 
 from thunder_moe import moe_experts as experts_op
 from thunder_moe import moe_route
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.select import BACKENDS, select, use_backend
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.grouped_mm_combine import combine_backward, f16a_nvfp4weight_grouped_mm_combine
 from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu, swiglu_backward

@@ -7,7 +7,7 @@ import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, groups, relative_error
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as op
-from thunder_moe.nvfp4 import LAYOUTS, NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands, weight_from_operands
 
 DTYPES = list(KERNEL_TOLERANCE)

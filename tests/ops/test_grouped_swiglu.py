@@ -7,7 +7,7 @@ import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_swiglu, relative_error
 
 from thunder_moe import f16a_nvfp4weight_grouped_swiglu as op
-from thunder_moe.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.ops.grouped_mm import operands
 
 DTYPES = list(KERNEL_TOLERANCE)

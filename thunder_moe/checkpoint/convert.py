@@ -32,7 +32,7 @@ from thunder_moe.checkpoint.writer import (
     write_configs,
     write_json,
 )
-from thunder_moe.nvfp4 import quantize
+from thunder_moe.formats.nvfp4 import quantize
 
 __all__ = ["LayerError", "convert"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from thunder_moe.nvfp4 import NVFP4Weight
+from thunder_moe.formats.nvfp4 import NVFP4Weight
 
 __all__ = ["mxfp4_to_nvfp4"]
 

@@ -20,7 +20,7 @@ def install() -> None:
 
 
 def _import_thunder(_: ModuleType) -> contextlib.AbstractContextManager:
-    return importlib.import_module("thunder_moe.compilers.compat").importing_thunder()
+    return importlib.import_module("thunder_moe.compilers.thunder.compat").importing_thunder()
 
 
 def _register_backend(registry: ModuleType) -> None:
@@ -29,5 +29,5 @@ def _register_backend(registry: ModuleType) -> None:
     It is loaded when the backend is first asked for. Dynamo puts an installed package's own in its place."""
     from importlib.metadata import EntryPoint
 
-    value, group = "thunder_moe.compilers.dynamo:thunder_moe_backend", "torch_dynamo_backends"
+    value, group = "thunder_moe.compilers.dynamo.backend:thunder_moe_backend", "torch_dynamo_backends"
     registry._BACKENDS.setdefault("thunder_moe", EntryPoint("thunder_moe", value, group))

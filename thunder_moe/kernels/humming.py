@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.kernels import cuda, reference
-from thunder_moe.kernels.epilogues import PLAIN_SWIGLU, SwiGLU, expert_of_row, gather_rows
-from thunder_moe.kernels.zeros import zeros_of
-from thunder_moe.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.kernels import reference
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda.workspace import zeros_of
+from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU, expert_of_row, gather_rows
 
 __all__ = [
     "grouped_mm",

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from thunder_moe.kernels.epilogues import (
+from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize_expert
+from thunder_moe.kernels.slow_paths import to_linear
+from thunder_moe.routing import (
     PLAIN_SWIGLU,
     SwiGLU,
     combine,
@@ -22,8 +24,6 @@ from thunder_moe.kernels.epilogues import (
     scale_of_rows,
     swiglu,
 )
-from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.nvfp4 import NVFP4Weight, dequantize_expert
 
 __all__ = ["grouped_mm", "grouped_mm_combine", "grouped_mm_dgrad", "grouped_swiglu", "route", "unavailable_reason"]
 

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import torch
 
-from thunder_moe.nvfp4 import NVFP4Weight
-from thunder_moe.nvfp4_layouts import layout_fits
+from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.nvfp4 import NVFP4Weight
 
 __all__ = [
     "BACKENDS",
@@ -147,10 +147,13 @@ def _best(device: torch.device) -> ModuleType:
     raise AssertionError("the reference runs everywhere")
 
 
+_MODULES = {"cpu": "thunder_moe.kernels.cpu.backend", "cuda": "thunder_moe.kernels.cuda.backend"}
+
+
 @functools.cache
 def _load(name: str, device: torch.device) -> tuple[ModuleType, str | None]:
     """A backend's module, and why it cannot run on a device: two in one machine may differ in compute capability."""
-    module = importlib.import_module(f"thunder_moe.kernels.{name}")
+    module = importlib.import_module(_MODULES.get(name, f"thunder_moe.kernels.{name}"))
     return module, module.unavailable_reason(device)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 
-from thunder_moe.nvfp4 import NVFP4Weight
+from thunder_moe.formats.nvfp4 import NVFP4Weight
 
 __all__ = ["to_linear", "warn_once"]
 

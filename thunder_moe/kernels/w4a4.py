@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, NVFP4Weight
 from thunder_moe.kernels import reference
-from thunder_moe.kernels.epilogues import (
+from thunder_moe.routing import (
     PLAIN_SWIGLU,
     SwiGLU,
     combine,
@@ -20,7 +21,6 @@ from thunder_moe.kernels.epilogues import (
     scale_of_rows,
     swiglu,
 )
-from thunder_moe.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, NVFP4Weight
 
 __all__ = [
     "grouped_mm",

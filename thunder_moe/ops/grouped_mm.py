@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
 from thunder_moe.kernels.select import select
-from thunder_moe.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
-from thunder_moe.nvfp4_layouts import layout_fits
 
 __all__ = [
     "check_index_values",
@@ -123,7 +123,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
         blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
         problem_sizes: likewise.
-        layout: of the weight, one of `thunder_moe.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.formats.nvfp4.LAYOUTS`.
 
     Returns:
         (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.

@@ -11,16 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.kernels.epilogues import (
-    SwiGLU,
-    expert_of_row,
-    gather_rows,
-    live_rows,
-    pre_activation,
-    scale_of_rows,
-)
+from thunder_moe.formats.nvfp4 import require
 from thunder_moe.kernels.select import select
-from thunder_moe.nvfp4 import require
 from thunder_moe.ops.grouped_mm import (
     check_index_values,
     check_offset_values,
@@ -29,6 +21,14 @@ from thunder_moe.ops.grouped_mm import (
     refuse_forward_ad,
     refuse_weight_gradients,
     weight_from_operands,
+)
+from thunder_moe.routing import (
+    SwiGLU,
+    expert_of_row,
+    gather_rows,
+    live_rows,
+    pre_activation,
+    scale_of_rows,
 )
 
 __all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_backward"]
@@ -114,7 +114,7 @@ def f16a_nvfp4weight_grouped_swiglu(
         row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
         slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
         bias: floating point (E, 2I).
-        layout: of the weight, one of `thunder_moe.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.formats.nvfp4.LAYOUTS`.
         alpha: factor of the gate in the sigmoid.
         limit: of gate and up, positive; none when None.
         up_shift: added to up.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thunder_moe.formats.nvfp4 import require
 from thunder_moe.kernels.select import select
-from thunder_moe.nvfp4 import require
 
 __all__ = ["moe_route"]
 

@@ -1,0 +1,355 @@
+"""Reading checkpoints: real exports against what their own libraries decode, and what is said of broken files.
+Called by pytest; judged by tests/oracle.py and the weights that tests/data/make_checkpoints.py kept.
+"""
+
+import json
+
+import pytest
+import torch
+from checkpoint_files import (
+    ATTENTION,
+    DATA,
+    EXPORTS,
+    assert_same_bits,
+    copy_export,
+    decoded,
+    edit_json,
+    edit_tensors,
+    expected_experts,
+    experts_path,
+    load_expected,
+    load_tensors,
+)
+
+from thunder_moe.checkpoint import Checkpoint, ExpertWeights
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_decodes_as_the_exporting_library(export):
+    checkpoint = Checkpoint(DATA / export)
+    assert checkpoint.experts == [experts_path(export)]
+    weights = checkpoint.read_experts(checkpoint.experts[0])
+    gate_up, down = expected_experts(export)
+    # compressed-tensors divides by its global scale, which is off by a rounding.
+    tolerance = dict(rtol=1e-6 if export.startswith("compressed") else 0, atol=0)
+    torch.testing.assert_close(decoded(weights.gate_up), gate_up, **tolerance)
+    torch.testing.assert_close(decoded(weights.down), down, **tolerance)
+    assert weights.gated
+
+    expected = load_expected(export)
+    assert set(checkpoint.dense) == dense_modules(export)
+    for name in checkpoint.dense:
+        torch.testing.assert_close(checkpoint.read_dense(name, torch.float32), expected[f"{name}.weight"], **tolerance)
+        assert torch.equal(checkpoint.read_dense(name), checkpoint.read_dense(name, torch.float32).bfloat16())
+
+
+def dense_modules(export):
+    names = ("gate_proj", "up_proj", "down_proj") if export == "modelopt_llama4" else ()
+    shared = {f"model.layers.0.feed_forward.shared_expert.{name}" for name in names}
+    return set() if export.startswith("mxfp4") else ATTENTION | shared
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_stream_gives_everything_once(export):
+    checkpoint, tensors = Checkpoint(DATA / export), load_tensors(DATA / export)
+    streamed = list(checkpoint.stream(dtype=torch.float32))
+    assert len({name for name, _ in streamed}) == len(streamed)
+    seen = dict(streamed)
+    assert isinstance(seen.pop(checkpoint.experts[0]), ExpertWeights)
+    for name in checkpoint.dense:
+        assert seen.pop(f"{name}.weight").dtype == torch.float32
+    for name, tensor in seen.items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
+    left = {name for name in tensors if "experts" not in name and not name.endswith("scale")} - seen.keys()
+    owned = ("weight", "weight_packed", "weight_scale_2")
+    assert left <= {f"{module}.{field}" for module in checkpoint.dense for field in owned}
+
+
+def test_global_scales_of_gate_and_up():
+    ours = Checkpoint(DATA / "compressed_tensors_qwen3_moe").read_experts("model.layers.0.mlp.experts").gate_up
+    assert ours.global_scale.shape == (3, 128)
+    tensors = load_tensors(DATA / "compressed_tensors_qwen3_moe")
+    for expert in range(3):
+        for rows, name in ((slice(0, 64), "gate_proj"), (slice(64, 128), "up_proj")):
+            divisor = tensors[f"model.layers.0.mlp.experts.{expert}.{name}.weight_global_scale"]
+            assert torch.equal(ours.global_scale[expert, rows], divisor.reciprocal().expand(64))
+    one = Checkpoint(DATA / "modelopt_qwen3_moe").read_experts("model.layers.0.mlp.experts").gate_up
+    assert one.global_scale.shape == (3,)
+
+
+def test_biases_follow_their_rows():
+    tensors, path = load_tensors(DATA / "mxfp4_gpt_oss"), "model.layers.0.mlp.experts"
+    weights = Checkpoint(DATA / "mxfp4_gpt_oss").read_experts(path)
+    bias = tensors[f"{path}.gate_up_proj_bias"]
+    assert torch.equal(weights.gate_up_bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], 1))
+    assert torch.equal(weights.down_bias, tensors[f"{path}.down_proj_bias"])
+    as_stored = Checkpoint(DATA / "mxfp4_gpt_oss", interleaved=False).read_experts(path)
+    assert torch.equal(as_stored.gate_up_bias, bias)
+
+
+def test_hf_quant_config_alone_is_enough(tmp_path):
+    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
+    edit_json(copy / "config.json", lambda config: config.pop("quantization_config"))
+    assert_same_bits(
+        Checkpoint(copy).read_experts("model.layers.0.mlp.experts").down,
+        Checkpoint(DATA / "modelopt_qwen3_moe").read_experts("model.layers.0.mlp.experts").down,
+    )
+
+
+def test_fp8_beside_nvfp4(tmp_path):
+    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
+    name = "model.layers.0.self_attn.q_proj"
+    weight = torch.randn(32, 32).to(torch.float8_e4m3fn)
+
+    def edit(tensors):
+        del tensors[f"{name}.weight_scale_2"]
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"] = weight, torch.tensor(0.25)
+
+    edit_tensors(copy, edit)
+    layers = {name: {"quant_algo": "FP8"}, "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16}}
+    mixed = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    edit_json(copy / "config.json", lambda config: config.update(quantization_config=mixed))
+    assert torch.equal(Checkpoint(copy).read_dense(name, torch.float32), weight.float() * 0.25)
+
+
+def test_experts_without_a_gate(tmp_path):
+    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
+    edit_tensors(copy, lambda tensors: [tensors.pop(name) for name in list(tensors) if "gate_proj" in name])
+    path = "model.layers.0.mlp.experts"
+    weights, gated = Checkpoint(copy).read_experts(path), Checkpoint(DATA / "modelopt_qwen3_moe").read_experts(path)
+    assert not weights.gated
+    assert torch.equal(decoded(weights.gate_up), decoded(gated.gate_up)[:, 64:])
+
+
+def test_device(tmp_path):
+    weights = Checkpoint(DATA / "modelopt_gpt_oss").read_experts("model.layers.0.mlp.experts", device="meta")
+    assert {t.device.type for t in (*weights.gate_up.tensors(), weights.gate_up_bias, weights.down_bias)} == {"meta"}
+    placed = dict(
+        Checkpoint(DATA / "modelopt_gpt_oss").stream(device=lambda name: "meta" if "experts" in name else "cpu")
+    )
+    assert {value.device.type for name, value in placed.items() if "experts" not in name} == {"cpu"}
+
+
+def read_all(path):
+    return list(Checkpoint(path).stream())
+
+
+UP = "model.layers.0.mlp.experts.1.up_proj"
+Q = "model.layers.0.self_attn.q_proj"
+NOT_A_NUMBER = torch.full((64, 2), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+TENSOR_ERRORS = {
+    "no scale": (lambda t: t.pop(f"{UP}.weight_scale"), rf"'{UP}.weight' has no 'weight_scale' beside it"),
+    "no multiplier": (lambda t: t.pop(f"{UP}.weight_scale_2"), rf"'{UP}.\w+' has no 'weight_scale_2' beside it"),
+    "no weight": (lambda t: t.pop(f"{UP}.weight"), rf"'{UP}.\w+' has no 'weight' beside it"),
+    "no scale of a dense one": (lambda t: t.pop(f"{Q}.weight_scale"), rf"'{Q}.weight' has no 'weight_scale' beside it"),
+    "scale's shape": (
+        lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"][:32]}),
+        rf"'{UP}.weight_scale' has shape \(32, 2\), wanted one scale for every 8 bytes of '{UP}.weight'",
+    ),
+    "weight's shape": (
+        lambda t: t.update({name: t[name][:32] for name in (f"{UP}.weight", f"{UP}.weight_scale")}),
+        rf"'{UP}.weight' has dtype U8 and shape \(32, 16\), wanted U8 of shape \(64, 16\), as '.*gate_proj.weight' has",
+    ),
+    "dtype": (
+        lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].float()}),
+        rf"'{UP}.weight_scale' has dtype F32 and shape \(64, 2\), wanted F8_E4M3",
+    ),
+    "NaN": (lambda t: t.update({f"{UP}.weight_scale": NOT_A_NUMBER}), rf"'{UP}.weight_scale' has NaN"),
+    "global scale 0": (
+        lambda t: t.update({f"{UP}.weight_scale_2": torch.zeros(())}),
+        rf"'{UP}.weight_scale_2' is not finite and positive",
+    ),
+    "global scale's shape": (
+        lambda t: t.update({f"{UP}.weight_scale_2": torch.ones(2)}),
+        rf"'{UP}.weight_scale_2' has dtype F32 and shape \(2,\)",
+    ),
+    "an expert is 16-bit": (
+        lambda t: (
+            [t.pop(f"{UP}.{n}") for n in ("weight_scale", "weight_scale_2", "input_scale")]
+            and t.update({f"{UP}.weight": torch.zeros(64, 32, dtype=torch.bfloat16)})
+        ),
+        rf"'{UP}.weight' belongs to model.layers.0.mlp.experts, where some weights are quantised and others not",
+    ),
+    "an expert is missing": (
+        lambda t: [t.pop(name) for name in list(t) if name.startswith("model.layers.0.mlp.experts.1.up_proj")],
+        r"module 'model.layers.0.mlp.experts' lacks up_proj of expert 1 of 3",
+    ),
+    "a projection is missing": (
+        lambda t: [t.pop(name) for name in list(t) if "down_proj" in name],
+        r"module 'model.layers.0.mlp.experts' has the projections \['gate_proj', 'up_proj'\]",
+    ),
+    "sizes do not fit": (
+        lambda t: t.update(
+            {
+                name: t[name][:16]
+                for name in list(t)
+                if "experts" in name and "down_proj" in name and name.endswith(("weight", "weight_scale"))
+            }
+        ),
+        r"'.*down_proj.*' belongs to down projections of shape \(3, 16, 64\), gate and up want \(3, 32, 64\)",
+    ),
+    "not understood": (
+        lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(32)}),
+        rf"'{UP}.pre_quant_scale' is not understood",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), TENSOR_ERRORS.values(), ids=TENSOR_ERRORS)
+def test_inconsistent_tensors(tmp_path, edit, message):
+    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
+    edit_tensors(copy, edit)
+    with pytest.raises(ValueError, match=rf"modelopt_qwen3_moe/model.safetensors: (tensor )?{message}"):
+        read_all(copy)
+
+
+FUSED = "model.layers.0.mlp.experts"
+FUSED_ERRORS = {
+    "no scale": (lambda t: t.pop(f"{FUSED}.down_proj_weight_scale"), "has no 'weight_scale' beside it"),
+    "several multipliers": (
+        lambda t: t.update({f"{FUSED}.down_proj_weight_scale_2": torch.ones(2)}),
+        r"down_proj_weight_scale_2' has shape \(2,\), wanted \(\), \(3,\) or \(3, 32\)",
+    ),
+    "bias": (
+        lambda t: t.update({f"{FUSED}.down_proj_bias": torch.ones(3, 7)}),
+        r"down_proj_bias' has dtype F32 and shape \(3, 7\), wanted F32 or BF16 or F16 of shape \(3, 32\)",
+    ),
+    "scale's shape": (
+        lambda t: t.update({f"{FUSED}.down_proj_weight_scale": t[f"{FUSED}.down_proj_weight_scale"][:, :3]}),
+        r"down_proj_weight_scale' has shape \(3, 3, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), FUSED_ERRORS.values(), ids=FUSED_ERRORS)
+def test_inconsistent_fused_tensors(tmp_path, edit, message):
+    copy = copy_export(tmp_path, "modelopt_gpt_oss")
+    edit_tensors(copy, edit)
+    with pytest.raises(ValueError, match=f"model.safetensors: tensor '{FUSED}.*{message}"):
+        read_all(copy)
+
+
+CONFIG_ERRORS = {
+    "quant_algo": (
+        "modelopt_qwen3_moe",
+        lambda q: q.update(quant_algo="NVFP4_AWQ"),
+        r"quant_algo: got 'NVFP4_AWQ', wanted one of \('NVFP4', 'W4A16_NVFP4', 'MIXED_PRECISION'\)",
+    ),
+    "mixed": (
+        "modelopt_qwen3_moe",
+        lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a.b": {"quant_algo": "MXFP8"}}),
+        r"quant_algo: got 'MXFP8' for layer 'a.b'",
+    ),
+    "group_size": (
+        "modelopt_qwen3_moe",
+        lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32),
+        "group_size: got 32, wanted 16",
+    ),
+    "quant_method": (
+        "modelopt_qwen3_moe",
+        lambda q: q.update(quant_method="gptq"),
+        "quant_method: got 'gptq', wanted 'modelopt', 'compressed-tensors' or 'mxfp4'",
+    ),
+    "format": (
+        "compressed_tensors_qwen3_moe",
+        lambda q: q.update(format="pack-quantized"),
+        "format: got 'pack-quantized' in 'group_0', wanted 'nvfp4-pack-quantized'",
+    ),
+    "no groups": (
+        "compressed_tensors_qwen3_moe",
+        lambda q: q.update(config_groups={}),
+        "config_groups: got none",
+    ),
+}
+
+
+@pytest.mark.parametrize(("export", "edit", "message"), CONFIG_ERRORS.values(), ids=CONFIG_ERRORS)
+def test_unknown_quantisation(tmp_path, export, edit, message):
+    copy = copy_export(tmp_path, export)
+    edit_json(copy / "config.json", lambda config: edit(config["quantization_config"]))
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(copy)
+
+
+def test_quantised_without_a_config(tmp_path):
+    copy = copy_export(tmp_path, "mxfp4_gpt_oss")
+    edit_json(copy / "config.json", lambda config: config.pop("quantization_config"))
+    with pytest.raises(ValueError, match="is quantised, but neither config.json nor hf_quant_config.json says how"):
+        Checkpoint(copy)
+
+
+def test_truncated_file(tmp_path):
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    file = copy / "model-00002-of-00002.safetensors"
+    content = file.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
+    for length in (len(content) - 1, len(content) // 2, 100, 3):
+        file.write_bytes(content[:length])
+        wanted = "model-00002-of-00002.safetensors: "
+        wanted += f"tensor '{last}' ends at byte" if length == len(content) - 1 else "(tensor|has)"
+        with pytest.raises(ValueError, match=wanted):
+            Checkpoint(copy)
+    file.write_bytes(b"\x08" + b"\0" * 7 + b"not json")
+    with pytest.raises(ValueError, match="has no JSON header"):
+        Checkpoint(copy)
+
+
+def test_header_of_a_wrong_size(tmp_path):
+    copy = copy_export(tmp_path, "modelopt_qwen3_moe")
+    content = (copy / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["lm_head.weight"]["shape"] = [16, 31]
+    text = json.dumps(header).encode()
+    (copy / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' has 1024 bytes, wanted those of"):
+        Checkpoint(copy)
+
+
+def test_inconsistent_index(tmp_path):
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    index = copy / "model.safetensors.index.json"
+    edit_json(index, lambda value: value["weight_map"].update(ghost="model-00001-of-00002.safetensors"))
+    with pytest.raises(
+        ValueError, match=r"model-00001-of-00002.safetensors: has no tensor 'ghost', which .*index.json"
+    ):
+        Checkpoint(copy)
+    edit_json(index, lambda value: value["weight_map"].update(ghost="model-00003-of-00002.safetensors"))
+    with pytest.raises(FileNotFoundError, match="names model-00003-of-00002.safetensors for tensor 'ghost'"):
+        Checkpoint(copy)
+    index.write_text("{}")
+    with pytest.raises(ValueError, match="got no 'weight_map'"):
+        Checkpoint(copy)
+    index.write_text("{")
+    with pytest.raises(ValueError, match=r"index.json: is no JSON"):
+        Checkpoint(copy)
+
+
+def test_not_a_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no/where is no directory"):
+        Checkpoint("no/where")
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        Checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"has neither model.safetensors.index.json nor model.safetensors"):
+        Checkpoint(tmp_path)
+    with pytest.raises(FileNotFoundError, match="is a file, wanted the directory of a checkpoint"):
+        Checkpoint(tmp_path / "config.json")
+
+
+def test_a_model_in_the_local_hub_cache(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--someone--tiny" / "snapshots" / "abc"
+    snapshot.parent.mkdir(parents=True)
+    copy_export(tmp_path, "modelopt_qwen3_moe").rename(snapshot)
+    refs = tmp_path / "models--someone--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    assert Checkpoint("someone/tiny").path == snapshot
+    with pytest.raises(
+        FileNotFoundError, match="someone/else is no directory, and the local Hugging Face cache has no"
+    ):
+        Checkpoint("someone/else")

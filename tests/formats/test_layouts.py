@@ -1,0 +1,238 @@
+"""The layouts of NVFP4 weights: round trips, and each order against the one that its kernels document.
+Called by pytest; judged by loops over indices, by torchao, and by humming-kernels' own source where it is installed.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import itertools
+import operator
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import decode_e4m3
+
+from thunder_moe.formats import layouts as nvfp4_layouts
+from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, dequantize, quantize
+
+
+def bits(scale: torch.Tensor) -> torch.Tensor:
+    return scale.view(torch.uint8)
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
+def test_every_conversion_is_exact(source, target):
+    packed = quantize(torch.randn(2, 256, 192))
+    converted = packed.to_layout(source).to_layout(target)
+    assert converted.layout == target
+    assert converted.shape == packed.shape
+    assert torch.equal(dequantize(converted), dequantize(packed))
+    for back, first in zip(converted.to_layout("linear").tensors(), packed.tensors(), strict=True):
+        assert torch.equal(bits(back), bits(first))
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 64), (1, 16), (130, 80), (256, 128), (100, 48)])
+def test_swizzled_layout(n, k):
+    packed = quantize(torch.randn(2, n, k))
+    swizzled = packed.to_layout("swizzled_128x4")
+    rows, columns = swizzled.scale.shape[1:]
+    assert rows % 128 == 0
+    assert columns % 4 == 0
+    flat = bits(swizzled.scale).view(2, -1)
+    for row, column in [(0, 0), (n - 1, k // 16 - 1), (n // 2, 0), (n // 3, k // 32)]:
+        tile = (row // 128) * (columns // 4) + column // 4
+        position = tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4
+        assert torch.equal(flat[:, position], bits(packed.scale)[:, row, column])
+    assert int(bits(swizzled.scale).ne(0).sum()) == int(bits(packed.scale).ne(0).sum())
+    back = swizzled.to_layout("linear")
+    assert torch.equal(bits(back.scale), bits(packed.scale))
+    assert torch.equal(dequantize(swizzled), dequantize(packed))
+
+
+def test_swizzled_layout_equals_torchao():
+    from torchao.prototype.mx_formats.utils import to_blocked
+
+    scale = quantize(torch.randn(1, 200, 160)).scale
+    assert torch.equal(bits(nvfp4_layouts.swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
+
+
+def code(qdata, expert, n, k):
+    return int(qdata[expert, n, k // 2]) >> 4 * (k % 2) & 15
+
+
+def test_humming_layout_by_index():
+    """Its thread 4 * g + t of a warp and its word of 16 rows, as the comments of `to_humming` say."""
+    packed = quantize(torch.randn(2, 128, 64))
+    humming = packed.to_layout("humming")
+    words = humming.qdata.view(torch.int32).view(2, 64 // 16, 128 // 64, 32, 4)  # [E, K/16, N/64, thread, 16 rows]
+    scales = bits(humming.scale).view(2, 64 // 16, 128)
+    for expert, k16, n64, g, t, rows in itertools.product(range(2), range(4), range(2), range(8), range(4), range(4)):
+        word = int(words[expert, k16, n64, 4 * g + t, rows]) & 0xFFFFFFFF
+        for odd, eight_rows, eight_k in itertools.product(range(2), range(2), range(2)):
+            n, k = 64 * n64 + 16 * rows + 8 * eight_rows + g, 16 * k16 + 8 * eight_k + 2 * t + odd
+            assert word >> 4 * (4 * odd + 2 * eight_rows + eight_k) & 15 == code(packed.qdata, expert, n, k)
+            place = 64 * n64 + 8 * g + 2 * rows + eight_rows
+            assert scales[expert, k16, place] == bits(packed.scale)[expert, n, k16]
+
+
+def humming_folder() -> Path | None:
+    spec = importlib.util.find_spec("humming")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+@pytest.mark.skipif(humming_folder() is None, reason="humming-kernels is not installed")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_humming_layout_is_what_its_own_kernel_writes(tmp_path):
+    """Its CUDA source, run on this CPU by tests/kernels/cuda_emulator.h."""
+    include = humming_folder() / "include"
+    emulator = Path(__file__).parents[1] / "emulator" / "cuda_emulator.h"
+    (tmp_path / "humming" / "utils").mkdir(parents=True)
+    (tmp_path / "humming" / "utils" / "all.cuh").write_text("""
+#include <cassert>
+#include <type_traits>
+#define CUDA_INLINE inline
+#define PRAGMA_UNROLL
+#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+constexpr uint32_t static_next_power_of_2(uint32_t n) { uint32_t p = 1; while (p < n) p *= 2; return p; }
+""")
+    program = tmp_path / "repack.cpp"
+    program.write_text(f"""
+#include "{emulator}"
+#include "{include}/humming/kernel/process.cuh"
+extern "C" void run(const uint32_t* in, uint32_t* out, int experts, int n, int k) {{
+  for (int z = 0; z < experts; ++z) for (int y = 0; y < (k + 63) / 64; ++y) launch(n / 64, 32, [&] {{
+    weight_repack_nk<4, 16, true, false, false, false, 0, false, false>(in, out, nullptr, n, k, n, k, 3);
+  }}, y, z);
+}}
+""")
+    library = tmp_path / "repack.so"
+    subprocess.run(
+        ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{tmp_path}", str(program), "-o", str(library)], check=True
+    )
+    packed = quantize(torch.randn(3, 128, 96))
+    out = torch.zeros_like(packed.qdata)
+    ctypes.CDLL(str(library)).run(*map(ctypes.c_void_p, (packed.qdata.data_ptr(), out.data_ptr())), *packed.shape)
+    assert torch.equal(packed.to_layout("humming").qdata, out)
+
+
+# The registers of a word of "tiled_64x64" as the comments of `to_tiled` and its kernel have them, in Python integers.
+MASK, FIRST, WORD = 0x81C081C0, 0x06030603, 0xFFFFFFFF
+
+
+def rotl(word, count):
+    count %= 32
+    return (word << count | word >> 32 - count) & WORD
+
+
+def register(low, high):
+    halves = [(code & 7) << 6 | (code >> 3) << 15 for code in (low, high)]
+    return halves[0] | halves[1] << 16
+
+
+def joined(*parts):
+    assert sum(parts) == functools.reduce(operator.or_, parts), "the bits are disjoint"
+    return sum(parts)
+
+
+def test_tiled_layout_by_index():
+    packed = quantize(torch.randn(2, 128, 192))
+    codes = torch.stack([packed.qdata & 15, packed.qdata >> 4], -1).view(2, 128, 192).tolist()
+    tiled = packed.to_layout("tiled_64x64")
+    words = tiled.qdata.view(torch.int32).view(2, 2, 3, 4, 32, 4).tolist()  # [E, N/64, K/64, w, lane, s]
+    for place in itertools.product(range(2), range(2), range(3), range(4), range(8), range(4)):
+        expert, n64, k64, w, g, t = place
+        row, k0 = 64 * n64 + 16 * w + g, 64 * k64 + 2 * t
+        own = [word & WORD for word in words[expert][n64][k64][w][4 * g + t]]
+        for s in (0, 2):
+            r, other = (
+                [
+                    register(*codes[expert][row + 8 * (i % 2)][k : k + 2])
+                    for i in range(4)
+                    for k in [k0 + 16 * step + 8 * (i // 2)]
+                ]
+                for step in (s, s + 1)
+            )
+            u = joined(r[3] >> 6, rotl(other[3], -12))
+            assert own[s] == joined(r[0], r[1] >> 4, rotl(r[2], -10), u & FIRST)
+            assert own[s + 1] == joined(other[0], other[1] >> 4, rotl(other[2], -10), (u & ~FIRST) >> 2)
+            # As the kernel decodes them.
+            u = own[s] & FIRST | own[s + 1] << 2 & ~FIRST
+            for registers, word in ((r, own[s]), (other, own[s + 1])):
+                assert registers[:3] == [word & MASK, word << 4 & MASK, rotl(word, 10) & MASK]
+            assert (r[3], other[3]) == (u << 6 & MASK, rotl(u & WORD, 12) & MASK)
+
+
+def scale_bytes(tiled):
+    """The bytes of each word of scales in "tiled_64x64", a list of [8 rows][step] after the other."""
+    words = tiled.scale.view(torch.int32).flatten().tolist()
+    return [byte for word in words for byte in rotl(word & WORD, 4).to_bytes(4, "little")]
+
+
+def test_tiled_scales_by_index():
+    packed = quantize(torch.randn(2, 128, 192) * torch.rand(2, 128, 1) ** 20)
+    blocks = torch.tensor(scale_bytes(packed.to_layout("tiled_64x64"))).view(2, 2, 3, 4, 8, 2, 2, 2).tolist()
+    scales = bits(packed.scale).tolist()
+    for place in itertools.product(range(2), range(2), range(3), range(4), range(8), range(2), range(2), range(2)):
+        expert, n64, k64, w, g, p, eight_rows, step = place
+        byte = scales[expert][64 * n64 + 16 * w + 8 * eight_rows + g][4 * k64 + 2 * p + step]
+        exponent, mantissa = divmod(blocks[expert][n64][k64][w][g][p][eight_rows][step], 8)
+        value = (1 + mantissa / 8) * 2.0 ** (exponent - 21) if exponent else mantissa
+        assert value == decode_e4m3(byte)
+
+
+def test_tiled_scales_of_every_byte():
+    scale = torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
+    codes = torch.randint(1, 256, (1, 64, 32), dtype=torch.uint8)
+    packed = NVFP4Weight(codes, scale.view(torch.float8_e4m3fn), torch.ones(1))
+    tiled = packed.to_layout("tiled_64x64")
+    back = tiled.to_layout("linear")
+    assert torch.equal(bits(back.scale), scale)
+    assert not back.qdata[0, 0, :8].any(), "of a block whose scale is 0"
+    assert torch.equal(back.qdata.flatten()[8:], codes.flatten()[8:])
+    given = scale.view(4, 2, 8, 2, 2).permute(0, 2, 3, 1, 4).flatten().tolist()  # [w, g, two steps, 8 rows, step]
+    code = dict(zip(given, scale_bytes(tiled), strict=True))
+    known = [0, 96, 104, 108, 112, 114, 116, 118, *range(120, 240)]
+    assert [code[byte] for byte in range(256)] == [*known, *sorted({*range(256)} - {*known})]
+
+
+def test_tiled_layout_of_any_strides_and_without_data():
+    packed = quantize(torch.randn(2, 128, 64))
+    tiled = packed.to_layout("tiled_64x64")
+    for weight, layout, expected in ((packed, "tiled_64x64", tiled), (tiled, "linear", packed)):
+        qdata, scale = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in weight.tensors()[:2])
+        other = NVFP4Weight(qdata, scale, weight.global_scale, weight.layout).to_layout(layout)
+        assert torch.equal(other.qdata, expected.qdata)
+        assert torch.equal(bits(other.scale), bits(expected.scale))
+        shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), weight.qdata.flatten()])[1:].view(weight.qdata.shape)
+        other = NVFP4Weight(shifted, weight.scale, weight.global_scale, weight.layout).to_layout(layout)
+        assert torch.equal(other.qdata, expected.qdata)
+        empty = weight.to("meta").to_layout(layout)
+        assert empty.shape == weight.shape
+        assert empty.qdata.is_meta
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "needs"),
+    [
+        ("humming", (2, 64, 64), "out_features a multiple of 128 and in_features of 32"),
+        ("humming", (2, 128, 48), "out_features a multiple of 128 and in_features of 32"),
+        ("tiled_64x64", (2, 96, 64), "out_features and in_features multiples of 64"),
+        ("tiled_64x64", (2, 64, 96), "out_features and in_features multiples of 64"),
+    ],
+)
+def test_shapes_that_a_layout_cannot_take(layout, shape, needs):
+    packed = quantize(torch.randn(shape))
+    with pytest.raises(ValueError, match=f"layout: got '{layout}' .* needs {needs}"):
+        packed.to_layout(layout)
+    with pytest.raises(ValueError, match=f"qdata: .* wanted {needs}"):
+        NVFP4Weight(*packed.tensors(), layout=layout)
+
+
+def test_unknown_layout():
+    packed = quantize(torch.randn(1, 8, 16))
+    with pytest.raises(ValueError, match="layout: got 'tiled', wanted one of"):
+        packed.to_layout("tiled")

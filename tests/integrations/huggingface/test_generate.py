@@ -1,0 +1,116 @@
+"""generate() of Hugging Face models with quantised experts: the tokens of the stock model with dequantised weights.
+Called by pytest; eager, with a static cache under torch.compile, and by the experts implementation "thunder_moe".
+"""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import ARCHITECTURES, tiny_model, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from thunder_moe import dequantize_, quantize_, rewrite_report  # noqa: E402
+from thunder_moe.integrations.huggingface import experts as integration  # noqa: E402
+
+LENGTH = 12
+ALL = list(ARCHITECTURES)
+
+
+def generate(model, device="cpu", **options):
+    prompt = tokens().to(device)
+    mask = torch.ones_like(prompt)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=LENGTH, do_sample=False, **options)
+
+
+def compile_forward(model, **options):
+    """As Hugging Face's documentation does it: generate calls the compiled forward."""
+    model.forward = torch.compile(model.forward, fullgraph=True, **options)
+    return model
+
+
+@pytest.fixture
+def quantized_and_expected(request):
+    """A quantised model, and what the stock model with its dequantised weights generates."""
+    quantized = quantize_(tiny_model(request.param))
+    expected = generate(dequantize_(copy.deepcopy(quantized)))
+    assert expected.shape == (2, 9 + LENGTH)
+    assert len(expected[:, 9:].unique()) > 4  # a text that says something
+    return quantized, expected
+
+
+@pytest.mark.parametrize("quantized_and_expected", ALL, indirect=True)
+def test_eager(quantized_and_expected):
+    quantized, expected = quantized_and_expected
+    assert torch.equal(generate(quantized), expected)
+    assert torch.equal(generate(quantized, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("quantized_and_expected", ALL, indirect=True)
+def test_static_cache_compiled(quantized_and_expected):
+    quantized, expected = quantized_and_expected
+    compile_forward(quantized, backend="aot_eager")
+    assert torch.equal(generate(quantized, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("quantized_and_expected", ["llama4", "gpt_oss"], indirect=True)
+def test_static_cache_reduce_overhead(quantized_and_expected):
+    quantized, expected = quantized_and_expected
+    compile_forward(quantized, mode="reduce-overhead")
+    assert torch.equal(generate(quantized, cache_implementation="static"), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "llama4"])
+def test_experts_implementation(name):
+    model = tiny_model(name, torch.bfloat16, experts_implementation="thunder_moe")
+    quantized = quantize_(tiny_model(name, torch.bfloat16))
+    assert torch.equal(generate(model), generate(quantized))
+    assert integration.expert_blocks(model)
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.10."),
+    reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",
+)
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.7."),
+    reason="transformers 5.7 logs in its grouped_mm, which dynamo cannot trace",
+)
+@pytest.mark.parametrize("name", ALL)
+def test_an_unconverted_model_with_the_backend(name):
+    model = tiny_model(name, torch.bfloat16)
+    expected = generate(quantize_(copy.deepcopy(model)))
+    compile_forward(model, backend="thunder_moe", options={"thunder_moe.inner": "aot_eager"})
+    generated = generate(model, cache_implementation="static")
+    assert (generated == expected).float().mean() > 0.7  # sums round otherwise, and one other token brings more
+    report = rewrite_report(model.forward)
+    weights = {entry.gemm.weight for entry in report}
+    assert len(weights) == 2 * len(ARCHITECTURES[name][2])
+    assert {weight.rpartition(".")[2] for weight in weights} == {"gate_up_proj", "down_proj"}
+    assert all(entry.rewritten for entry in report)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_quantised_model_with_the_backend(name):
+    quantized = quantize_(tiny_model(name))
+    expected = generate(dequantize_(copy.deepcopy(quantized)))
+    compile_forward(quantized, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
+    assert torch.equal(generate(quantized, cache_implementation="static"), expected)
+    report = rewrite_report(quantized.forward)
+    assert {entry.gemm.weight.split(".experts.")[1] for entry in report} == {"gate_up_proj.qdata", "down_proj.qdata"}
+    assert all(entry.reason == "quantised beforehand" for entry in report)
+    assert len(report) % (2 * len(ARCHITECTURES[name][2])) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="on torch 2.11 inductor's kernel launcher ends the process (README's limits)"
+)
+@pytest.mark.parametrize("name", ALL)
+def test_cuda_graphs(name):
+    quantized = quantize_(tiny_model(name)).cuda()
+    expected = generate(dequantize_(copy.deepcopy(quantized)), device="cuda")
+    compile_forward(quantized, mode="reduce-overhead")
+    assert torch.equal(
+        generate(quantized, device="cuda", cache_implementation="static", disable_compile=True), expected
+    )

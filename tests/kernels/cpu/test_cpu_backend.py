@@ -1,0 +1,336 @@
+"""The compiled CPU kernel: exact decoding, products against an fp32 loop, edge rows, threads, no compiler.
+Called by pytest; skipped with the backend's own reason where it cannot run.
+Calls kernels.cpu alone; judged by tests/oracle.py's decoding and by fp64 products.
+"""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from oracle import dequantize as decode
+from oracle import grouped_swiglu, relative_error
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.kernels.cpu import backend as cpu
+
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
+
+# Relative Frobenius error. One rounding to bf16 is at most 2**-8 = 3.9e-3, also of a single number.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 4e-3}
+ROWS = {
+    "one token": (0, 1, 0, 0),
+    "one row each": (1, 1, 1, 1),
+    "no rows": (0, 0, 0, 0),
+    "all on the last": (0, 0, 0, 9),
+    "all on the first": (70, 0, 0, 0),
+    "ragged, small": (2, 0, 7, 12),
+    "both kernels": (13, 1, 12, 25),
+    "several row tasks": (3, 400, 0, 5),
+}
+SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080)]
+
+
+def weights(experts, n, k, per_column=False):
+    qdata = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8)
+    scale = (torch.rand(experts, n, k // 16) * 448).to(torch.float8_e4m3fn)
+    scale.view(torch.uint8)[..., ::3] = torch.randint(0, 8, scale[..., ::3].shape, dtype=torch.uint8)  # subnormals, 0
+    global_scale = torch.rand(experts, n) if per_column else torch.rand(experts)
+    return NVFP4Weight(qdata, scale, (global_scale + 0.1) / 10)
+
+
+def oracle(rows, matrices, ends):
+    out, begin = torch.zeros(rows.shape[0], matrices.shape[1]), 0
+    for matrix, end in zip(matrices, ends, strict=True):
+        out[begin:end] = (rows[begin:end].double() @ matrix.double().t()).float()
+        begin = end
+    return out
+
+
+def assert_close(actual, expected, dtype, roundings=1):
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    error, norm = (actual.float() - expected).norm().item(), expected.norm().item()
+    assert error <= roundings * TOLERANCE[dtype] * norm, f"relative error {error / norm}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("per_column", [False, True], ids=["global (E,)", "global (E, N)"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+def test_grouped_mm(rows, shape, per_column, dtype):
+    n, k = shape
+    weight = weights(4, n, k, per_column)
+    offsets = torch.tensor(rows).cumsum(0).int()
+    x = torch.randn(sum(rows) + 3, k).to(dtype)  # three rows past the last group
+    actual = cpu.grouped_mm(x, weight, offsets)
+    expected = oracle(x.float(), decode(*weight.tensors()), offsets.tolist())
+    assert_close(actual, expected, dtype)
+    assert (actual[sum(rows) :] == 0).all()
+    grad = torch.randn(sum(rows) + 3, n).to(dtype)
+    expected = oracle(grad.float(), decode(*weight.tensors()).transpose(1, 2), offsets.tolist())
+    actual = cpu.grouped_mm_dgrad(grad, weight, offsets)
+    assert_close(actual, expected, dtype, roundings=2)  # of the weight, of the result
+    assert (actual[sum(rows) :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_no_rows_at_all(dtype):
+    weight, offsets = weights(3, 17, 32), torch.zeros(3, dtype=torch.int32)
+    assert cpu.grouped_mm(torch.empty(0, 32, dtype=dtype), weight, offsets).shape == (0, 17)
+    assert cpu.grouped_mm_dgrad(torch.empty(0, 17, dtype=dtype), weight, offsets).shape == (0, 32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("count", range(1, 27))
+def test_every_number_of_rows(count, dtype):
+    weight = weights(1, 21, 160)
+    x = torch.randn(count, 160).to(dtype)
+    actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
+    assert_close(actual, oracle(x.float(), decode(*weight.tensors()), [count]), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_code_and_scale_decodes_exactly(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    bits = torch.arange(256, dtype=torch.uint8)
+    scale = bits[(bits & 127) != 127].view(torch.float8_e4m3fn)
+    qdata = codes.expand(254, 256)[None].contiguous()
+    scale = scale[:, None].expand(254, 32)[None].contiguous()
+    for factor in (1.0, 0.3, 2.0**-20, 1e-8, 1e-38, 1e-44, 1e5, 3e35, -0.7):  # bf16 and fp16 subnormals, overflow
+        for global_scale in (torch.tensor([factor]), torch.rand(1, 254) * factor):
+            actual = cpu.dequantize(NVFP4Weight(qdata, scale, global_scale), dtype)
+            expected = decode(qdata, scale, global_scale).to(dtype)
+            bits_of = torch.int32 if dtype == torch.float32 else torch.int16
+            assert torch.equal(actual.view(bits_of), expected.view(bits_of))
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13])
+def test_every_code_and_scale_multiplies_exactly(rows):
+    """One-hot activations read the decoded weights out of both kernels of each dtype, bit for bit before rounding."""
+    qdata = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8)[None].contiguous()
+    for dtype in TOLERANCE:
+        for first in range(0, 256, 64):
+            bits = torch.arange(first, first + 64, dtype=torch.uint8)
+            bits = torch.where((bits & 127) == 127, 0, bits)
+            scale = bits.view(torch.float8_e4m3fn)[None, None].expand(1, 256, 64).contiguous()
+            codes = qdata.repeat(1, 1, 64)
+            x = torch.zeros(rows, 1024, dtype=dtype)
+            columns = torch.randint(0, 1024, (rows,))
+            x[torch.arange(rows), columns] = 1
+            weight = NVFP4Weight(codes, scale, torch.ones(1))
+            actual = cpu.grouped_mm(x, weight, torch.tensor([rows], dtype=torch.int32))
+            expected = decode(*weight.tensors())[0][:, columns].t().to(dtype)
+            assert torch.equal(actual, expected)
+
+
+def spread(low, high):
+    """Numbers of either sign between powers of two."""
+    exponents = torch.randint(low, high, (50, 160))
+    return (torch.rand(50, 160) + 1) * 2.0**exponents * torch.randn(50, 160).sign()
+
+
+def few(rows):
+    """Nine of ten numbers become 0, so that sums of numbers of any size show each of them."""
+    return torch.where(torch.rand(rows.shape) < 0.1, rows, 0)
+
+
+RANGES = {
+    "subnormals": lambda: spread(-149, -127),
+    "subnormals of fp16": lambda: spread(-24, -14),
+    "every size": lambda: few(spread(-149, 128)),
+    "huge": lambda: spread(96, 128),
+    "largest": lambda: torch.full((50, 160), torch.inf) * torch.randn(50, 160).sign(),  # held to the dtype's range
+    # Where the weight of the one is 0, the subnormal is all there is.
+    "a one and a subnormal": lambda: (
+        torch.zeros(50, 160).index_fill_(1, torch.tensor(7), 1).index_fill_(1, torch.tensor(90), 3e-39)
+    ),
+}
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 9), (13, 7, 30)], ids=["few rows", "both kernels"])
+@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-30])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("numbers", RANGES.values(), ids=RANGES.keys())
+def test_activations_of_every_size(numbers, dtype, factor, counts):
+    """Each output is within rounding of fp64: no subnormal is lost, and nothing overflows that need not."""
+    weight = weights(3, 37, 160)
+    weight = NVFP4Weight(weight.qdata, weight.scale, weight.global_scale * factor)
+    finfo, offsets = torch.finfo(dtype), torch.tensor(counts).cumsum(0).int()
+    x = numbers()[: sum(counts)].clamp(-finfo.max, finfo.max).to(dtype)
+    actual = cpu.grouped_mm(x, weight, offsets)
+    matrices = decode(weight.qdata, weight.scale, torch.ones(3)).double() * weight.global_scale.double()[:, None, None]
+    rows = list(zip([0, *offsets], offsets, range(3), strict=False))
+    exact = torch.cat([x[start:end].double() @ matrices[e].T for start, end, e in rows])
+    size = torch.cat([x[start:end].double().abs() @ matrices[e].T.abs() for start, end, e in rows])
+    expected = exact.to(dtype)
+    overflows = exact.abs() > finfo.max * (1 - finfo.eps)
+    assert torch.equal(actual[overflows].abs() >= finfo.max * (1 - 2 * finfo.eps), overflows[overflows])
+    error = (actual.double() - expected.double()).abs()[~overflows]
+    # A unit in the last place of the result, and the rounding of the sum in fp32.
+    allowed = exact.abs() * finfo.eps + size * 160 * 2.0**-24 + 1.01 * finfo.smallest_normal * finfo.eps
+    assert (error <= allowed[~overflows]).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_and_infinity_spread_as_in_ieee_arithmetic(dtype):
+    weight = weights(1, 37, 160)
+    matrix = decode(*weight.tensors())[0].double()
+    for count in (5, 20):
+        x = torch.randn(count, 160).to(dtype)
+        x[0, 3], x[1, 5], x[2, 7] = torch.nan, torch.inf, -torch.inf
+        x[3, 9], x[3, 10] = torch.inf, torch.finfo(dtype).max
+        x[4] = -0.0
+        actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
+        expected = (x[:, :, None].double() * matrix.T).sum(1)
+        special = ~expected.isfinite()
+        assert torch.equal(actual[special].double().nan_to_num(7, 8, 9), expected[special].nan_to_num(7, 8, 9))
+        assert actual[~special].isfinite().all()
+        assert actual[4].count_nonzero() == 0
+
+
+def test_row_ends_and_slots_out_of_range_touch_nothing():
+    """Called without the operators' checks, the kernels still stay inside of their operands."""
+    weight, x = weights(4, 32, 64), torch.randn(30, 64)
+    wild = torch.tensor([-(2**31), 2**31 - 1, -7, 2**31 - 1], dtype=torch.int32)
+    good = torch.tensor([0, 30, 30, 30], dtype=torch.int32)
+    expected = cpu.grouped_mm(x, weight, good)
+    assert cpu.grouped_mm(x, weight, wild).shape == (30, 32)
+    assert torch.equal(cpu.grouped_mm(x, weight, torch.tensor([0, 99, 99, 99]).int()), expected)
+    assert cpu.grouped_mm_dgrad(expected, weight, wild).shape == (30, 64)
+    slots = torch.tensor([[3, 30], [-(2**31), 2**31 - 1], [5, -1]], dtype=torch.int32)
+    for bias in (None, torch.randn(4, 32)):
+        out = cpu.grouped_mm_combine(x, weight, good, slots, None, bias)
+        rows = expected if bias is None else expected + bias[1]
+        assert torch.equal(out, torch.stack([rows[3], torch.zeros(32), rows[5]]))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_scale_stays_in_its_column(byte, dtype):
+    weight = weights(1, 9, 256)
+    weight.scale.view(torch.uint8)[0, 4, 2] = byte
+    for rows in (2, 20):
+        actual = cpu.grouped_mm(torch.randn(rows, 256).to(dtype), weight, torch.tensor([rows]).int())
+        assert actual.isnan().any(0).tolist() == [column == 4 for column in range(9)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [(2, 0, 3), (20, 0, 15)], ids=str)
+def test_poison_outside_the_operands_is_not_read(rows, dtype):
+    """Operands are views into NaN-filled memory, experts without rows hold NaN scales, rows past the end hold NaN."""
+    n, k = 19, 48
+    qdata, scale, global_scale = weights(3, n, k).tensors()
+    scale.view(torch.uint8)[1] = 0x7F
+    memory = torch.full((5, n, k // 16), 0x7F, dtype=torch.uint8)
+    memory[1:4] = scale.view(torch.uint8)
+    codes = torch.full((5, n, k // 2), 0xFF, dtype=torch.uint8)
+    codes[1:4] = qdata
+    offsets = torch.tensor(rows).cumsum(0).int()
+    x = torch.full((sum(rows) + 8, k + 5), torch.nan, dtype=dtype)
+    x[4 : 4 + sum(rows), 3 : 3 + k] = torch.randn(sum(rows), k).to(dtype)
+    view = x[4:-2, 3 : 3 + k]  # not contiguous, two rows of NaN at its end
+    weight = NVFP4Weight(codes[1:4], memory[1:4].view(torch.float8_e4m3fn), global_scale)
+    actual = cpu.grouped_mm(view, weight, offsets)
+    expected = oracle(view.float()[: sum(rows)], decode(*weight.tensors()), offsets.tolist())
+    assert_close(actual[: sum(rows)], expected, dtype)
+    assert (actual[sum(rows) :] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_grouped_swiglu(dtype):
+    weight, offsets = weights(4, 66, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
+    x = torch.randn(30, 64).to(dtype) / 8
+    actual = cpu.grouped_swiglu(x, weight, offsets)
+    assert actual.dtype == dtype
+    expected = grouped_swiglu(x, decode(*weight.tensors()), offsets)
+    assert relative_error(actual, expected) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("layout", "n"), [("linear", 33), ("swizzled_128x4", 33), ("humming", 128), ("tiled_64x64", 64)]
+)
+def test_any_strides_and_layouts(layout, n):
+    weight, offsets = weights(4, n, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
+    x = torch.randn(30, 64)
+    expected = cpu.grouped_mm(x, weight, offsets)
+    tensors = (t.transpose(1, 2).contiguous().transpose(1, 2) if t.ndim == 3 else t for t in weight.tensors())
+    other = NVFP4Weight(*tensors).to_layout(layout)
+    assert torch.equal(cpu.grouped_mm(x.t().contiguous().t(), other, offsets), expected)
+
+
+def test_through_the_matrix_unit_path(monkeypatch):
+    monkeypatch.setattr(cpu, "_matrix_unit_rows", lambda dtype: 5)
+    weight, offsets = weights(4, 33, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
+    for dtype in TOLERANCE:
+        x = torch.randn(31, 64).to(dtype)
+        assert_close(
+            cpu.grouped_mm(x, weight, offsets), oracle(x.float(), decode(*weight.tensors()), offsets.tolist()), dtype
+        )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype):
+    weight, offsets = weights(8, 200, 256), torch.tensor([1, 2, 2, 10, 40, 140, 150, 153], dtype=torch.int32)
+    x = torch.randn(153, 256).to(dtype)
+    expected = cpu.grouped_mm(x, weight, offsets)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(cpu.grouped_mm(x, weight, offsets), expected)
+    finally:
+        torch.set_num_threads(threads)
+    same = []
+
+    def repeat():
+        same.extend(torch.equal(cpu.grouped_mm(x, weight, offsets), expected) for _ in range(20))
+
+    workers = [threading.Thread(target=repeat) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert same == [True] * 40
+
+
+SCRIPT = """
+import torch
+from thunder_moe.kernels import cpu
+from thunder_moe.formats.nvfp4 import quantize
+print(cpu.unavailable_reason())
+try:
+    cpu.dequantize(quantize(torch.ones(1, 1, 16)), torch.float32)
+except RuntimeError as error:
+    assert str(error) == cpu.unavailable_reason()
+else:
+    raise AssertionError("ran without an extension")
+"""
+
+
+def reason_with(tmp_path, **environment):
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **environment}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_says_that_there_is_no_compiler(tmp_path):
+    assert "no C++ compiler found: 'no-such-compiler'" in reason_with(tmp_path, CXX="no-such-compiler")
+    environment = {"PATH": str(tmp_path), "CXX": "c++"}
+    assert "no C++ compiler found: 'c++' is not on PATH" in reason_with(tmp_path, **environment)
+
+
+def test_says_what_the_compiler_said(tmp_path):
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text(
+        """#!/bin/sh
+        case " $* " in *" -c "*) echo "this compiler is broken" >&2; exit 1;; esac
+        exec c++ "$@"
+        """
+    )
+    compiler.chmod(0o755)
+    assert "this compiler is broken" in reason_with(tmp_path, CXX=str(compiler))

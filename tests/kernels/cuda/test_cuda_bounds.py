@@ -1,0 +1,114 @@
+"""Offsets, row_slot and slot_row out of range: the CUDA kernels, run by cuda_emulator.h, stay inside their operands.
+Called by pytest; operands end where their memory does, and what is in range is judged by tests/oracle.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+from emulator.guarded_memory import guarded
+from oracle import dequantize, grouped_mm, relative_error
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.kernels import reference
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda.configs import GemmConfig
+from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU
+
+LEAST, MOST = -(2**31), 2**31 - 1
+CONFIGS = [
+    GemmConfig("split", 1, 2, 2, 2, 2),
+    GemmConfig("staged", 4, 2, 2, 1, 3),
+    GemmConfig("wgmma", 8, 2, 1, 1, 3),
+    GemmConfig("tiled_mma", 1, 2, 1, 2, 1),
+    GemmConfig("tiled_mma", 2, 2, 1, 1, 1, True),
+    GemmConfig("tiled_wgmma", 4, 2, 1, 1, 1),
+]
+CROSSING = [30, 3, 60, 2]  # two experts have the same rows
+OFFSETS = [
+    [10, 20, 43, MOST],
+    [1 << 30] * 4,
+    [-5, 10, MOST, 40],
+    [LEAST, 5, 5, 41],
+    CROSSING,
+    [LEAST] * 4,
+]
+
+
+@pytest.fixture(autouse=True)
+def device(emulated, monkeypatch):
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
+
+
+def ints(values):
+    return guarded(torch.tensor(values, dtype=torch.int32))
+
+
+def make(n, k, layout):
+    weight = quantize(torch.randn(4, n, k))
+    exact, weight = dequantize(*weight.tensors()), weight.to_layout(layout)
+    return NVFP4Weight(*map(guarded, weight.tensors()), layout), exact
+
+
+def in_order(ends, rows):
+    """Row ends that never decrease nor pass the rows."""
+    return list(itertools.accumulate((min(max(end, 0), rows) for end in ends), max))
+
+
+@pytest.mark.parametrize("ends", OFFSETS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_offsets(config, ends):
+    weight, exact = make(64, 128, config.layout)
+    rows = guarded(torch.randn(42, 128, dtype=torch.bfloat16))
+    out = cuda.grouped_mm(rows, weight, ints(ends), config=config)
+    wanted = torch.tensor(in_order(ends, 42))
+    if ends != CROSSING and wanted[-1] > 0:
+        assert relative_error(out[: wanted[-1]], grouped_mm(rows, exact, wanted)) < 5e-3
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_row_slot(config):
+    weight, _ = make(128, 128, config.layout)
+    tokens, scale = guarded(torch.randn(6, 128, dtype=torch.bfloat16)), guarded(torch.rand(6, 2))
+    offsets, slots = torch.tensor([3, 3, 9, 12], dtype=torch.int32), torch.randperm(12).int()
+    wrong = slots.clone()
+    wrong[torch.tensor([0, 4, 7, 11])] = torch.tensor([MOST, LEAST, -1, 12], dtype=torch.int32)
+    out = cuda.grouped_swiglu(tokens, weight, offsets, guarded(wrong), scale, config=config)
+    linear = weight.to_layout("linear")
+    expected = reference.grouped_swiglu(tokens.float(), linear, offsets, slots, scale)
+    kept = wrong == slots
+    assert relative_error(out[kept], expected[kept]) < 1e-2
+
+
+def test_row_slot_of_the_activation_behind_a_gemm():
+    gate_up, scale = guarded(torch.randn(4, 32, dtype=torch.bfloat16)), guarded(torch.rand(4))
+    offsets, wrong = torch.tensor([1, 9, 2, 4], dtype=torch.int32), ints([LEAST, 3, MOST, 4])
+    out = cuda.swiglu(gate_up, offsets, wrong, scale, None, PLAIN_SWIGLU)
+    gate, up = (gate_up[1].float() * scale[3]).chunk(2)
+    assert relative_error(out[1], SwiGLU()(gate, up)) < 5e-3
+
+
+@pytest.mark.parametrize("n", [16, 12])
+def test_slots_without_a_row_count_nothing(n):
+    rows, weights = guarded(torch.randn(5, n, dtype=torch.bfloat16)), guarded(torch.rand(3, 2))
+    out = cuda.combine(rows, ints([[0, 5], [LEAST, MOST], [-1, 4]]), weights)
+    expected = torch.stack([rows[0] * weights[0, 0], torch.zeros(n), rows[4] * weights[2, 1]])
+    assert relative_error(out, expected) < 5e-3
+
+
+@pytest.mark.parametrize("experts", [1, 31, 32, 33, 200])
+def test_row_starts(experts):
+    for ends in (torch.randint(0, 100, (experts,)), torch.randint(LEAST, MOST, (experts,)), torch.arange(experts)):
+        starts = cuda.row_starts(ints(ends.tolist()), 70)
+        assert starts.tolist() == [0, *in_order(ends.tolist(), 70)]
+
+
+@pytest.mark.parametrize("ends", OFFSETS, ids=str)
+def test_offsets_of_gradients(ends):
+    weight, exact = make(24, 80, "linear")
+    grad = guarded(torch.randn(42, 24, dtype=torch.bfloat16))
+    out = cuda.grouped_mm_dgrad(grad, weight, ints(ends))
+    wanted = torch.tensor(in_order(ends, 42))
+    if wanted[-1] > 0:
+        assert relative_error(out[: wanted[-1]], grouped_mm(grad, exact.transpose(1, 2), wanted)) < 5e-3

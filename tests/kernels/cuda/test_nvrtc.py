@@ -1,0 +1,183 @@
+"""NVRTC on a CPU: every kernel and every configuration that can be chosen compiles; structs, launches, the cache.
+Called by pytest; nothing runs on a device. Machine code is kept in pytest's own cache, so a second run is quick.
+"""
+
+import ctypes
+import itertools
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from thunder_moe.kernels.cuda import arguments as cuda_arguments
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import configs as cuda_configs
+from thunder_moe.kernels.cuda import cubin_cache, nvrtc
+from thunder_moe.kernels.cuda.configs import GemmConfig, Point
+
+pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
+
+DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
+WGMMA, TILED_WGMMA = GemmConfig("wgmma", 8, 1, 2, 1, 3), GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1)
+OTHERS = {
+    cuda_arguments.RouteArguments: (cuda._ROUTE, ["route_count", "route_scatter"]),
+    cuda_arguments.RowStartsArguments: (cuda._ROUTE, ["row_starts"]),
+    cuda_arguments.CombineArguments: (cuda._ROUTE, ["combine<true>", "combine<false>"]),
+    cuda_arguments.SwigluArguments: (cuda._SWIGLU, ["swiglu<true>", "swiglu<false>"]),
+    cuda_arguments.DequantizeArguments: (
+        cuda._DEQUANTIZE,
+        ["dequantize<true>", "dequantize<false>", "dequantize_tiled<true>", "dequantize_tiled<false>"],
+    ),
+}
+
+
+@pytest.fixture
+def kept(request, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(request.config.cache.mkdir("thunder_moe")))
+
+
+def compile_all(kernels):
+    """Compiles {(sources, expression, capability, argument)} side by side and checks what comes of it."""
+    kernels = sorted(kernels, key=str)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = list(pool.map(lambda each: nvrtc.compile_files(*each), kernels))
+    for (_, expression, *_), (cubin, name) in zip(kernels, compiled, strict=True):
+        assert cubin.startswith(b"\x7fELF")
+        assert expression.partition("<")[0] in name
+    assert kernels
+
+
+def gemm(config, dtype, swiglu, k, scaled, capability):
+    return config.sources, config.expression(dtype, swiglu, k, scaled), capability, config.argument
+
+
+@pytest.mark.parametrize("kernel", ["split", "wgmma", "tiled_mma", "tiled_wgmma"])
+def test_measured_configurations_compile(kept, kernel):
+    found = {
+        gemm(config, torch.bfloat16, swiglu, point.k, False, (9, 0))
+        for swiglu in (False, True)
+        for layout in cuda_configs.LAYOUTS
+        for point, config in cuda_configs._measured((9, 0), swiglu, layout)
+        if config.kernel == kernel
+    }
+    compile_all(found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_configurations_by_rule_compile(kept, capability):
+    """Both dtypes, K that is a multiple of a chunk or stage and K that is none, with and without a scale of rows."""
+    found = set()
+    for rows, swiglu, k in ((1, True, 2048), (12, False, 2112), (24, True, 2112), (100, False, 2048)):
+        point = Point(1, rows, 768, k)
+        configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
+        if capability == (9, 0):
+            configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
+        for config, dtype in itertools.product(configs, DTYPES):
+            found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
+    compile_all(found)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_other_kernels_compile(kept, capability):
+    found = {
+        (sources, expression, capability, argument)
+        for argument, (sources, expressions) in OTHERS.items()
+        for expression in expressions
+    }
+    for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
+        if capability == (9, 0):
+            found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
+    compile_all(found)
+
+
+def test_every_kernel_and_struct_is_compiled_above():
+    expressions = [name.partition("<")[0] for _, names in OTHERS.values() for name in names]
+    gemms = ["grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"]
+    sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
+    kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
+    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows"})
+    gemm_structs = {"Arguments", "TiledArguments", "GatherArguments"}
+    assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
+
+
+class CombineArguments(ctypes.Structure):
+    """Two numbers have changed places."""
+
+    _fields_ = tuple(
+        (dict(tokens="top_k", top_k="tokens").get(name, name), kind)
+        for name, kind in cuda_arguments.CombineArguments._fields_
+    )
+
+
+class RowStartsArguments(ctypes.Structure):
+    """One number more."""
+
+    _fields_ = (*cuda_arguments.RowStartsArguments._fields_, ("more_", ctypes.c_int))
+
+
+@pytest.mark.parametrize(
+    ("expression", "drifted", "message"),
+    [
+        ("combine<true>", CombineArguments, "CombineArguments.top_k"),
+        ("row_starts", RowStartsArguments, "the size of RowStartsArguments"),
+    ],
+)
+def test_structs_that_differ_do_not_compile(kept, expression, drifted, message):
+    with pytest.raises(RuntimeError, match=message):
+        nvrtc.compile_files(cuda._ROUTE, expression, (8, 0), drifted)
+
+
+def test_errors_name_the_kernel(kept):
+    with pytest.raises(RuntimeError, match="nothing<1> for sm_80: .*nothing"):
+        nvrtc.compile_files(cuda._ROUTE, "nothing<1>", (8, 0), cuda_arguments.RouteArguments)
+
+
+def test_kernels_come_from_the_cache_and_without_one_are_compiled(tmp_path, monkeypatch):
+    kernel, compiled = (cuda._ROUTE, "row_starts", (8, 0), cuda_arguments.RowStartsArguments), []
+    compile_kernel = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", lambda *what: compiled.append(what) or compile_kernel(*what))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = nvrtc.compile_files(*kernel)
+    assert nvrtc.compile_files(*kernel) == first
+    assert len(compiled) == 1
+    (file,) = (tmp_path / "thunder_moe").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert nvrtc.compile_files(*kernel) == first
+    assert len(compiled) == 2
+    monkeypatch.setattr(cubin_cache, "_unwritable", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.warns(UserWarning, match="cannot be kept"):
+        assert nvrtc.compile_files(*kernel) == first
+    assert len(compiled) == 3
+
+
+def test_launch_configuration():
+    from cuda.bindings import driver
+
+    config = nvrtc.launch_config(256, 1024, overlap=True)
+    assert (config.gridDimY, config.gridDimZ) == (config.blockDimY, config.blockDimZ) == (1, 1)
+    assert (config.blockDimX, config.sharedMemBytes) == (256, 1024)
+    (attribute,) = config.attrs
+    overlap = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert (attribute.id, attribute.value.programmaticStreamSerializationAllowed) == (overlap, 1)
+    assert nvrtc.launch_config(256, 1024, overlap=False).numAttrs == 0
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+def test_a_thread_without_a_context_gets_that_of_the_device(monkeypatch, has_one):
+    from cuda.bindings import driver
+
+    calls = []
+    success = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuCtxGetCurrent", lambda: (success, 7 if has_one else 0))
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda ordinal: (success, f"device {ordinal}"))
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda device: (success, f"context of {device}"))
+    monkeypatch.setattr(driver, "cuCtxSetCurrent", lambda context: calls.append(context) or (success,))
+    monkeypatch.setattr(nvrtc, "_thread", threading.local())
+    nvrtc.bind_context(3)
+    nvrtc.bind_context(3)
+    assert calls == ([] if has_one else ["context of device 3"])

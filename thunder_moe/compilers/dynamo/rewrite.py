@@ -1,0 +1,352 @@
+"""The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
+Called by compilers.dynamo; calls fx_scopes, fx_sites and fx_dense_experts for what there is, and the weight cache.
+
+find grouped GEMMs, in nested graphs too -> replace a frozen weight by three inputs (its packed form), its GEMM by the
+operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones; GEMMs that train by those
+whose gradient takes any strides -> report. All is decided before the first node is replaced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
+from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLU, Weights, find_sites, find_swiglu, quantized_gemm
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe
+from thunder_moe.kernels.slow_paths import warn_once
+from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
+from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
+
+__all__ = ["Rewritten", "grouped_gemms", "rewrite"]
+
+_OPS = torch.ops.thunder_moe
+_PARTS = ("fp4_weight", "scale", "global_scale")
+_GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
+_GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
+_COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
+_QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu", _COMBINE: "nvfp4"}
+
+
+@dataclass(frozen=True, eq=False)
+class _Pack:
+    """Which weights one set of packed inputs is made of: positions among the graph's inputs, or tensors it holds.
+    `layout`: of the packed inputs."""
+
+    names: str
+    weights: tuple[int | Tensor, ...]
+    transposed: bool
+    interleaved: bool
+    layout: str
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """The operators' three weight arguments."""
+        weights = _given(self.weights, inputs)
+        try:
+            return WEIGHT_CACHE.operands(
+                *weights, transposed=self.transposed, interleaved=self.interleaved, layout=self.layout
+            )
+        except ValueError as error:
+            raise ValueError(f"cannot quantize {self.names}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed weight in the root graph: the operators' three weight arguments, and their keyword argument."""
+
+    nodes: list[fx.Node]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """How the inputs of dynamo's graph become those of the rewritten one: some stay, then come the packed weights.
+
+    Attributes:
+        kept: positions of the inputs that stay.
+        packs: what the packed weights are made of.
+        trained: weights that stay 16-bit because they are being trained.
+        watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
+        frozen: packed weights that require no gradient.
+        written: positions of the inputs, parameters and buffers apart, that the graph changes in place.
+        enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
+    """
+
+    kept: list[int]
+    packs: list[_Pack]
+    trained: tuple[int | Tensor, ...]
+    watched: tuple[int | Tensor, ...]
+    frozen: tuple[int | Tensor, ...]
+    written: tuple[int, ...] = ()
+    enables_grad: bool = False
+
+    def inputs(self, given: Sequence[Any]) -> list[Any]:
+        packed = [tensor for pack in self.packs for tensor in pack(given)]
+        return [given[position] for position in self.kept] + packed
+
+    def writes_packed(self, given: Sequence[Any]) -> bool:
+        """Whether an input that the graph changes in place shares its memory with a packed weight, whose packed form is
+        out of date then. Dynamo does not guard on that.
+
+        Args:
+            given: inputs of dynamo's graph.
+        """
+        if not self.written:
+            return False
+        written = storages_of([given[position] for position in self.written])
+        return any(
+            weight.untyped_storage()._cdata in written for pack in self.packs for weight in _given(pack.weights, given)
+        )
+
+    def is_thawed(self, given: Sequence[Any]) -> bool:
+        """Whether a packed weight that was frozen requires a gradient now. Dynamo before torch 2.13 does not look at
+        parameters again while their module has the same ones."""
+        return any(weight.requires_grad for weight in _given(self.frozen, given))
+
+    def declare_thawed(self, given: Sequence[Any]) -> None:
+        """`declare_trained` for these weights."""
+        warn_once(
+            "thawed",
+            "a weight that was frozen when its graph was compiled requires a gradient now, and this torch does not"
+            " compile the graph again: it runs in 16 bits; torch._dynamo.reset() has it compiled anew",
+        )
+        WEIGHT_CACHE.changed(*(weight for weight in _given(self.frozen, given) if weight.requires_grad))
+
+    def declare_trained(self, given: Sequence[Any], *, hidden: bool = False) -> None:
+        """Tells the cache of weights that what follows this forward may change.
+
+        Args:
+            given: inputs of dynamo's graph.
+            hidden: whether `safety.is_hidden_training_forward`.
+        """
+        weights = self.watched if hidden else self.trained
+        if weights:
+            WEIGHT_CACHE.changed(*_given(weights, given))
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritten, list[Decision]]:
+    """Rewrites dynamo's graph and those nested in it, in place; (what it takes now, what was decided on each GEMM)."""
+    scopes, weights = _scopes_and_weights(gm, example_inputs)
+    root = scopes[0]
+    placeholders = root.graph.find_nodes(op="placeholder")
+    plans = [_plan(scope, weights) for scope in scopes]
+    decisions = [decision for plan in plans for decision in plan.decisions]
+    decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
+    rewrites = any(plan.calls or plan.dense for plan in plans)
+    written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
+
+    def handle(node: fx.Node) -> int | Tensor:
+        return placeholders.index(node) if node.op == "placeholder" else weights.tensors[node]
+
+    packs: dict[tuple, _Pack] = {}
+    packed: dict[tuple, _Packed] = {}
+
+    def packed_inputs(call: Site | SwiGLU) -> _Packed:
+        sites = (call,) if isinstance(call, Site) else call.sites
+        nodes = [site.weight for site in sites if site.weight is not None]
+        transposed, interleaved = sites[0].transposed, isinstance(call, SwiGLU) and call.interleaved
+        key = (transposed, interleaved, *nodes)
+        if key not in packs:
+            layout = stacked_layout(*(weights.tensors[node] for node in nodes), transposed=transposed)
+            names = " and ".join(str(site.gemm.weight) for site in sites)
+            packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout)
+            inputs = _add_inputs(root.graph, f"nvfp4_{len(packs) - 1}", packs[key](example_inputs))
+            packed[key] = _Packed(inputs, dict(layout=layout))
+        scope = sites[0].scope
+        return _Packed([scope.bring(node) for node in packed[key].nodes], packed[key].options)
+
+    for plan in plans:
+        for site in plan.to_train:
+            _replace(site.scope, site.node, _OPS.trainable_grouped_mm.default, site.operands)
+        for call in plan.calls:
+            if isinstance(call, Site):
+                rows, _, offsets = call.operands
+                weight = packed_inputs(call)
+                _replace(call.scope, call.node, _GROUPED_MM, (rows, *weight.nodes, offsets), weight.options)
+            else:
+                rows, _, offsets = call.sites[0].operands
+                weight = packed_inputs(call)
+                arguments = (rows, *weight.nodes, offsets)
+                _replace(call.sites[0].scope, call.product, _GROUPED_SWIGLU, arguments, weight.options)
+        for block in plan.dense:
+            if block.routing is not None:
+                _route(block.sites[0], block.routing, *map(packed_inputs, block.sites))
+    packed_weights = dict.fromkeys(weight for key in packs for weight in key[2:])
+    dropped = {node for node in packed_weights if node.op == "placeholder" and not node.users}
+    for node in dropped:
+        root.graph.erase_node(node)
+    for scope in scopes:
+        scope.module.recompile()
+    sites = [(site.weight, site.gemm) for plan in plans for site in plan.sites if site.weight is not None]
+    watched = dict.fromkeys(weight for weight, _ in sites if weights.tensors[weight].requires_grad)
+    rewritten = Rewritten(
+        kept=[position for position, node in enumerate(placeholders) if node not in dropped],
+        packs=list(packs.values()),
+        trained=tuple(map(handle, dict.fromkeys(weight for weight, gemm in sites if gemm.needs_grad))),
+        watched=tuple(map(handle, watched)),
+        frozen=tuple(map(handle, (node for node in packed_weights if node not in watched))),
+        written=written,
+        enables_grad=not torch.is_grad_enabled()
+        and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
+    )
+    return rewritten, decisions
+
+
+def _written_inputs(root: Scope, weights: Weights) -> list[fx.Node]:
+    """The placeholders that the graph or one nested in it changes in place, parameters and buffers apart."""
+    return [
+        node
+        for node in root.graph.find_nodes(op="placeholder")
+        if node in weights.tensors and not weights.is_static(node)
+        if any(step.changes(storages_of(root.value_of(node))) for step in root.program.steps)
+    ]
+
+
+def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GroupedGemm]:
+    """The grouped GEMMs of dynamo's graph and those nested in it."""
+    scopes, weights = _scopes_and_weights(gm, example_inputs)
+    return [site.gemm for scope in scopes for site in find_sites(scope, weights)]
+
+
+def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Scope], Weights]:
+    scopes = scopes_of(gm, torch.is_grad_enabled())
+    tensors = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+    tensors |= {node: attribute(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    return scopes, Weights(scopes, {node: value for node, value in tensors.items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to become of the sites of one graph: `calls` and `dense` are rewritten, `to_train` get our gradient."""
+
+    sites: list[Site]
+    calls: list[Site | SwiGLU]
+    dense: list[DenseExperts]
+    to_train: list[Site]
+    decisions: list[Decision]
+
+
+def _plan(scope: Scope, weights: Weights) -> _Plan:
+    sites = find_sites(scope, weights)
+    eligible = [site for site in sites if site.reason is None]
+    blocks, unfused = find_swiglu(scope, eligible)
+    fused = {site for block in blocks for site in block.sites}
+    dense = find_dense_experts(scope, weights)
+
+    def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
+        requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
+        return describe(site.gemm, reason, requires_grad=requires_grad, fused=is_fused, unfused=unfused.get(site))
+
+    decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
+    for block in dense:
+        decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
+    return _Plan(
+        [*sites, *(site for block in dense for site in block.sites)],
+        [*blocks, *(site for site in eligible if site not in fused)],
+        dense,
+        [site for site in sites if site.reason is not None and _trains(site)],
+        decisions,
+    )
+
+
+def _quantized_before(scope: Scope, weights: Weights) -> list[Decision]:
+    """The NVFP4 operators of modules that quantize_ had swapped in already."""
+    found = []
+    for node in scope.graph.nodes:
+        target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
+        if target in _QUANTIZED:
+            gemm = quantized_gemm(node, weights)
+            found.append((gemm, _QUANTIZED[target], "quantised beforehand"))
+    return found
+
+
+def _trains(site: Site) -> bool:
+    """Whether a GEMM that stays 16-bit is to get our gradient, which takes any strides."""
+    gemm = site.gemm
+    same = gemm.weight_dtype == gemm.activation_dtype and gemm.out_dtype in (None, gemm.weight_dtype)
+    return gemm.needs_grad and same and site.scope.refusal is None
+
+
+def _given(weights: Sequence[int | Tensor], inputs: Sequence[Any]) -> list[Tensor]:
+    return [inputs[weight] if isinstance(weight, int) else weight for weight in weights]
+
+
+def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[fx.Node]:
+    """New placeholders at the end of the graph's, marked as dynamo marks parameters: static, of fixed size."""
+    from torch._dynamo.source import ConstantSource
+
+    fake_mode = torch._guards.detect_fake_mode()
+    assert fake_mode is not None, "dynamo compiles under a fake mode"
+    nodes = []
+    for part, tensor in zip(_PARTS, tensors, strict=True):
+        last = graph.find_nodes(op="placeholder")[-1]
+        source = ConstantSource(f"{stem}_{part}")
+        with graph.inserting_after(last):
+            node = graph.placeholder(f"{stem}_{part}")
+        node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        node.meta["example_value"] = fake_mode.from_tensor(tensor, static_shapes=True, source=source)
+        node._dynamo_source = source
+        nodes.append(node)
+    return nodes
+
+
+def _replace(
+    scope: Scope, old: fx.Node, operation: Any, arguments: tuple, options: dict[str, Any] | None = None
+) -> None:
+    """Puts a call in the place of a node, and erases the node with what it alone used."""
+    with scope.graph.inserting_before(old):
+        new = scope.graph.call_function(operation, arguments, options)
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
+    _erase(scope, old)
+
+
+def _route(first: Site, routing: Routing, gate_up: _Packed, down: _Packed) -> None:
+    """Puts routing, gather and the two fused operators in the place of batched GEMMs over all experts."""
+    tokens, indices, scale = routing.operands
+    graph = first.scope.graph
+    with graph.inserting_before(routing.rows):
+        for node in routing.scores:
+            scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)
+        route = graph.call_function(_OPS.moe_route.default, (indices, first.gemm.experts))
+        row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
+        arguments = (tokens, *gate_up.nodes, offsets, row_slot, scale)
+        rows = graph.call_function(_GROUPED_SWIGLU, arguments, gate_up.options)
+    _replace(first.scope, routing.total, _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options)
+
+
+def _erase(scope: Scope, node: fx.Node) -> None:
+    """Erases a node that nobody reads, then those that only it read. Graph-wide dead code elimination takes in-place
+    methods for dead."""
+    if node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
+        return
+    inputs = node.all_input_nodes
+    scope.graph.erase_node(node)
+    for source in inputs:
+        _erase(scope, source)
+
+
+def _is_seen_elsewhere(scope: Scope, node: fx.Node) -> bool:
+    """Whether a node changes a tensor that is an input, or that another node reads."""
+    if node not in scope.positions:
+        return False
+    step = scope.program.steps[scope.positions[node]]
+    changed = {storage for storage in step.reads if step.changes((storage,))}
+    if not changed:
+        return False
+    others = [other for other in scope.graph.nodes if other is not node and other in scope.positions]
+    return any(
+        not changed.isdisjoint(
+            storages_of(scope.value_of(other))
+            if other.op in ("placeholder", "get_attr")
+            else scope.program.steps[scope.positions[other]].reads
+        )
+        for other in others
+    )

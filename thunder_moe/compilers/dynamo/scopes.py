@@ -1,0 +1,187 @@
+"""Dynamo's graph and the graphs nested in it (bodies of checkpoint, cond, ...), each of them a scope for rewrites.
+Called by fx_rewrite, fx_sites and fx_dense_experts; calls fx_effects.
+
+    root:  w, x, o = placeholders;  y = tag_activation_checkpoint(body, x, w.mT, o)
+    body:                           x, w_mT, o = placeholders; grouped_mm(x, w_mT, o)
+
+A nested graph reads what is handed to it: `Scope.bring` hands an input of the root through to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storages_of
+from thunder_moe.compilers.safety import Program
+
+__all__ = ["Scope", "copy_of", "scopes_of", "value_of"]
+
+# Where the operands of a higher-order operator are that the placeholders of its bodies stand for: from this position
+# on, or a sequence at it.
+_OPERANDS_FROM = {"tag_activation_checkpoint": 1, "wrap": 1}
+_OPERANDS_AT = {"cond": 3}
+
+
+@dataclass(eq=False)
+class Scope:
+    """A graph whose GEMMs may be rewritten.
+
+    Attributes:
+        module: what holds it.
+        modes: the grad mode of each node.
+        parent: the scope of the operator that calls it, None for the root.
+        call: that operator.
+        bodies: all scopes that it calls, this one among them.
+        refusal: why GEMMs in here stay as they are, None when they need not.
+        differentiates_itself: the forward or backward of an `autograd.Function`, whose grad mode tells nothing.
+    """
+
+    module: fx.GraphModule
+    modes: dict[fx.Node, bool]
+    parent: Scope | None = None
+    call: fx.Node | None = None
+    bodies: list[Scope] = field(default_factory=list)
+    refusal: str | None = None
+    differentiates_itself: bool = False
+    children: dict[fx.Node, list[Scope]] = field(default_factory=dict)
+    _brought: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def __post_init__(self) -> None:
+        self.positions = {node: position for position, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def program(self) -> Program:
+        """The graph as steps, `positions` the positions of its nodes. To be asked for before anything is rewritten."""
+        nested = {call: [(body.program, body.inputs) for body in bodies] for call, bodies in self.children.items()}
+        return program_of(self.graph, self.modes, self.value_of, nested)
+
+    @property
+    def inputs(self) -> frozenset[int]:
+        """The storages of the graph's inputs."""
+        return storages_of([self.value_of(node) for node in self.graph.find_nodes(op="placeholder")])
+
+    def value_of(self, node: fx.Node) -> Any:
+        value = value_of(node)
+        return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
+
+    def bring(self, node: fx.Node) -> fx.Node:
+        """An input of the root as a node of this scope."""
+        if self.parent is None:
+            return node
+        if node not in self._brought:
+            assert self.call is not None
+            _append_operand(self.call, self.parent.bring(node))
+            for body in self.bodies:
+                last = body.graph.find_nodes(op="placeholder")[-1]
+                with body.graph.inserting_after(last):
+                    body._brought[node] = body.graph.placeholder(node.name)
+                body._brought[node].meta["example_value"] = node.meta["example_value"]
+        return self._brought[node]
+
+
+def value_of(node: Any) -> Any:
+    """The example value of a node, None when it has none."""
+    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+
+
+def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:
+    """The scope of dynamo's graph, then those of all graphs nested in it.
+
+    Args:
+        gm: dynamo's graph module.
+        grad_enabled: the grad mode in which it is called.
+    """
+    root = Scope(gm, grad_modes(gm.graph, grad_enabled))
+    return [root, *_nested_in(root)]
+
+
+def _nested_in(outer: Scope) -> list[Scope]:
+    found: list[Scope] = []
+    names = Counter(node.target for node in outer.graph.find_nodes(op="get_attr"))
+    for node in outer.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        gets = [source for source in node.all_input_nodes if source.op == "get_attr"]
+        modules = {get: attribute(outer.module, get.target) for get in gets}
+        bodies: list[Scope] = []
+        for get, module in modules.items():
+            if not isinstance(module, fx.GraphModule):
+                continue
+            kind = node.target.name()
+            refusal = outer.refusal
+            if refusal is None and not _takes_operands(node, module):
+                refusal = f"it is inside {kind}, whose body is left as it is"
+            if refusal is None and (len(get.users) > 1 or names[get.target] > 1):
+                refusal = f"it is inside a body that {kind} is not alone to call"
+            itself = outer.differentiates_itself or kind == "autograd_function_apply"
+            modes = grad_modes(module.graph, outer.modes[node])
+            bodies.append(Scope(module, modes, outer, node, bodies, refusal, itself))
+        if bodies:
+            outer.children[node] = bodies
+        for body in bodies:
+            found += [body, *_nested_in(body)]
+    return found
+
+
+def _operands(call: Any) -> tuple[Any, ...] | None:
+    """The operands that the placeholders of the bodies stand for; None where that is not known."""
+    kind = call.target.name()
+    if kind in _OPERANDS_FROM:
+        return tuple(call.args[_OPERANDS_FROM[kind] :])
+    place = _OPERANDS_AT.get(kind, len(call.args))
+    return tuple(call.args[place]) if place < len(call.args) else None
+
+
+def _takes_operands(call: fx.Node, body: fx.GraphModule) -> bool:
+    operands = _operands(call)
+    placeholders = body.graph.find_nodes(op="placeholder")
+    return operands is not None and bool(placeholders) and len(operands) == len(placeholders)
+
+
+def _append_operand(call: Any, operand: fx.Node) -> None:
+    kind = call.target.name()
+    if kind in _OPERANDS_FROM:
+        call.args = (*call.args, operand)
+    else:
+        call.update_arg(_OPERANDS_AT[kind], (*call.args[_OPERANDS_AT[kind]], operand))
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module of the same parameters, with graphs of its own and all that dynamo says about its inputs: dynamo
+    goes on using its own graph after the backend returns."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(gm.graph, copies))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if hasattr(node, "_dynamo_source"):
+            copies[node]._dynamo_source = node._dynamo_source
+        # Dynamo takes it out of its own graph: a weak reference to a parameter, which forbids to swap its tensor.
+        copies[node].meta.pop("grapharg", None)
+    new = fx.GraphModule(gm, graph)
+    new.meta = gm.meta
+    for name in ("_param_name_to_source", "_backend_id"):
+        if hasattr(gm, name):
+            setattr(new, name, getattr(gm, name))
+    for name in {node.target for node in graph.find_nodes(op="get_attr")}:
+        nested = attribute(gm, name)
+        if isinstance(nested, fx.GraphModule):
+            *path, last = name.split(".")
+            setattr(attribute(new, ".".join(path)), last, copy_of(nested))
+    return new
+
+
+def attribute(module: Any, name: str) -> Any:
+    """What a get_attr node gets: ``module.a.b`` for "a.b"; the module itself for ""."""
+    for part in filter(None, name.split(".")):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,351 @@
+"""Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
+Called by fx_rewrite; calls eligibility and safety for the decision on each GEMM, fx_scopes for what surrounds it.
+
+    y = grouped_mm(x, w.transpose(-2, -1), offs)                          -> Site
+    silu(grouped_mm(x, gate)) * grouped_mm(x, up)                         -> SwiGLU of two sites
+    y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up -> SwiGLU of one site, halves or interleaved
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.scopes import Scope, value_of
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
+from thunder_moe.compilers.safety import is_hidden_training_forward
+
+__all__ = [
+    "MUL",
+    "SILU",
+    "TRANSPOSE",
+    "Site",
+    "SwiGLU",
+    "Weights",
+    "calls",
+    "find_sites",
+    "find_swiglu",
+    "only_user",
+    "part_of",
+    "positional_grouped_mm",
+    "quantized_gemm",
+    "site_of",
+    "traced_frame",
+]
+
+aten = torch.ops.aten
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
+TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
+SILU = {F.silu, aten.silu.default}
+MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
+_CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
+_SPLIT = {torch.split, aten.split.Tensor, "split"}
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A grouped GEMM of the graph.
+
+    Attributes:
+        node: its call.
+        scope: the graph that it is in.
+        gemm: names and sizes.
+        weight: the root's placeholder or get_attr node of the weight, None when there is none behind mat_b.
+        transposed: the weight is (E, K, N), not (E, N, K).
+        reason: why it stays 16-bit, None when it is rewritten.
+    """
+
+    node: fx.Node
+    scope: Scope
+    gemm: GroupedGemm
+    weight: fx.Node | None
+    transposed: bool
+    reason: str | None
+
+    @property
+    def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
+        arguments = _arguments(self.node)
+        return arguments["mat_a"], arguments["mat_b"], arguments["offs"]
+
+
+@dataclass(frozen=True, eq=False)
+class SwiGLU:
+    """``silu(gate) * up``, whose multiplication `product` the fused operator replaces.
+
+    `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether gate and up are its
+    even and odd columns rather than its halves.
+    """
+
+    sites: tuple[Site, ...]
+    product: fx.Node
+    interleaved: bool = False
+
+
+class Weights:
+    """The parameters and buffers among the inputs of a graph and of those nested in it."""
+
+    def __init__(self, scopes: list[Scope], tensors: dict[fx.Node, torch.Tensor]) -> None:
+        """
+        Args:
+            scopes: of dynamo's graph, the root first.
+            tensors: the real tensor of each placeholder and get_attr node of the root that has one.
+        """
+        self._scopes = scopes
+        self.tensors = tensors
+        self._by_storage: dict[int, list[fx.Node]] = {}
+        for node, real in tensors.items():
+            if _is_static(node, real):
+                for storage in storages_of(scopes[0].value_of(node)):
+                    self._by_storage.setdefault(storage, []).append(node)
+
+    def is_static(self, node: fx.Node) -> bool:
+        """Whether an input is a parameter or buffer."""
+        return _is_static(node, self.tensors[node])
+
+    def behind(self, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
+        """(node, transposed): the weight that mat_b (E, K, N) is a view of, and whether it lies as mat_b does."""
+        nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
+        for node in nodes:
+            swapped = swaps_last_dims(self._scopes[0].value_of(node), mat_b)
+            if swapped is not None:
+                return node, not swapped
+        return None, True
+
+    def sharing(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The weight whose memory a tensor is of, in whatever shape."""
+        return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
+
+    def reason_against_packing(self, weight: fx.Node) -> str | None:
+        storages = storages_of(self._scopes[0].value_of(weight))
+        # From the inside out: the innermost knows the name of the operation.
+        reasons = (scope.program.reason_against_packing(storages) for scope in reversed(self._scopes))
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def find_sites(scope: Scope, weights: Weights) -> list[Site]:
+    """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
+    sites = []
+    for node in scope.graph.nodes:
+        if node.op != "call_function" or node.target not in _GROUPED_MM:
+            continue
+        arguments = _arguments(node)
+        rows, mat_b, offsets = arguments.get("mat_a"), arguments.get("mat_b"), arguments.get("offs")
+        a, b = value_of(rows), value_of(mat_b)
+        if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
+            continue
+        sites.append(site_of(node, scope, b, a, a.shape[0], weights))
+    return sites
+
+
+def site_of(
+    node: fx.Node,
+    scope: Scope,
+    mat_b: torch.Tensor,
+    activation: torch.Tensor,
+    rows: Any,
+    weights: Weights,
+) -> Site:
+    """The site of a GEMM with the weight mat_b (E, K, N), and the decision on it."""
+    assert scope.program.steps  # made before anything is rewritten
+    experts, k, n = mat_b.shape
+    out_dtype = value_of(node).dtype  # asked for, or autocast's
+    transformed = is_in_a_function_transform(mat_b) or is_in_a_function_transform(activation)
+    weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(mat_b)
+    requires_grad = mat_b.requires_grad or (weight is not None and weights.tensors[weight].requires_grad)
+    gemm = GroupedGemm(
+        weight=None if weight is None else qualified_name(weight),
+        experts=int(experts),
+        out_features=int(n),
+        in_features=int(k),
+        rows=rows if isinstance(rows, int) else None,
+        weight_dtype=mat_b.dtype,
+        activation_dtype=activation.dtype,
+        needs_grad=requires_grad and scope.modes[node] and not scope.differentiates_itself,
+        out_dtype=None if out_dtype == activation.dtype else out_dtype,
+        where=user_line(node),
+        hidden_training=requires_grad and (scope.differentiates_itself or is_hidden_training_forward()),
+        changed=None if weight is None else weights.reason_against_packing(weight),
+    )
+    reason = decline_reason(gemm) or scope.refusal
+    return Site(node, scope, gemm, weight, transposed, "it is inside a torch.func transform" if transformed else reason)
+
+
+def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLU], dict[Site, str]]:
+    """The SwiGLUs whose GEMMs are all among the sites, each of them in one at most; and why others are not fused."""
+    by_node = {site.node: site for site in sites}
+    found: list[SwiGLU] = []
+    unfused: dict[Site, str] = {}
+    for product in scope.graph.nodes:
+        if not calls(product, MUL) or len(product.args) != 2 or product.kwargs:
+            continue
+        for silu, up in (product.args, product.args[::-1]):
+            if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and calls(silu, SILU)):
+                continue
+            if not silu.args or silu.kwargs.get("inplace") or any(silu.args[1:]) or not only_user(silu, product):
+                continue
+            gate: Any = silu.args[0]
+            if not only_user(gate, silu) or not only_user(up, product):
+                continue
+            block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
+            if block is not None:
+                reason = _reason_against_fusing(scope, block, {gate, up, silu})
+                if reason is None:
+                    found.append(block)
+                else:
+                    unfused |= dict.fromkeys(block.sites, reason)
+                break
+    return found, unfused
+
+
+def _reason_against_fusing(scope: Scope, block: SwiGLU, parts: set[fx.Node]) -> str | None:
+    chunks: set[Any] = {part.args[0] for part in parts if calls(part, {operator.getitem})}
+    replaced = {block.product, *(site.node for site in block.sites)} | parts | chunks
+    rows, _, offsets = block.sites[0].operands
+    read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
+    read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")
+    handed_on = dict.fromkeys(storages_of([value_of(node) for node in replaced - {block.product}]), "a projection")
+    # The fused operator's backward computes gate and up again.
+    differentiable = scope.modes[block.product] and value_of(rows).requires_grad
+    positions = {scope.positions[node] for node in replaced}
+    return scope.program.reason_against_fusing(positions, handed_on | read, read if differentiable else None)
+
+
+def quantized_gemm(node: Any, weights: Weights) -> GroupedGemm:
+    """Names and sizes of a call of one of the package's NVFP4 operators."""
+    rows, fp4_weight = (value_of(argument) for argument in node.args[:2])
+    experts, half, n = fp4_weight.shape
+    source = weights.sharing(fp4_weight)
+    name = qualified_name(source) if source is not None else None
+    sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
+    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node))
+
+
+def positional_grouped_mm(gm: fx.GraphModule) -> None:
+    """Rewrites calls to ``torch._grouped_mm(mat_a, mat_b, offs)``: thunderfx in Thunder 0.2.6 names its arguments
+    otherwise, and leaves calls with keywords to inductor without a word."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch._grouped_mm):
+        arguments = _arguments(node)
+        if arguments.get("bias") is None and arguments.get("out_dtype") is None and arguments.get("offs") is not None:
+            node.args, node.kwargs = (arguments["mat_a"], arguments["mat_b"], arguments["offs"]), {}
+    gm.recompile()
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    """The arguments of a grouped GEMM by name."""
+    return dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
+
+
+def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLU | None:
+    first, second = by_node.get(gate), by_node.get(up)
+    if first is None or second is None:
+        return None
+    (rows, _, offsets), (up_rows, _, up_offsets) = first.operands, second.operands
+    same = rows is up_rows and offsets is up_offsets and first.transposed == second.transposed
+    if not same or first.gemm.out_features != second.gemm.out_features:
+        return None
+    return SwiGLU((first, second), product)
+
+
+def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLU | None:
+    """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
+    (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
+    site = by_node.get(first) if first is not None and first is second else None
+    if site is None or (gate_part, up_part) not in (("low", "high"), ("even", "odd")):
+        return None
+    readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
+    if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
+        return None
+    return SwiGLU((site,), product, interleaved=gate_part == "even")
+
+
+def part_of(node: Any) -> tuple[fx.Node | None, str]:
+    """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
+    if not calls(node, {operator.getitem}):
+        return None, ""
+    whole, index = node.args
+    size = value_of(whole)
+    if isinstance(index, int) and calls(whole, _CHUNK | _SPLIT):
+        source, parts, dim = (*whole.args, *whole.kwargs.values(), 0)[:3]
+        value = value_of(source)
+        if value is None or dim not in (-1, value.ndim - 1) or not isinstance(parts, int) or value.shape[-1] % 2:
+            return None, ""
+        if parts != (2 if calls(whole, _CHUNK) else value.shape[-1] // 2):
+            return None, ""
+        return source, ("low", "high")[index]
+    if not isinstance(index, tuple) or size is None or not isinstance(index[-1], slice):
+        return None, ""
+    leading = index[:-1]
+    if not (leading == (...,) or leading == (slice(None),) * (size.ndim - 1)):
+        return None, ""
+    width = size.shape[-1]
+    if width % 2:
+        return None, ""
+    start, stop, step = index[-1].start or 0, index[-1].stop, index[-1].step or 1
+    stop = width if stop is None else stop
+    parts = {
+        (0, width // 2, 1): "low",
+        (width // 2, width, 1): "high",
+        (0, width, 2): "even",
+        (1, width, 2): "odd",
+    }
+    part = parts.get((start, stop, step), "")
+    return (whole, part) if part else (None, "")
+
+
+def calls(node: Any, targets: set) -> bool:
+    """Whether a node calls one of some functions, or a method of one of some names."""
+    return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+
+
+def only_user(node: fx.Node, user: fx.Node) -> bool:
+    return set(node.users) == {user}
+
+
+def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
+    """Whether an input is a parameter or buffer with data that can be quantized ahead of the call."""
+    if isinstance(real, FakeTensor) or is_traceable_wrapper_subclass(real):
+        return False
+    marked = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+    return node.op == "get_attr" or isinstance(real, torch.nn.Parameter) or marked
+
+
+def qualified_name(node: fx.Node) -> str:
+    """``layers.0.weight`` from dynamo's ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", None)
+    name = name() if callable(name) else name
+    parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", name or "")
+    return ".".join(parts) if parts else str(node.target)
+
+
+def traced_frame(graph: fx.Graph) -> tuple[str, int] | None:
+    """File and line of the code that dynamo traced the graph from, as its first node tells."""
+    traces = (_frames(node) for node in graph.nodes)
+    return next((frames[0] for frames in traces if frames), None)
+
+
+def user_line(node: fx.Node) -> str | None:
+    """file:line of the innermost frame outside of torch and of this package."""
+    for path, line in reversed(_frames(node)):
+        if not path.startswith((torch.__path__[0], _PACKAGE)):
+            inside = path.startswith(os.getcwd() + os.sep)
+            return f"{os.path.relpath(path) if inside else path}:{line}"
+    return None
+
+
+def _frames(node: fx.Node) -> list[tuple[str, int]]:
+    """(file, line) of each frame of a node's stack, the outermost first."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return [(path, int(line)) for path, line in found]

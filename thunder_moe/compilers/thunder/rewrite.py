@@ -1,0 +1,345 @@
+"""The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
+Called by Thunder (thunder_executor attaches it while tracing); calls thunder_sites, thunder_symbols, nvfuser, report.
+
+find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
+takes them where it runs the GEMM, else as our kernels read them best -> rewrite the computation -> record what was
+done. It runs before autodiff, so the backward is made from the rewritten trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thunder_moe.compilers.thunder.compat import import_thunder, refuse_delayed_changes, without_gradient
+
+import_thunder()
+
+import thunder.core.dtypes as dtypes  # noqa: E402
+from thunder.core import prims  # noqa: E402
+from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
+from thunder.core.devices import to_torch_device  # noqa: E402
+from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
+from thunder.core.transform_common import Transform  # noqa: E402
+
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe  # noqa: E402
+from thunder_moe.compilers.report import record  # noqa: E402
+from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder.sites import (  # noqa: E402
+    Quantized,
+    Site,
+    SwiGLU,
+    find_quantized,
+    find_sites,
+    find_swiglu,
+    trained_weights,
+)
+from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+    check_grad_mode,
+    check_memory,
+    declare_changed,
+    grouped_mm,
+    nvfp4_grouped_mm,
+    nvfp4_grouped_swiglu,
+    nvfp4_pack,
+    nvfp4_swizzle,
+)
+from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read  # noqa: E402
+from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
+
+__all__ = ["NVFP4Rewrite"]
+
+_PARTS = ("fp4", "scale", "global_scale")
+
+
+class NVFP4Rewrite(Transform):
+    """Rewrites what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
+
+    def transform_traces_pre_prologue(self, prologue_trace, computation_trace, epilogue_trace, **kwargs):
+        computation = Computation(computation_trace)
+        sites = find_sites(prologue_trace, computation)
+        eligible = [site for site in sites if site.reason is None]
+        swiglu = find_swiglu(computation, eligible)
+        blocks = [block for block in swiglu if block.reason is None]
+        unfused = {id(site): block.reason for block in swiglu for site in block.sites}
+        fused = {id(site) for block in blocks for site in block.sites}
+        before = find_quantized(prologue_trace, computation)
+        packs: dict[tuple, _Pack] = {}
+        replacements: dict[int, list[BoundSymbol]] = {}
+        routes: dict[int, str] = {}
+        trace = from_trace(computation_trace)
+        with tracectx(trace):
+            for call in (*blocks, *(site for site in eligible if id(site) not in fused)):
+                replaced = call.replaced if isinstance(call, SwiGLU) else (call.position,)
+                new, route = _replace(packs, call, computation, replaced[-1])
+                replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
+                replacements[id(computation.bound_symbols[replaced[-1]])] = new
+                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
+            for quantized in before:
+                new, routes[id(quantized)] = _replace_quantized(packs, quantized)
+                replacements |= {id(quantized.bsym): new} if new else {}
+            for site in sites:
+                if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
+                    operands, clones = _saved(computation, site, *site.bsym.args[:3])
+                    if clones:
+                        call = grouped_mm.bind(*operands, *site.bsym.args[3:], output=site.bsym.output)
+                        replacements[id(site.bsym)] = [*clones, call]
+        decisions = [
+            _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
+        ]
+        decisions += [(q.gemm, q.decision, f"quantised beforehand{routes[id(q)]}") for q in before]
+        record(get_compile_data(), decisions)
+        checks, declarations = _conditions(computation, sites, list(packs.values()))
+        arguments = computation_trace.args
+        if replacements or computation.written_arguments():
+            arguments = _fill_computation(trace, computation, computation_trace, replacements, list(packs.values()))
+            computation_trace = trace
+        if replacements or checks or declarations:
+            prologue_trace = _rewrite_prologue(prologue_trace, list(packs.values()), arguments, checks, declarations)
+        return prologue_trace, computation_trace, epilogue_trace
+
+    def transform_trace_post_optimization(self, computation_trace, **kwargs):
+        if TraceTag.BACKWARD in computation_trace.tags:
+            refuse_delayed_changes(computation_trace)
+        return computation_trace
+
+
+def _describe(site: Site, fused: bool, unfused: str | None, route: str) -> Decision:
+    gemm, decision, reason = describe(
+        site.gemm, site.reason, requires_grad=site.requires_grad, fused=fused, unfused=unfused
+    )
+    return gemm, decision, reason + route
+
+
+@dataclass(frozen=True, eq=False)
+class _Pack:
+    """A call of nvfp4_pack or nvfp4_swizzle in the prologue: weights in, the operators' three weight arguments out."""
+
+    symbol: Symbol
+    weights: tuple[TensorProxy, ...]
+    options: dict[str, Any]
+    packed: tuple[TensorProxy, ...] = ()  # once it is part of the prologue
+
+
+def _replace(
+    packs: dict[tuple, _Pack], call: Site | SwiGLU, computation: Computation, position: int
+) -> tuple[list[BoundSymbol], str]:
+    """(what computes the output of the symbol at a position in NVFP4, what the report adds on its kernel)."""
+    output = computation.bound_symbols[position].output
+    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), False)
+    symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLU) else nvfp4_grouped_mm
+    # The names that the last GEMM has for its operands are those of the place where the operator runs.
+    last = max(sites, key=lambda site: site.position)
+    a, _, offsets = last.bsym.args[:3]
+    (offsets,), clones = _saved(computation, last, offsets)
+    weights = tuple(site.weight for site in sites if site.weight is not None)
+    transposed = sites[0].transposed
+    options = dict(
+        transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
+    )
+    swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
+    calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, output, sites[0].gemm)
+    if not calls:
+        layout = stacked_layout(*weights, transposed=transposed, device=to_torch_device(weights[0].device))
+        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout)))
+        calls = [symbol.bind(a, *packed, offsets, layout=layout, output=output)]
+    return [*clones, *calls], route
+
+
+def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tuple[list[TensorProxy], list[BoundSymbol]]:
+    """(operands of a GEMM as its backward may save them, the copies that takes): copies of what is changed later.
+
+    Eager autograd refuses the backward then; Thunder would go on with the changed values."""
+    program, saved, clones = computation.program, [], []
+    for operand in operands:
+        reason = site.grad_enabled and program.reason_against_reading_later(
+            site.position, len(program.steps), {computation.storage(operand.name): "an operand"}
+        )
+        saved.append(TensorProxy(like=operand) if reason else operand)
+        if reason:
+            clones.append(prims.clone.bind(operand, output=saved[-1]))
+    return saved, clones
+
+
+def _replace_quantized(packs: dict[tuple, _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+    """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
+    bsym = quantized.bsym
+    if quantized.tensors is not None:
+        parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
+        swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
+        return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        return [], ""
+    return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
+
+
+def _by_nvfuser(
+    packs: dict[tuple, _Pack],
+    pack: _Pack,
+    symbol: Symbol,
+    a: TensorProxy,
+    offsets: TensorProxy,
+    out: TensorProxy,
+    gemm: GroupedGemm,
+) -> tuple[list[BoundSymbol], str]:
+    """(the calls in the form that nvFuser runs, none where it declines; what the report adds)."""
+    if not nvfuser.is_listed(get_compile_data().executors_list):
+        return [], ""
+    options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))
+    reason = nvfuser.refusal(symbol, a, *pack.symbol.meta(*pack.weights, **pack.options), offsets, **options)
+    n = pack.weights[0].shape[2 if pack.options.get("transposed") else 1]
+    if symbol is nvfp4_grouped_swiglu and pack.symbol is nvfp4_pack and len(pack.weights) == 1 and n != pad_rows(n):
+        reason = f"gate and up are one weight of {n} rows, which are padded together"
+    if reason is not None:
+        return [], _route(reason)
+    packed = _pack(packs, pack)
+    wide = symbol.meta(a, *packed, offsets, **options)
+    if tuple(wide.shape) == tuple(out.shape):
+        return [symbol.bind(a, *packed, offsets, **options, output=out)], _route(None)
+    calls = [  # the rows of the weight are padded
+        symbol.bind(a, *packed, offsets, **options, output=wide),
+        prims.slice_prim.bind(wide, [0, 0], list(out.shape), [1, 1], output=out),
+    ]
+    return calls, _route(None)
+
+
+def _route(refusal: str | None) -> str:
+    return "; by nvFuser, rows in NVFP4 too" if refusal is None else f"; not by nvFuser: {refusal}"
+
+
+def _activation_amax(gemm: GroupedGemm) -> float | None:
+    """The largest magnitude of a GEMM's rows, where the user has given it by the weight's name."""
+    known = get_compile_option(
+        "nvfp4_activation_amax",
+        "dict of a weight's qualified name (the gate's for gate and up) to its rows' largest magnitude",
+    )
+    amax = None if known is None else known.get(gemm.weight)
+    if amax is not None and not 0 < amax < float("inf"):
+        raise ValueError(f"nvfp4_activation_amax: got {amax!r} for {gemm.weight!r}, wanted a positive number")
+    return amax
+
+
+def _pack(packs: dict[tuple, _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
+    """The operators' three weight arguments, made once of the same weights and kept in `packs`."""
+    symbol, weights = pack.symbol, pack.weights
+    key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))
+    if key not in packs:
+        stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
+        likes = symbol.meta(*weights, **pack.options)
+        stem += "" if likes[0].dtype == dtypes.uint8 else "_swizzled"
+        # Taken where a weight is packed as it lies and transposed too, or is called as a packed one would be.
+        while any(get_tracectx().has_name(f"{stem}_{part}") for part in _PARTS):
+            stem += f"_{len(packs)}"
+        traits = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
+        packed = tuple(
+            TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **traits)
+            for part, like in zip(_PARTS, likes, strict=True)
+        )
+        packs[key] = replace(pack, packed=packed)
+    return packs[key].packed
+
+
+def _conditions(
+    computation: Computation, sites: list[Site], packs: list[_Pack]
+) -> tuple[list[BoundSymbol], list[BoundSymbol]]:
+    """(what the prologue checks before it packs the weights, what it declares afterwards), at every call."""
+    checks, declarations = [], []
+    # Whether these are being trained is what `is_hidden_training_forward` says, which Thunder does not guard.
+    off = (site.weight for site in sites if site.requires_grad and not site.grad_enabled)
+    by_mode = {weight.name: weight for weight in off if weight is not None}
+    if by_mode:
+        hidden = is_hidden_training_forward()
+        checks.append(check_grad_mode.bind(*by_mode.values(), hidden_training=hidden, output=None))
+    packed = {weight.name: weight for pack in packs for weight in pack.weights}
+    written = computation.written_arguments()
+    if packed and written:
+        checks.append(check_memory.bind(*packed.values(), *written, packed=len(packed), output=None))
+    trained = trained_weights(computation)
+    if trained:
+        declarations.append(declare_changed.bind(*trained, output=None))
+    return checks, declarations
+
+
+def _fill_computation(
+    new: TraceCtx,
+    computation: Computation,
+    old: TraceCtx,
+    replacements: dict[int, list[BoundSymbol]],
+    packs: list[_Pack],
+) -> list[Any]:
+    """Writes the rewritten computation into `new` and returns its arguments: the packed weights take the places of
+    those 16-bit weights that nothing reads any more."""
+    body: list[BoundSymbol] = []
+    read: set[str] = set()
+    calls = [call for bsym in old.bound_symbols for call in replacements.get(id(bsym), [bsym])]
+    for bsym in reversed(calls):
+        # A view that nobody reads is dead; it would keep its weight alive.
+        if not is_view(bsym) or any(proxy.name in read for proxy in bsym.flat_proxy_outs):
+            read |= names_read(bsym)
+            body.append(bsym)
+    unread = {weight.name for pack in packs for weight in pack.weights} - read
+    proxies = [proxy for pack in packs for proxy in pack.packed]
+    arguments = [arg for arg in old.args if arg.name not in unread] + proxies
+    # Thunder goes by its arguments to tell whether there is a backward, to which it might move what is changed.
+    new.args = tuple(arguments if computation.has_gradients else map(without_gradient, arguments))
+    new._siginfo.args = [(arg.name, None) for arg in arguments]
+    out = [prims.unpack_trivial.bind(proxy, output=proxy, name=proxy.name) for proxy in proxies]
+    for bsym in reversed(body):
+        if bsym.sym.id == prims.PrimIDs.UNPACK_TRIVIAL and bsym.output.name in unread:
+            continue
+        if bsym.sym.id == prims.PrimIDs.RETURN and isinstance(bsym.args[0], dict):
+            # Thunder hands flat_args to autograd beside the computation's arguments: they have to agree.
+            with tracectx(new):
+                flat_args, renamed = _flat_args(computation, bsym.args[0]["flat_args"], unread)
+            out += [prims.shallow_copy.bind(arg, output=alias) for alias, arg in renamed]
+            flat_args += [*proxies, *(alias for alias, _ in renamed)]
+            bsym = bsym.from_bsym(args=({**bsym.args[0], "flat_args": flat_args},))
+        out.append(bsym)
+    new.bound_symbols = out
+    new.set_provenance(TraceProvenance("NVFP4 rewrite of expert GEMMs (thunder_moe)"))
+    return arguments
+
+
+def _flat_args(
+    computation: Computation, given: list[Any], unread: set[str]
+) -> tuple[list[Any], list[tuple[TensorProxy, TensorProxy]]]:
+    """(the arguments as autograd is to have them, (alias, renamed argument) of those that the computation changes).
+
+    Thunder 0.2.6 has arguments that are changed in place by their new names here, which loses their gradients. The new
+    names still have to be there, without a gradient, or the changes would be made in the backward."""
+    pairs = [pair for pair in zip(computation.arguments.values(), given, strict=True) if pair[0].name not in unread]
+    if not computation.has_gradients:
+        return [new for _, new in pairs], []
+    traits: dict[str, Any] = dict(requires_grad=False, tags={ProxyTag.DETACHED_AUTOGRAD_GRAPH})
+    aliases = [(TensorProxy(like=new, **traits), new) for arg, new in pairs if new.name != arg.name]
+    return [arg for arg, _ in pairs], aliases
+
+
+def _rewrite_prologue(
+    old: TraceCtx,
+    packs: list[_Pack],
+    arguments: Sequence[Any],
+    checks: list[BoundSymbol],
+    declarations: list[BoundSymbol],
+) -> TraceCtx:
+    """Packs the weights at the end of the prologue, where the parameters are checked and at hand."""
+    new = from_trace(old)
+    for proxy in (proxy for pack in packs for proxy in pack.packed):
+        new.add_name(proxy.name)
+    with tracectx(new):
+        calls = [pack.symbol.bind(*pack.weights, **pack.options, output=pack.packed) for pack in packs]
+    *body, result = old.bound_symbols
+    _, to_epilogue = result.args[0]
+    new.bound_symbols = [
+        *body,
+        *checks,
+        *calls,
+        *declarations,
+        result.from_bsym(args=((tuple(arguments), to_epilogue),)),
+    ]
+    new.set_provenance(TraceProvenance("NVFP4 weights packed (thunder_moe)"))
+    return new

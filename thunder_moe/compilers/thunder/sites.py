@@ -1,0 +1,259 @@
+"""Finds the grouped GEMMs of a computation trace, the parameters behind them, and the SwiGLUs that consume them.
+Called by thunder_transform; calls thunder_trace for views and storages, and eligibility for the decision on each GEMM.
+
+    y = moe_grouped_mm(x, transpose(w), offs)                              -> Site
+    silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLU of two sites
+    y = moe_grouped_mm(x, gate_up); gate, up = chunk(y); silu(gate) * up   -> SwiGLU of one site, halves or interleaved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from thunder_moe.compilers.thunder.compat import import_thunder
+
+import_thunder()
+
+import thunder.core.dtypes as dtypes  # noqa: E402
+import thunder.torch as ltorch  # noqa: E402
+from thunder.core.prims import PrimIDs  # noqa: E402
+from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+    grouped_mm,
+    nvfp4_combine,
+    nvfp4_grouped_mm,
+    nvfp4_grouped_swiglu,
+)
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
+
+__all__ = ["Quantized", "Site", "SwiGLU", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A grouped GEMM of the trace.
+
+    Attributes:
+        bsym: its symbol.
+        position: of the symbol, or of the one that holds it, among the trace's.
+        gemm: names and sizes.
+        weight: the computation's argument that holds the weight, None if none does.
+        transposed: that argument is (E, K, N), not (E, N, K).
+        reason: why it stays 16-bit, None when it is rewritten.
+        grad_enabled: the grad mode in force at the GEMM.
+    """
+
+    bsym: BoundSymbol
+    position: int
+    gemm: GroupedGemm
+    weight: TensorProxy | None  # set where reason is None
+    transposed: bool
+    reason: str | None
+    grad_enabled: bool
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weight does, in whatever mode."""
+        return self.weight is not None and self.weight.requires_grad
+
+
+@dataclass(frozen=True, eq=False)
+class SwiGLU:
+    """``silu(gate) * up``. `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether
+    gate and up are its even and odd columns rather than its halves. `replaced`: positions of all its symbols, the last
+    of which is the multiplication; `reason`: why these cannot be one operator, None when they become it."""
+
+    sites: tuple[Site, ...]
+    replaced: tuple[int, ...]
+    interleaved: bool
+    reason: str | None
+
+
+def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
+    """The grouped GEMMs of a trace, those inside of other symbols among them."""
+    names, sites = _qualified_names(prologue), []
+    for position, bsym in enumerate(computation.bound_symbols):
+        for call in _grouped_mms(bsym):
+            inside = None if call is bsym else bsym.sym.name
+            sites.append(_site(computation, names, call, position, inside))
+    return sites
+
+
+def _grouped_mms(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    if bsym.sym.id == grouped_mm.id:
+        yield bsym
+    for sub in bsym.subsymbols:
+        yield from _grouped_mms(sub)
+
+
+def _site(
+    computation: Computation, names: dict[str, str], bsym: BoundSymbol, position: int, inside: str | None
+) -> Site:
+    a, b = bsym.args[:2]
+    behind = computation.argument_behind(b.name)
+    weight = behind[0] if behind is not None and _is_static(behind[0]) else None
+    program, (experts, k, n) = computation.program, b.shape
+    grad_enabled = program.steps[position].grad_enabled
+    requires_grad = weight is not None and weight.requires_grad
+    gemm = GroupedGemm(
+        weight=None if weight is None else names.get(weight.name, weight.name),
+        experts=experts,
+        out_features=n,
+        in_features=k,
+        rows=a.shape[0],
+        weight_dtype=dtypes.to_torch_dtype(b.dtype),
+        activation_dtype=dtypes.to_torch_dtype(a.dtype),
+        needs_grad=requires_grad and grad_enabled,
+        out_dtype=bsym.args[3] if len(bsym.args) > 3 else bsym.kwargs.get("out_dtype"),
+        hidden_training=requires_grad and is_hidden_training_forward(),
+        changed=None if weight is None else program.reason_against_packing([computation.storage(weight.name)]),
+    )
+    reason = decline_reason(gemm)
+    if reason is None and inside is not None:
+        reason = f"it is a part of {inside}, which has a backward of its own"
+    return Site(bsym, position, gemm, weight, behind is None or not behind[1], reason, grad_enabled)
+
+
+def trained_weights(computation: Computation) -> list[TensorProxy]:
+    """The weights of experts that the computation reads in a training forward."""
+    reads = [step.reads for step in computation.program.steps if step.grad_enabled or is_hidden_training_forward()]
+    read = frozenset[object]().union(*reads)
+    return [
+        arg
+        for name, arg in computation.arguments.items()
+        if _is_static(arg) and arg.requires_grad and arg.ndim == 3 and computation.storage(name) in read
+    ]
+
+
+def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
+    """The SwiGLUs whose GEMMs are all among the sites; each site is in one at most."""
+    by_output = {site.bsym.output.name: site for site in sites}
+    blocks = []
+    for position, product in enumerate(computation.bound_symbols):
+        if product.sym.id != ltorch.mul.id or len(product.flat_proxy_args) != 2:
+            continue
+        for activated, up in (product.args, product.args[::-1]):
+            silu = computation.position.get(activated.name, position)
+            bsym = computation.bound_symbols[silu]
+            if bsym.sym.id != ltorch.silu.id or any(bsym.args[1:]):  # not in place
+                continue
+            block = _swiglu(computation, by_output, bsym.args[0], up, silu, position)
+            if block is not None:
+                blocks.append(block)
+                break
+    return blocks
+
+
+def _swiglu(
+    computation: Computation, by_output: dict[str, Site], gate: TensorProxy, up: TensorProxy, silu: int, product: int
+) -> SwiGLU | None:
+    sites = _two_gemms(computation, by_output.get(gate.name), by_output.get(up.name))
+    interleaved, positions = False, {silu, product}
+    if not sites:
+        (whole, part), (other, other_part) = _part_of(computation, gate.name), _part_of(computation, up.name)
+        if whole not in by_output or whole != other or (part, other_part) not in (("low", "high"), ("even", "odd")):
+            return None
+        sites, interleaved = (by_output[whole],), part == "even"
+        positions |= {computation.position[gate.name], computation.position[up.name]}
+    positions |= {site.position for site in sites}
+    handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
+    if any(not computation.readers.get(name, set()) <= positions for name in handed):
+        return None  # somebody else reads a part of it
+    rows, _, offsets = (arg.name for arg in sites[0].bsym.args[:3])
+    saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
+    saved[computation.storage(offsets)] = "the tensor of offsets"
+    storages = dict(saved)
+    if ARGUMENTS in computation.memory(rows) | computation.memory(offsets):
+        storages[ARGUMENTS] = "what may share memory with the rows or the offsets"
+    storages |= {computation.storage(name): "the output of a GEMM" for name in handed}
+    program = computation.program
+    kept = saved if program.steps[product].grad_enabled else None
+    reason = program.reason_against_fusing(positions, storages, kept)
+    return SwiGLU(sites, tuple(sorted(positions)), interleaved, reason)
+
+
+def _two_gemms(computation: Computation, gate: Site | None, up: Site | None) -> tuple[Site, ...]:
+    """(gate, up) if both are sites with the same rows and offsets, and weights that can be stacked."""
+    if gate is None or up is None or gate is up:
+        return ()
+    same_form = gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
+    names = [[computation.same(site.bsym.args[i].name) for i in (0, 2)] for site in (gate, up)]
+    return (gate, up) if same_form and names[0] == names[1] else ()
+
+
+def _part_of(computation: Computation, name: str) -> tuple[str, str]:
+    """(whole, part): which of the two parts of the last dim of `whole` a tensor is: low, high, even or odd."""
+    leaf = computation.leaf(name)
+    if leaf is None or leaf.sym.id != PrimIDs.SLICE:
+        return "", ""
+    whole, starts, ends, *strides = leaf.args
+    shape, steps = tuple(whole.shape), strides[0] if strides and strides[0] else [1] * whole.ndim
+    width = shape[-1]
+    if width % 2 or any(start != 0 for start in starts[:-1]) or tuple(ends[:-1]) != shape[:-1] or set(steps[:-1]) > {1}:
+        return "", ""
+    parts = {
+        (0, width // 2, 1): "low",
+        (width // 2, width, 1): "high",
+        (0, width, 2): "even",
+        (1, width, 2): "odd",
+    }
+    return whole.name, parts.get((starts[-1], ends[-1], steps[-1]), "")
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """An NVFP4 symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale where
+    they are arguments of the computation, in layout "linear"; None otherwise."""
+
+    bsym: BoundSymbol
+    gemm: GroupedGemm
+    decision: str
+    tensors: tuple[TensorProxy, ...] | None
+
+
+_NVFP4_DECISIONS = {
+    nvfp4_grouped_mm.id: "nvfp4",
+    nvfp4_grouped_swiglu.id: "nvfp4 + swiglu",
+    nvfp4_combine.id: "nvfp4",
+}
+
+
+def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
+    """The calls of a trace whose weights are in NVFP4 already."""
+    names, found = _qualified_names(prologue), []
+    for bsym in computation.bound_symbols:
+        if bsym.sym.id not in _NVFP4_DECISIONS:
+            continue
+        a, fp4_weight, *scales = bsym.args[:4]
+        behind = computation.argument_behind(fp4_weight.name)
+        source = fp4_weight if behind is None else behind[0]
+        dtype = dtypes.to_torch_dtype(a.dtype)
+        experts, half, n = fp4_weight.shape
+        buffer = computation.origin(fp4_weight.name)  # behind the views of a module's in another layout than "linear"
+        gemm = GroupedGemm(names.get(buffer, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
+        plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
+        buffers = (source, *scales)
+        swapped = behind is not None and behind[1]
+        fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
+        changed = computation.program.reason_against_packing(computation.storage(proxy.name) for proxy in buffers)
+        tensors = buffers if plain and swapped and fixed and changed is None else None
+        found.append(Quantized(bsym, gemm, _NVFP4_DECISIONS[bsym.sym.id], tensors))
+    return found
+
+
+def _is_static(proxy: TensorProxy) -> bool:
+    """Whether an argument is a parameter or buffer, with data that can be quantized ahead of the call."""
+    return isinstance(proxy, TensorProxy) and ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags
+
+
+def _qualified_names(prologue: TraceCtx) -> dict[str, str]:
+    """Proxy name -> the name of the parameter or buffer that the prologue fetches into it."""
+    fetches = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
+    return {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym.id in fetches}

@@ -1,0 +1,260 @@
+"""What the analyses need of one of Thunder's computation traces: views, storages, readers, and the steps of `safety`.
+Called by thunder_sites; calls safety and eligibility.
+
+A trace is functional but for `prims.copy_`, in which every in-place operation ends. The names that Thunder gives a
+tensor anew at in-place operations (`prims.update_aliases`) count as one tensor here. A composite (``ltorch.chunk``)
+holds its parts as subsymbols; those without any are the leaves, by which views are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from thunder_moe.compilers.thunder.compat import import_thunder
+
+import_thunder()
+
+import thunder.core.dtypes as dtypes  # noqa: E402
+from thunder.core.prims import OpTags, PrimIDs  # noqa: E402
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.pytree import tree_iter  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.trace import TraceCtx  # noqa: E402
+
+from thunder_moe.compilers.eligibility import swaps_last_dims  # noqa: E402
+from thunder_moe.compilers.safety import Program, Step  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import EXECUTOR  # noqa: E402
+
+__all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read"]
+
+# The memory of all arguments of a computation: they may share it with each other at run time.
+ARGUMENTS = "the arguments"
+
+
+def _broadcast(tensor: torch.Tensor, shape: tuple[int, ...], dims: tuple[int, ...]) -> torch.Tensor:
+    for dim in range(len(shape)):
+        tensor = tensor if dim in dims else tensor.unsqueeze(dim)
+    return tensor.expand(*shape)
+
+
+def _sliced(tensor: torch.Tensor, starts: list[int], ends: list[int], strides: list[int] | None = None) -> torch.Tensor:
+    return tensor[tuple(map(slice, starts, ends, strides or [1] * tensor.ndim))]
+
+
+# Leaves that may give a view of their first argument, as torch would compute them.
+_VIEWS: dict[Hashable, Callable[..., torch.Tensor]] = {
+    PrimIDs.BROADCAST_IN_DIM: _broadcast,
+    PrimIDs.CONVERT_ELEMENT_TYPE: lambda tensor, dtype: tensor.to(dtypes.to_torch_dtype(dtype)),
+    PrimIDs.RESHAPE: torch.reshape,
+    PrimIDs.SHALLOW_COPY: lambda tensor: tensor,
+    PrimIDs.SLICE: _sliced,
+    PrimIDs.SQUEEZE: torch.squeeze,
+    PrimIDs.STRIDE_ORDER: lambda tensor, order: tensor.contiguous(),
+    PrimIDs.TRANSPOSE: torch.permute,
+    PrimIDs.VIEW: torch.reshape,
+}
+# The others whose output shares memory with their arguments; what is not a prim may do so too.
+_ALIASES = {*_VIEWS, PrimIDs.BITCAST, PrimIDs.COPY_, PrimIDs.DEVICE_PUT, PrimIDs.IMAG, PrimIDs.REAL, PrimIDs.SINK}
+_ALIASES |= {PrimIDs.UNFOLD, PrimIDs.UPDATE_ALIASES}
+# Symbols that Thunder inserts, in no particular grad mode.
+_WITHOUT_MODE = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES}
+
+
+class Computation:
+    """One pass over a computation trace, before autodiff.
+
+    Attributes:
+        bound_symbols: of the trace; a position is an index of these.
+        arguments: the trace's arguments by name.
+        readers: name -> positions of the symbols that read it, the trace's output among them.
+        position: name -> position of the symbol that makes it.
+        program: its steps are the bound symbols.
+        has_gradients: the grad mode is on for a part of it.
+    """
+
+    def __init__(self, trace: TraceCtx) -> None:
+        self.bound_symbols: list[BoundSymbol] = list(trace.bound_symbols)
+        self.arguments: dict[str, Any] = {arg.name: arg for arg in trace.args if isinstance(arg, Proxy)}
+        self.readers: dict[str, set[int]] = {}
+        self.position: dict[str, int] = {}
+        self._leaf: dict[str, BoundSymbol] = {}
+        self._root: dict[str, str] = {}
+        for position, bsym in enumerate(self.bound_symbols):
+            if bsym.sym.id == PrimIDs.UNPACK_TRIVIAL:
+                continue
+            for name in names_read(bsym):
+                self.readers.setdefault(name, set()).add(position)
+            for proxy in bsym.flat_proxy_outs:
+                self.position.setdefault(proxy.name, position)
+            for leaf in leaves(bsym):
+                self._add(leaf)
+        self._argument_storages = {self.storage(name) for name in self.arguments}
+        self.program = Program([self._step(bsym) for bsym in self.bound_symbols])
+        self.has_gradients = any(step.grad_enabled for step in self.program.steps)
+
+    def leaf(self, name: str) -> BoundSymbol | None:
+        """The leaf that makes a tensor, None for an argument."""
+        return self._leaf.get(name)
+
+    def storage(self, name: str) -> str:
+        """What stands for the memory of a tensor: the same for all that may share it."""
+        while name in self._root:
+            name = self._root[name]
+        return name
+
+    def memory(self, name: str) -> set[str]:
+        """The storage of a tensor and, where it may be an argument's, that of all arguments."""
+        storage = self.storage(name)
+        return {storage, ARGUMENTS} if storage in self._argument_storages else {storage}
+
+    def same(self, name: str) -> str:
+        """The first name of a tensor that in-place operations have renamed."""
+        leaf = self._leaf.get(name)
+        while leaf is not None and leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
+            name = _source(leaf, name)
+            leaf = self._leaf.get(name)
+        return name
+
+    def argument_behind(self, name: str) -> tuple[TensorProxy, bool] | None:
+        """(argument, whether its last two dims are swapped) of which a tensor is a view as `eligibility` wants it."""
+        name, chain = self._origin(name)
+        if name not in self.arguments:
+            return None
+        argument = self.arguments[name]
+        if not isinstance(argument, TensorProxy):
+            return None
+        whole = torch.empty(tuple(argument.shape), dtype=dtypes.to_torch_dtype(argument.dtype), device="meta")
+        view = whole
+        for leaf in reversed(chain):
+            result = _replay(leaf, view)
+            if result is None or result.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+                return None
+            view = result
+        swapped = swaps_last_dims(whole, view)
+        return None if swapped is None else (argument, swapped)
+
+    def origin(self, name: str) -> str:
+        """The argument that a tensor is made of, or the first tensor, by the first operands."""
+        return self._origin(name)[0]
+
+    def _origin(self, name: str) -> tuple[str, list[BoundSymbol]]:
+        chain = []
+        while name not in self.arguments:
+            leaf = self._leaf.get(name)
+            if leaf is None or not leaf.flat_proxy_args:
+                break
+            name = _source(leaf, name)
+            chain.append(leaf)
+        return name, chain
+
+    def written_arguments(self) -> list[TensorProxy]:
+        """The arguments whose memory the computation changes."""
+        written = frozenset[Hashable]().union(*(step.writes for step in self.program.steps))
+        return [arg for name, arg in self.arguments.items() if self.storage(name) in written]
+
+    def _add(self, leaf: BoundSymbol) -> None:
+        known = {proxy.name for proxy in leaf.flat_proxy_args} | self.arguments.keys()
+        for proxy in leaf.flat_proxy_outs:
+            if isinstance(proxy, TensorProxy) and proxy.name not in known:
+                self._leaf.setdefault(proxy.name, leaf)
+                if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
+                    self._join(proxy.name, _source(leaf, proxy.name))
+                elif leaf.sym.id in _ALIASES or not (isinstance(leaf.sym.id, PrimIDs) or _is_ours(leaf)):
+                    for source in leaf.flat_proxy_args:
+                        self._join(proxy.name, source.name)
+
+    def _join(self, first: str, second: str) -> None:
+        first, second = self.storage(first), self.storage(second)
+        if first != second:
+            self._root[first] = second
+
+    def _step(self, bsym: BoundSymbol) -> Step:
+        written = {self.storage(proxy.name) for proxy in _written(bsym)}
+        if written & self._argument_storages:
+            written.add(ARGUMENTS)
+        outs = [] if bsym.sym.id in _WITHOUT_MODE else bsym.flat_proxy_outs
+        return Step(
+            bsym.sym.name,
+            reads=frozenset(map(self.storage, names_read(bsym))),
+            writes=frozenset(written),
+            grad_enabled=bool(outs) and not any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in out.tags for out in outs),
+            opaque=any(map(_is_opaque, leaves(bsym))),
+        )
+
+
+def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """The symbols without subsymbols that a symbol is made of."""
+    if not bsym.subsymbols:
+        yield bsym
+    for sub in bsym.subsymbols:
+        yield from leaves(sub)
+
+
+def is_view(bsym: BoundSymbol) -> bool:
+    """Whether a symbol whose outputs nobody reads can go: a view, or another of torch's functions without effects."""
+    return all(leaf.sym.id in _VIEWS or _has_tag(leaf, OpTags.AUTO_REGISTERED) for leaf in leaves(bsym))
+
+
+def names_read(bsym: BoundSymbol) -> set[str]:
+    """Names of the proxies that a symbol needs."""
+    if bsym.sym.id == PrimIDs.UNPACK_TRIVIAL:
+        return set()
+    proxies = bsym.flat_proxy_args
+    if bsym.sym.id == PrimIDs.RETURN and bsym.args and isinstance(bsym.args[0], dict):
+        # flat_args, beside the output, lists every argument without needing it.
+        proxies = [leaf for leaf in tree_iter(bsym.args[0]["output"]) if isinstance(leaf, Proxy)]
+    return {proxy.name for proxy in proxies}
+
+
+def _source(leaf: BoundSymbol, name: str) -> str:
+    """The tensor of which a leaf gives `name`: its first operand, unless it is one that says otherwise."""
+    if leaf.sym.id == PrimIDs.UPDATE_ALIASES:
+        position = next(i for i, proxy in enumerate(leaf.flat_proxy_outs) if proxy.name == name)
+        return leaf.flat_proxy_args[position].name
+    return leaf.flat_proxy_args[1 if leaf.sym.id == PrimIDs.COPY_ else 0].name
+
+
+def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
+    """What torch makes of a meta tensor in the place of a leaf's first operand, None for what is no view."""
+    if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
+        return tensor
+    function = _VIEWS.get(leaf.sym.id)
+    # swapdims, detach, bfloat16, ...; what as_strided gives depends on the strides, which proxies do not have.
+    if function is None and _has_tag(leaf, OpTags.AUTO_REGISTERED) and leaf.sym.name != "as_strided":
+        function = getattr(torch.Tensor, leaf.sym.name, None)
+    if function is None or len(leaf.flat_proxy_args) != 1 or leaf.args[0] is not leaf.flat_proxy_args[0]:
+        return None
+    try:
+        result = function(tensor, *leaf.args[1:], **leaf.kwargs)
+    except (RuntimeError, TypeError):  # a function of the same name as a method, with other arguments
+        return None
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _written(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """The proxies that a symbol changes in place."""
+    name = bsym.sym.name
+    if bsym.sym.id == PrimIDs.COPY_:
+        yield bsym.flat_proxy_args[1]
+    elif _has_tag(bsym, OpTags.IN_PLACE) or (name.endswith("_") and not name.endswith("__")):
+        yield from bsym.flat_proxy_args[:1]
+    yield from (leaf for leaf in tree_iter(bsym.kwargs.get("out")) if isinstance(leaf, Proxy))
+    for sub in bsym.subsymbols:
+        yield from _written(sub)
+
+
+def _is_opaque(leaf: BoundSymbol) -> bool:
+    """Whether a leaf that Thunder does not know is called for its effect."""
+    known = isinstance(leaf.sym.id, PrimIDs) or _is_ours(leaf) or _has_tag(leaf, OpTags.CTX_MANAGER_ENTER_EXIT_OP)
+    return not known and not leaf.flat_proxy_outs
+
+
+def _is_ours(leaf: BoundSymbol) -> bool:
+    return leaf.sym.executor is EXECUTOR
+
+
+def _has_tag(bsym: BoundSymbol, tag: OpTags) -> bool:
+    return bsym.sym.tags is not None and tag in bsym.sym.tags

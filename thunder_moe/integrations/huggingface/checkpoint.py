@@ -1,0 +1,171 @@
+"""`load_checkpoint` and `save_checkpoint`: transformers models with NVFP4 experts from files and to files.
+Called by users; calls hf_quantizer to load, checkpoint to write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
+from thunder_moe.checkpoint.formats import PROJECTIONS
+from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
+
+try:
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+except ImportError as error:
+    raise ImportError(
+        "integrations.huggingface.checkpoint needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+    ) from error
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def load_checkpoint(
+    path: str | Path,
+    *,
+    device: torch.device | str | int | dict[str, Any] | None = None,
+    dtype: torch.dtype | str = "auto",
+    **options: Any,
+) -> transformers.PreTrainedModel:
+    """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
+
+    Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized, and GPT-OSS's MXFP4 (exactly, where
+    ``from_pretrained`` would dequantise it). Experts go to their device layer by layer, in the layout that its kernels
+    read best; 4-bit modules that are no experts are dequantised.
+
+    Args:
+        path: a directory, or the name of a hub model that the local cache holds.
+        device: ``device_map`` of ``from_pretrained``: a device, "auto", or a dictionary. None: the CPU.
+        dtype: of all that is not 4-bit; "auto": as the checkpoint has it.
+        **options: for ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: no checkpoint there.
+        ValueError: a file is truncated or inconsistent (names file and tensor), the quantisation is not read here, or
+            the checkpoint is not quantised.
+        ImportError: a device is given and accelerate is missing.
+    """
+    checkpoint = Checkpoint(path)
+    if checkpoint.method is None:
+        raise ValueError(
+            f"path: {checkpoint.path} is a 16-bit checkpoint, wanted a quantised one; load it with from_pretrained and"
+            " call quantize_(model), or convert it with python -m thunder_moe convert"
+        )
+    config = transformers.AutoConfig.from_pretrained(checkpoint.path)
+    config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization}
+    text_config = config.get_text_config()
+    if text_config is not config and hasattr(text_config, "quantization_config"):
+        del text_config.quantization_config
+    if device is not None:
+        _require_accelerate()
+        options["device_map"] = device
+    name = next(iter(config.architectures or ()), "")
+    model_class = getattr(transformers, name, transformers.AutoModelForCausalLM)
+    return model_class.from_pretrained(checkpoint.path, config=config, dtype=dtype, **options)
+
+
+def _require_accelerate() -> None:
+    try:
+        import accelerate  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "load_checkpoint with a device needs accelerate: pip install 'thunder_moe[transformers]'"
+        ) from error
+
+
+def save_checkpoint(
+    model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> Path:
+    """Writes a model with NVFP4 experts as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and `load_checkpoint`.
+
+    Loading it again gives every tensor bit for bit. Weights alone are 4-bit (W4A16_NVFP4): scales of 4-bit activations
+    that the model's own checkpoint may have had are not kept. The names are those of that checkpoint, or of its
+    architecture's checkpoints on the hub.
+
+    Args:
+        model: a transformers model after `quantize_` or `load_checkpoint`.
+        path: a directory that does not exist yet; it appears whole.
+        max_shard_size: of a file, in bytes or as "5GB".
+
+    Returns:
+        The directory.
+
+    Raises:
+        TypeError: the model is not transformers'.
+        FileExistsError: the path exists.
+        ValueError: the model has no NVFP4 experts, or a tensor is on the "meta" device (offloaded).
+    """
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+    if not blocks:
+        raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
+    placed = {name: _source(model, name, module) for name, module in blocks.items()}
+    layout = next(iter(placed.values()))[1]
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    config["architectures"] = [type(model).__name__]
+    extra = {}
+    if model.can_generate():
+        extra["generation_config.json"] = model.generation_config.to_json_string()
+    sources = {name: source for name, (source, _) in placed.items()}
+    return write_checkpoint(
+        path, config, _tensors(model, blocks, sources), layout=layout, max_shard_size=max_shard_size, extra=extra
+    )
+
+
+def _tensors(
+    model: transformers.PreTrainedModel, blocks: dict[str, NVFP4Experts], sources: dict[str, str]
+) -> Iterator[tuple[str, Tensor | ExpertWeights]]:
+    """The experts by their paths in the checkpoint, then everything else by its name there."""
+    inside: set[str] = set()
+    for name, module in blocks.items():
+        inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
+        biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
+        yield sources[name], ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
+    # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
+    packed = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
+    state: dict[str, Tensor] = {}
+    for name, part in model.named_modules(remove_duplicate=False):
+        if part not in packed:
+            part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
+    tied = model.all_tied_weights_keys
+    state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
+    state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
+    yield from revert_weight_conversion(model, state).items()
+
+
+def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts) -> tuple[str, ExpertsLayout]:
+    """(path, layout) of a block of experts in a checkpoint: of the one it was loaded from, or of its architecture."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, NVFP4CheckpointQuantizer) and name in quantizer.layouts:
+        return quantizer.layouts[name]
+    # What transformers makes of one tiny expert shows the names.
+    form = module.form
+    first, rows = ("gate_up_proj", 2) if form.gated else ("up_proj", 1)
+    up, down = torch.zeros(1, rows, 1), torch.zeros(1, 1, 1)
+    tiny = {f"{name}.{first}": up.mT if form.transposed else up, f"{name}.down_proj": down}
+    names = list(revert_weight_conversion(model, tiny))
+    fused = next((key for key in names if key.endswith((".gate_up_proj", ".up_proj"))), None)
+    if fused is not None:
+        path = fused.rpartition(".")[0]
+        return path, ExpertsLayout(fused=form.transposed, interleaved=form.interleaved)
+    split = [key.removesuffix(".weight").rsplit(".", 2) for key in names]  # path, expert, projection
+    if any(len(parts) != 3 or parts[2] not in PROJECTIONS for parts in split):
+        raise ValueError(
+            f"model: {type(model).__name__} keeps experts as {names}, which ModelOpt's form has no name for"
+        )
+    projections = {PROJECTIONS[projection]: projection for _, _, projection in split}
+    return split[0][0], ExpertsLayout(projections=tuple(projections.get(p, p) for p in ("gate", "up", "down")))

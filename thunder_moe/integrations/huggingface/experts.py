@@ -1,0 +1,298 @@
+"""Experts of Hugging Face models in NVFP4: `NVFP4Experts`, what makes it and hangs it into a model.
+Called by quantize, loaders of checkpoints and users. Importing it registers the experts implementation "thunder_moe".
+
+Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Container
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike, unhooked
+from thunder_moe.integrations.huggingface.forms import (
+    ExpertsForm,
+    form_of,
+    halves,
+    has_experts,
+    interleave,
+    not_plain_experts,
+    require_form,
+    stored_weights,
+)
+from thunder_moe.integrations.huggingface.implementation import run_experts
+from thunder_moe.kernels.select import lay_out
+from thunder_moe.nn import NVFP4GroupedLinear
+from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.replaceable import has_own_forward
+
+__all__ = [
+    "NVFP4Experts",
+    "check_place",
+    "expert_blocks",
+    "expert_weights",
+    "has_experts",
+    "not_plain_experts",
+    "put_experts",
+    "quantized_experts",
+]
+
+# Torch's own bookkeeping in a module's __dict__; all else is the module's.
+_TORCH_STATE = frozenset(vars(nn.Module()))
+_LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
+
+
+class NVFP4Experts(nn.Module):
+    """The experts of a layer with frozen 4-bit weights, in the place of an experts module of transformers.
+
+    Called as that module is: ``(hidden_states (T, H), top_k_index (T, A), top_k_weights (T, A)) -> (T, H)``; ids
+    outside [0, E) (expert parallelism's sentinels) contribute nothing. What else the module had (its configuration,
+    activation, norm) it has under the same names. `from_weights` makes one, `put_experts` hangs it into a model.
+
+    Attributes:
+        gate_up_proj: `NVFP4GroupedLinear` (E, 2I, H), gate rows first, then up rows; (E, I, H) for experts without a
+            gate.
+        down_proj: `NVFP4GroupedLinear` (E, H, I).
+        gate_up_bias: parameter (E, 2I) in the order of gate_up_proj's rows, or None.
+        down_bias: parameter (E, H), or None.
+        experts_class: the class that it stands for.
+        form: how that class keeps its weights, and which activation it has.
+    """
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear
+    ) -> None:
+        super().__init__()
+        self.experts_class, self.form = type(experts), form
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        _copy_attributes(experts, self, skip=stored_weights(experts, form))
+        self.train(experts.training)
+
+    @classmethod
+    def from_weights(
+        cls,
+        hf_experts_module: nn.Module,
+        gate_up: NVFP4Weight,
+        down: NVFP4Weight,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        *,
+        auto_layout: bool = False,
+    ) -> NVFP4Experts:
+        """The NVFP4 form of an experts module.
+
+        Args:
+            hf_experts_module: one of `expert_blocks`; its weights are not read, so they may be on the "meta" device.
+            gate_up: (E, 2I, H), gate rows first, then up rows, whatever the module's own order; (E, I, H) for experts
+                without a gate.
+            down: (E, H, I).
+            gate_up_bias: (E, 2I) in the same order of rows, if the module has one.
+            down_bias: (E, H), likewise.
+            auto_layout: whether the weights are laid out for the device that the module is moved to.
+
+        Raises:
+            TypeError: the module is not an experts module that this package knows.
+            ValueError: the module has hooks or a forward of its own, which would be lost; a weight or bias does not
+                have its sizes, or a bias is missing or too many.
+        """
+        form = require_form(hf_experts_module)
+        _require_plain(hf_experts_module)
+        stored = [*stored_weights(hf_experts_module, form).values()]
+        linears = []
+        for name, weight, (old, view) in zip(
+            ("gate_up", "down"), (gate_up, down), expert_weights(hf_experts_module), strict=True
+        ):
+            if weight.shape != view.shape:
+                raise ValueError(f"{name}: got shape {weight.shape}, wanted {tuple(view.shape)}, the module's own")
+            options: dict[str, Any] = dict(weight_dtype=old.dtype, weight_requires_grad=old.requires_grad)
+            linears.append(NVFP4GroupedLinear(weight, **options, auto_layout=auto_layout))
+        new = cls(hf_experts_module, form, *linears)
+        own_biases: list[nn.Parameter | None] = [*stored[2:]] or [None, None]
+        for name, bias, own in zip(("gate_up_bias", "down_bias"), (gate_up_bias, down_bias), own_biases, strict=True):
+            shape, wanted = (None if tensor is None else tuple(tensor.shape) for tensor in (bias, own))
+            if shape != wanted:
+                raise ValueError(f"{name}: got shape {shape}, wanted {wanted}, the module's own")
+            if bias is None or own is None:
+                new.register_parameter(name, None)
+            elif isinstance(bias, nn.Parameter):
+                new.register_parameter(name, bias)
+            else:
+                new.register_parameter(name, nn.Parameter(bias.detach(), requires_grad=own.requires_grad))
+        hook_alike(new, hf_experts_module)
+        return new
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        inputs = (hidden_states, top_k_index, top_k_weights)
+        gate_up, down = _weight_of(self.gate_up_proj), _weight_of(self.down_proj)
+        return run_experts(
+            self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias
+        )
+
+    def dequantized(self, memo: dict[int, nn.Parameter]) -> nn.Module:
+        """The 16-bit module of `experts_class` with the dequantised weights; `memo` keeps tied weights tied."""
+        form = self.form
+        experts = self.experts_class.__new__(self.experts_class)
+        nn.Module.__init__(experts)
+        own = ("experts_class", "form", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+        _copy_attributes(self, experts, skip=own)
+        first = "gate_up_proj" if form.gated else "up_proj"
+        for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):
+            if id(linear.qdata) not in memo:
+                (weight,), (requires_grad,) = linear.dequantized(), linear.weights_require_grad
+                weight = interleave(weight) if form.interleaved and name == first else weight
+                weight = weight.transpose(1, 2).contiguous() if form.transposed else weight
+                memo[id(linear.qdata)] = nn.Parameter(weight, requires_grad=requires_grad)
+            experts.register_parameter(name, memo[id(linear.qdata)])
+        for name, bias in ((f"{first}_bias", self.gate_up_bias), ("down_proj_bias", self.down_bias)):
+            if bias is None:
+                continue
+            if form.interleaved and name != "down_proj_bias":
+                if id(bias) not in memo:
+                    memo[id(bias)] = nn.Parameter(interleave(bias.detach()), requires_grad=bias.requires_grad)
+                bias = memo[id(bias)]
+            experts.register_parameter(name, bias)
+        hook_alike(experts, self)
+        return experts.train(self.training)
+
+    def extra_repr(self) -> str:
+        return f"{self.experts_class.__name__}, {self.gate_up_proj.num_experts} experts, {self.form}"
+
+
+def expert_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The experts modules of transformers in a model that can be quantised, by qualified name; each module once."""
+    return {name: module for name, module in model.named_modules() if form_of(module) is not None}
+
+
+def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """The two weights of one of `expert_blocks`, each with its view as (E, N, K)."""
+    form = require_form(experts)
+    parameters = [*stored_weights(experts, form).values()][:2]
+    return [(parameter, parameter.transpose(1, 2) if form.transposed else parameter) for parameter in parameters]
+
+
+def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
+    """Hangs an experts module (`NVFP4Experts`, or the 16-bit one again) into the layer that calls it.
+
+    The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
+    made to route here.
+
+    Raises:
+        TypeError: the experts are those of Llama 4 and the layer is not its own.
+    """
+    llama4 = _llama4(experts)
+    if llama4 is not None:
+        llama4.check_layer(parent)
+        with unhooked(parent):
+            routed = isinstance(experts, NVFP4Experts)
+            parent.__class__ = llama4.RoutedLlama4TextMoe if routed else llama4.Llama4TextMoe
+    setattr(parent, name, experts)
+
+
+def check_place(parent: nn.Module, experts: nn.Module) -> None:
+    """Raises what `quantized_experts` and `put_experts` would raise, ahead of any change."""
+    _require_plain(experts)
+    llama4 = _llama4(experts)
+    if llama4 is not None:
+        llama4.check_layer(parent)
+
+
+@torch.no_grad()
+def quantized_experts(
+    experts: nn.Module,
+    memo: dict[int, Any],
+    pack: Callable[[Tensor], NVFP4Weight] = quantize,
+    layout: str = "linear",
+) -> NVFP4Experts:
+    """The NVFP4 form of an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
+
+    Args:
+        experts: one of `expert_blocks`.
+        memo: of all calls for a model.
+        pack: quantises (E, N, K).
+        layout: of the module's weights, as in `quantize_`.
+
+    Raises:
+        TypeError: as `NVFP4Experts.from_weights`.
+        ValueError: as `nvfp4.quantize`.
+    """
+    form = require_form(experts)
+    first, second, *biases = stored_weights(experts, form).values()
+
+    def once(parameter: nn.Parameter, convert: Any) -> Any:
+        # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
+        if id(parameter) not in memo:
+            memo[id(parameter)] = convert(parameter)
+        return memo[id(parameter)]
+
+    def pack_linear(parameter: nn.Parameter) -> NVFP4Weight:
+        return pack(parameter.transpose(1, 2) if form.transposed else parameter)
+
+    def pack_first(parameter: nn.Parameter) -> NVFP4Weight:
+        weight = pack_linear(parameter)
+        if form.interleaved:
+            scale = halves(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+            weight = NVFP4Weight(halves(weight.qdata), scale, weight.global_scale)
+        return lay_out(weight, layout)
+
+    def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
+        return lay_out(pack_linear(parameter), layout)
+
+    if biases and form.interleaved:
+        biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))
+    weights = once(first, pack_first), once(second, pack_second)
+    return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+
+
+def _weight_of(linear: Any) -> NVFP4Weight:
+    """The weight of a projection, which the operators read without a call of the module.
+
+    Raises:
+        ValueError: the module has something that would have to run.
+    """
+    # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
+    hooked = type(linear) is NVFP4GroupedLinear and "_hf_hook" in vars(linear) and has_own_forward(linear)
+    if not calls_only_its_class(linear, NVFP4GroupedLinear) and not hooked:
+        raise ValueError(
+            f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
+            " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
+        )
+    return linear.nvfp4_weight
+
+
+def _require_plain(module: nn.Module) -> None:
+    reason = not_plain_experts(module)
+    if reason is not None:
+        raise ValueError(f"hf_experts_module: cannot replace this {type(module).__name__}: {reason}")
+
+
+def _llama4(experts: nn.Module) -> ModuleType | None:
+    """integrations.llama4 for the experts of Llama 4, in 16 or 4 bits."""
+    own_class = experts.experts_class if isinstance(experts, NVFP4Experts) else type(experts)
+    if all((base.__module__, base.__name__) != _LLAMA4 for base in own_class.__mro__):
+        return None
+    return importlib.import_module("thunder_moe.integrations.huggingface.llama4")
+
+
+def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
+    """Gives one module all that another one has, by the same names, but for its forward and what is skipped."""
+    for name, value in vars(source).items():
+        if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
+            vars(target)[name] = value
+    for name, child in source._modules.items():
+        if name not in skip:
+            target.register_module(name, child)
+    for name, parameter in source._parameters.items():
+        if name not in skip:
+            target.register_parameter(name, parameter)
+    for name, buffer in source._buffers.items():
+        if name not in skip:
+            target.register_buffer(name, buffer, persistent=name not in source._non_persistent_buffers_set)

@@ -1,0 +1,167 @@
+"""The experts of a transformers layer on NVFP4 weights, and its experts implementation "thunder_moe".
+Called by integrations.transformers and, once imported, by transformers; calls ops.experts, compilers.weight_cache.
+
+Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, halves, require_form, stored_weights
+from thunder_moe.ops.experts import moe_experts
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
+from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+except ImportError as error:
+    raise ImportError(
+        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+    ) from error
+
+__all__ = ["run_experts", "thunder_moe_experts"]
+
+
+def run_experts(
+    module: Any,
+    own_class: type,
+    form: ExpertsForm,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    gate_up: NVFP4Weight,
+    down: NVFP4Weight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """The layer's experts by the fused operators, or around the gate or norm of `own_class`."""
+    hidden, ids, slot_weight = inputs
+    on_input, on_output = (slot_weight, None) if form.weight_on_input else (None, slot_weight)
+    if form.swiglu is not None and not form.post_norm:
+        return moe_experts(
+            *inputs, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias,
+            weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
+            up_shift=form.swiglu.up_shift,
+        )  # fmt: skip
+    ops = torch.ops.thunder_moe
+    row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0])
+    # Rows past the last group are undefined; zero them wherever other rows' gradients could meet theirs.
+    live = live_rows(offsets, row_slot.shape[0])
+    rows = gather_rows(hidden, row_slot)
+    if on_input is not None:
+        rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
+    rows = torch.where(live, rows, 0)
+    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
+    if gate_up_bias is not None:
+        rows = rows + gate_up_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
+    rows = torch.where(live, rows, 0)
+    rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
+    if not form.post_norm:
+        return ops.f16a_nvfp4weight_grouped_mm_combine(
+            rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
+        )
+    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
+    if down_bias is not None:
+        rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
+    rows = module.post_expert_norm(torch.where(live, rows, 0))
+    picked = rows[slot_row.clamp_min(0)].float() * slot_weight.float()[..., None]  # [T, A, H]
+    return torch.where(slot_row[..., None] >= 0, picked, 0).sum(1).to(hidden.dtype)
+
+
+# What each module was when its form was proven, and the form.
+_FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = WeakKeyDictionary()
+_SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
+
+
+def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation "thunder_moe" of transformers, on a module that keeps its 16-bit weights.
+
+    Frozen weights (or any, while gradients are disabled) are quantised on first use, and again when they have changed;
+    weights that are being trained, or parametrized, run in 16 bits through transformers' own grouped_mm. Under
+    torch.compile the backend "thunder_moe" decides the same, under Thunder its moe_executor.
+
+    Raises:
+        ValueError: another backend of torch.compile compiles it, which would run in 16 bits.
+    """
+    inputs = (hidden_states, top_k_index, top_k_weights)
+    if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            _require_backend()
+        return _run_16_bit(self, *inputs)
+    if parametrize.is_parametrized(self):  # its weights are made anew at each access (LoRA of PEFT, for one)
+        return grouped_mm_experts_forward(self, *inputs)
+    form = _form_now(self)
+    first, second, *stored_biases = stored_weights(self, form).values()
+    biases: list[Tensor] = [*stored_biases]
+    trained = first.requires_grad or second.requires_grad
+    if trained and (torch.is_grad_enabled() or is_hidden_training_forward()):
+        WEIGHT_CACHE.changed(first, second)  # what trains them may leave no trace
+        return grouped_mm_experts_forward(self, *inputs)
+    layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
+    gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
+    down = WEIGHT_CACHE.get(second, transposed=form.transposed, layout=layouts[1])
+    if biases and form.interleaved:
+        biases[0] = halves(biases[0])
+    return run_experts(self, type(self), form, inputs, gate_up, down, *(biases or (None, None)))
+
+
+def _form_now(module: nn.Module) -> ExpertsForm:
+    """The form of a module, proven once and again when its activation or gate was replaced."""
+    state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in _SHAPES_THE_FORM)
+    known, form = _FORMS.get(module, (None, None))
+    if form is None or known != state:
+        form = require_form(module)
+        _FORMS[module] = state, form
+    return form
+
+
+def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -> Tensor:
+    """transformers' own grouped_mm in what both compilers trace and rewrite (Thunder knows no histc, for one)."""
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    experts, top_k = first.shape[0], ids.shape[1]
+    ids = ids.reshape(-1)  # [M]
+    order, offsets = sort_by_expert(ids, experts + 1)  # the last one: ids of other devices' experts
+    offsets = offsets[:experts]
+    expert, live = ids[order], None
+    if getattr(module, "_is_expert_parallel", False):
+        live = (expert < experts)[:, None]
+        expert = expert.clamp(max=experts - 1)
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        rows = F.grouped_mm(rows, weight if module.is_transposed else weight.transpose(-2, -1), offs=offsets)
+        rows = rows + getattr(module, f"{name}_bias")[expert] if module.has_bias else rows
+        return rows if live is None else torch.where(live, rows, 0)
+
+    rows = hidden[order // top_k].to(first.dtype)
+    rows = linear(
+        rows if live is None else torch.where(live, rows, 0), "gate_up_proj" if module.has_gate else "up_proj"
+    )
+    rows = linear(module._apply_gate(rows) if module.has_gate else module.act_fn(rows), "down_proj")
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    rows = rows * slot_weight.reshape(-1)[order][:, None]
+    return rows[invert(order)].reshape(hidden.shape[0], top_k, hidden.shape[-1]).sum(1).to(hidden.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _require_backend() -> None:
+    """Runs while dynamo traces: ValueError unless the backend "thunder_moe" is going to get the graph."""
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    name = getattr(output.compiler_fn, "_compiler_name", None)
+    if name not in ("thunder_moe", "thunder_moe_backend"):
+        raise ValueError(
+            f'torch.compile: got backend {name!r} for a model of experts_implementation="thunder_moe"; use'
+            ' backend="thunder_moe", or thunder_moe.quantize_(model) ahead of any backend'
+        )
+
+
+ALL_EXPERTS_FUNCTIONS.register("thunder_moe", thunder_moe_experts)

@@ -1,0 +1,57 @@
+"""Llama 4's Mixture-of-Experts layer with routing: stock transformers runs all of its experts on all tokens.
+Called by integrations.transformers and integrations.thunder_llama4; imports transformers' modelling file of Llama 4.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from thunder_moe.replaceable import has_own_forward
+from thunder_moe.routing import invert, sort_by_expert
+
+__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "run_routed"]
+
+
+class RoutedLlama4TextMoe(Llama4TextMoe):
+    """`Llama4TextMoe` that calls its experts as other models do: with (T, H), top_k_index and top_k_weights (T, A)."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_scores, router_logits = self.router(hidden_states)  # a sigmoid at the chosen experts, elsewhere 0
+        top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
+        routed = self.experts(hidden_states, top_k_index, top_k_weights)
+        return self.shared_expert(hidden_states) + routed, router_logits
+
+
+def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """What a stock layer computes, each token by its own experts in 16-bit grouped GEMMs, which compilers rewrite.
+
+    Args:
+        layer: with transformers' own router and experts.
+        hidden_states: (B, S, H) or (T, H).
+
+    Returns:
+        (T, H), and the router's logits (T, E).
+    """
+    tokens = hidden_states.reshape(-1, layer.hidden_dim)
+    logits = F.linear(tokens, layer.router.weight)
+    values, ids = torch.topk(logits, layer.top_k, dim=1)
+    order, offsets = sort_by_expert(ids.reshape(-1), layer.num_experts)
+    weights = torch.sigmoid(values.float()).to(tokens.dtype).reshape(-1)[order]
+    rows = tokens[order // layer.top_k] * weights[:, None]
+    gate, up = F.grouped_mm(rows, layer.experts.gate_up_proj, offs=offsets).chunk(2, dim=-1)
+    rows = F.grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=offsets)
+    routed = rows[invert(order)].reshape(-1, layer.top_k, layer.hidden_dim).sum(1)
+    return layer.shared_expert(tokens) + routed, logits
+
+
+def check_layer(layer: nn.Module) -> None:
+    """TypeError when Llama 4's experts hang in another layer than its own, whose routing is not known."""
+    if type(layer) not in (Llama4TextMoe, RoutedLlama4TextMoe):
+        raise TypeError(f"model: Llama 4's experts hang in a {type(layer).__name__}, wanted Llama4TextMoe")
+    if not has_own_forward(layer):
+        raise TypeError("model: the forward of a Llama4TextMoe was replaced, wanted its own, which routing replaces")

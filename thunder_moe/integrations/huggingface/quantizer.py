@@ -1,0 +1,316 @@
+"""transformers' quantiser plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
+Called by transformers once `register` has run (on import), by hf_plugin and hf_checkpoint; calls checkpoint.
+
+Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts` on "meta" -> transformers loads all else, allocates
+-> experts and dense 4-bit weights are read from the files into place, layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
+from thunder_moe.checkpoint.formats import check_quantization, is_compressed_tensors_nvfp4
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights, put_experts
+from thunder_moe.integrations.huggingface.forms import form_of
+from thunder_moe.integrations.huggingface.registration import StandIn
+from thunder_moe.kernels.select import lay_out
+
+try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+except ImportError as error:
+    raise ImportError(
+        "integrations.huggingface.quantizer needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+    ) from error
+
+__all__ = ["METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "register"]
+
+logger = logging.getLogger(__name__)
+
+METHOD = "thunder_moe"
+# Where the 16-bit weight of a dense module waits while transformers loads: it must not meet the 4-bit one of its name.
+_WAITING = "_thunder_moe_weight"
+_NOT_WEIGHTS = r"\.(input_scale|input_global_scale|k_scale|v_scale|weight_scale|weight_scale_2|weight_global_scale)$"
+
+
+class NVFP4CheckpointConfig(QuantizationConfigMixin):
+    """The quantization config of an NVFP4 checkpoint, as its config.json has it.
+
+    Attributes:
+        source: that dictionary.
+
+    Raises:
+        ValueError: a method, algorithm, format or block size that is not read here.
+    """
+
+    def __init__(self, source: dict[str, Any]) -> None:
+        check_quantization(source)
+        self.quant_method: Any = METHOD
+        self.source = source
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """From the dictionary of a checkpoint, or ``{"quant_method": METHOD, "source": that}``."""
+        config = cls(config_dict["source"] if config_dict["quant_method"] == METHOD else config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.source)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the experts of a layer go.
+
+    Attributes:
+        source: their path in the checkpoint.
+        module: in the model.
+    """
+
+    source: str
+    module: NVFP4Experts
+
+
+class NVFP4CheckpointQuantizer(HfQuantizer):
+    """Loads the 4-bit weights of a checkpoint; see this file's pipeline.
+
+    Attributes:
+        layouts: path of each block of experts in the model -> its path and layout in the checkpoint.
+    """
+
+    requires_calibration = True  # transformers' word for: of quantised checkpoints alone
+
+    def __init__(self, quantization_config: NVFP4CheckpointConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.layouts: dict[str, tuple[str, ExpertsLayout]] = {}
+        self._places: dict[str, _Place] = {}
+        self._dense: dict[str, nn.Module] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError("device_map: got 'disk', wanted devices: 4-bit experts cannot be offloaded to disk")
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        # transformers calls this under the model's dtype as the default one, which must not reach further.
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            self._prepare(model, checkpoint_files)
+        finally:
+            torch.set_default_dtype(dtype)
+
+    def _prepare(self, model: nn.Module, checkpoint_files: list[str] | None) -> None:
+        if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+            raise ValueError(f"checkpoint_files: got {checkpoint_files}, wanted safetensors files")
+        self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        names = _ModelNames(model)
+        self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+        forms = [form_of(module) for module in names.blocks.values()]
+        self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
+        unexpected, missing = [_NOT_WEIGHTS], [rf"\.{_WAITING}$"]
+        for source in self.checkpoint.experts:
+            name = names.experts(source)
+            if name is None:
+                logger.warning("%s has no counterpart in %s and is not loaded", source, type(model).__name__)
+                continue
+            self._place(model, source, name)
+            unexpected.append(rf"{re.escape(name)}\.")
+            missing += [rf"{re.escape(name)}\.(gate_up_proj|down_proj)\.", rf"{re.escape(name)}\.(gate_up|down)_bias$"]
+        for source in self.checkpoint.dense:
+            name = names.dense(source)
+            if name is None:
+                logger.warning("%s has no counterpart in %s and is not loaded", source, type(model).__name__)
+                continue
+            module = model.get_submodule(name)
+            module.register_parameter(_WAITING, module._parameters.pop("weight"))
+            _mark_initialized(module)  # or transformers would look for its weight
+            self._dense[source] = module
+            unexpected.append(rf"{re.escape(name)}\.weight(_packed)?$")
+        for attribute, patterns in (("unexpected", unexpected), ("missing", missing)):
+            attribute = f"_keys_to_ignore_on_load_{attribute}"
+            known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
+            known = [] if known is None else known
+            setattr(model, attribute, type(known)([*known, *patterns]))
+
+    def _place(self, model: nn.Module, source: str, name: str) -> None:
+        """Swaps an experts module for its NVFP4 form, on "meta"."""
+        old = model.get_submodule(name)
+        shapes = [tuple(view.shape) for _, view in expert_weights(old)]
+        for experts, n, k in shapes:
+            if k % BLOCK_SIZE:
+                raise ValueError(
+                    f"model: {name} has shape {(experts, n, k)}, wanted in_features of blocks of {BLOCK_SIZE}"
+                )
+        biases = [p for key, p in old.named_parameters(recurse=False) if key.endswith("_bias")]
+        weights = (_meta_weight(*shapes[0]), _meta_weight(*shapes[1]))
+        meta_biases = [torch.empty_like(bias, device="meta") for bias in biases]
+        new = NVFP4Experts.from_weights(old, *weights, *meta_biases, auto_layout=True)
+        parent, _, attribute = name.rpartition(".")
+        put_experts(model.get_submodule(parent), attribute, new)
+        for module in (new, new.gate_up_proj, new.down_proj):
+            _mark_initialized(module)
+        self._places[name] = _Place(source, new)
+        self.layouts[name] = (source, self.checkpoint.layout(source))
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        if self._dense:
+            logger.info("%d dense 4-bit modules are dequantised to 16 bits", len(self._dense))
+        total = len(self._places) + len(self._dense)
+        with tqdm(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
+            for place in self._places.values():
+                _fill(place, self.checkpoint)
+                bar.update()
+            for source, module in self._dense.items():
+                weight = module._parameters.pop(_WAITING)
+                assert weight is not None
+                weight.data.copy_(self.checkpoint.read_dense(source, weight.dtype, weight.device))
+                module.register_parameter("weight", weight)
+                bar.update()
+        for name, parameter in model.named_parameters():
+            # transformers 5.7 leaves what it renames in the checkpoint's dtype; float32 may be on purpose.
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.to(self._dtypes.get(name, parameter.dtype))
+        self.checkpoint.files.close()
+        self._places, self._dense, self._dtypes = {}, {}, {}
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """False: `thunder_moe.save_checkpoint` writes these models."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class _ModelNames:
+    """Finds the module of a model that a path in a checkpoint means, by transformers' own renaming of weights."""
+
+    def __init__(self, model: Any) -> None:
+        conversions = get_model_conversion_mapping(model)
+        self.blocks = expert_blocks(model)
+        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self._prefix = model.base_model_prefix
+        self._state = model.state_dict()
+
+    def experts(self, source: str) -> str | None:
+        """Of a block of experts; None when the model has no such layer.
+
+        Raises:
+            ValueError: it has one, of a kind that is not known here.
+        """
+        keys = [
+            self._rename(f"{source}.{key}")[0] for key in ("gate_up_proj", "up_proj", "0.up_proj.weight", "0.w3.weight")
+        ]
+        for key in keys:
+            for name in self.blocks:
+                if key.startswith(f"{name}."):
+                    return name
+        for key in keys:
+            if key in self._state:
+                raise ValueError(f"model: {key} is of experts that are not known here, cannot load {source} into them")
+        return None
+
+    def dense(self, source: str) -> str | None:
+        """Of a module that is no expert.
+
+        Raises:
+            ValueError: the model has its weight merged with others.
+        """
+        renamed, converted = self._rename(f"{source}.weight")
+        if renamed not in self._state:
+            return None
+        if converted is not None:
+            raise ValueError(f"model: merges the 4-bit weight of {source} into {renamed}, which is not supported")
+        return renamed.removesuffix(".weight")
+
+    def _rename(self, key: str) -> tuple[str, str | None]:
+        return rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
+
+
+def _mark_initialized(module: Any) -> None:
+    """Tells transformers that it need not initialise a module's parameters."""
+    module._is_hf_initialized = True
+
+
+def _meta_weight(experts: int, n: int, k: int) -> NVFP4Weight:
+    """An NVFP4Weight without data."""
+    qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device="meta")
+    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device="meta")
+    return NVFP4Weight(qdata, scale, torch.empty(experts, dtype=torch.float32, device="meta"))
+
+
+def _fill(place: _Place, checkpoint: Checkpoint) -> None:
+    """Reads the experts of a layer onto the device where transformers put the module, in the layout it reads best."""
+    module = place.module
+    weights = checkpoint.read_experts(place.source, module.down_proj.qdata.device)
+    for name, linear, weight in (
+        ("up", module.gate_up_proj, weights.gate_up),
+        ("down", module.down_proj, weights.down),
+    ):
+        wanted = (linear.num_experts, linear.out_features, linear.in_features)
+        if weight.shape != wanted:
+            raise ValueError(
+                f"{checkpoint.path}: {place.source} has {name} projections {weight.shape}, wanted {wanted}"
+            )
+        linear.set_weight(lay_out(weight, "auto"))
+    for parameter, bias in ((module.gate_up_bias, weights.gate_up_bias), (module.down_bias, weights.down_bias)):
+        if parameter is None and bias is None:
+            continue
+        if parameter is None or bias is None:
+            raise ValueError(f"{checkpoint.path}: {place.source} has biases where the model has none, or lacks its own")
+        parameter.data.copy_(bias)
+
+
+class _CompressedTensors:
+    """Stands before transformers' config of compressed-tensors: takes NVFP4, hands on all other formats."""
+
+    original: Any = None
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        taken = is_compressed_tensors_nvfp4(config_dict)
+        return (NVFP4CheckpointConfig if taken else cls.original).from_dict(config_dict, **kwargs)
+
+
+def register() -> None:
+    """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors; once is enough.
+
+    Without it transformers refuses ModelOpt's, and of compressed-tensors' decodes experts as if their global scale
+    multiplied. Other formats of compressed-tensors stay with transformers.
+    """
+    for entry in list(AUTO_QUANTIZATION_CONFIG_MAPPING.values()):
+        if isinstance(entry, StandIn):
+            entry.withdraw()
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(NVFP4CheckpointQuantizer)
+        register_quantization_config(METHOD)(NVFP4CheckpointConfig)
+    if "modelopt" not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config("modelopt")(NVFP4CheckpointConfig)
+    current = AUTO_QUANTIZATION_CONFIG_MAPPING.get("compressed-tensors")
+    if current is not _CompressedTensors:
+        _CompressedTensors.original = current
+        AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors
+
+
+register()

@@ -1,0 +1,335 @@
+"""The compiled CPU backend: grouped GEMM with NVFP4 weights, fp32/bf16/fp16 activations.
+Called through kernels.select with validated operands; `unavailable_reason()` says why it cannot run, if so.
+Calls cpu_*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
+
+Shapes: activation (M, K), rows sorted by expert; weight (E, N, K); offsets int32 (E,), cumulative row ends. On the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import math
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.slow_paths import to_linear
+from thunder_moe.routing import (
+    PLAIN_SWIGLU,
+    SwiGLU,
+    gather_rows,
+    route,
+    row_groups,
+    scale_of_rows,
+)
+
+__all__ = [
+    "dequantize",
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "route",
+    "unavailable_reason",
+]
+
+_SOURCE = Path(__file__).with_name("src")
+_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "epilogues.cpp"))
+_HEADER = _SOURCE / "numbers.h"
+_STALE_LOCK_S = 600  # torch's builder waits for ever for a lock whose owner was killed; a build takes seconds
+
+# bf16 experts with up to this many rows take the fused dequantise-and-dot kernel, the others the sliced one.
+# Fused/sliced ms on Zen 5, one thread, 32 experts, (N, K) = (1536, 2048) and (2048, 768): 1 row 2.1/5.5, 0.9/2.7;
+# 8 rows 5.3/7.6, 2.9/3.7; 12 rows 7.8/9.0, 4.5/4.6; 16 rows 10.2/10.7, 5.7/5.4; 32 rows 19.7/17.0, 11.4/8.8.
+_FUSED_ROWS = 12
+
+# bf16 experts with at least this many rows go through torch.mm where the CPU has a bf16 matrix unit (AMX, Arm BFMMLA)
+# that the extension does not use; elsewhere the extension is as fast as torch.mm. A guess: no such unit was measured.
+_MATRIX_UNIT_ROWS = 64
+_NEVER = 1 << 40
+
+_lock = threading.Lock()
+
+
+def unavailable_reason(device: torch.device | None = None) -> str | None:
+    """Build and load the extension once per process.
+
+    Returns:
+        None when the backend can run, else a sentence that says why not. Never raises.
+    """
+    return _loaded()[1]
+
+
+def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
+    """The same as `nvfp4.dequantize`, bit for bit: (E, N, K)."""
+    qdata, scale, global_scale = _linear(weight)
+    out = torch.empty(weight.shape, dtype=dtype)
+    _dequantize_into(out, qdata, scale, global_scale)
+    return out
+
+
+def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+    """Multiply each expert's rows by its weight: out[m] = activation[m] @ w[e].T, accumulated in fp32.
+
+    Products are exact: a weight without its global scale is a bf16 number, the global scale multiplies the fp32 sum.
+    Weights are decoded a slice at a time, of experts that have rows. Deterministic, whatever the number of threads.
+
+    Returns:
+        (M, N) in activation's dtype; rows at or past offsets[-1] are zero.
+    """
+    qdata, scale, global_scale = _linear(weight)
+    activation, offsets = activation.detach().contiguous(), offsets.contiguous()
+    experts, n, k = weight.shape
+    out = activation.new_empty(activation.shape[0], n)
+    matrix_unit_rows = _matrix_unit_rows(activation.dtype)
+    pointers = _weight_pointers(qdata, scale, global_scale)
+    shape = (offsets.data_ptr(), experts, n, k, DTYPE_CODES[activation.dtype])
+    limits = (matrix_unit_rows - 1, _FUSED_ROWS)
+    rows = (activation.data_ptr(), activation.shape[0])
+    _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *limits, out.data_ptr()))
+    if matrix_unit_rows != _NEVER:
+        _mm_experts(activation, qdata, scale, global_scale, offsets, out, matrix_unit_rows)
+    out[max(int(offsets[-1]), 0) :].zero_()
+    return out
+
+
+def grouped_swiglu(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+) -> Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    offsets = offsets.contiguous()
+    gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
+    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inner)
+    row_scale, (bias, *of_bias) = floats(scale_of_rows(slot_scale, row_slot)), _bias(bias, offsets)
+    numbers = (form.alpha, math.inf if form.limit is None else form.limit, form.up_shift)
+    shape = (DTYPE_CODES[gate_up.dtype], rows, inner)
+    _extension().thunder_moe_swiglu(
+        gate_up.data_ptr(), *shape, pointer(row_scale), pointer(bias), *of_bias, *numbers, out.data_ptr()
+    )
+    return out
+
+
+def grouped_mm_combine(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    offsets = offsets.contiguous()
+    rows = grouped_mm(activation, weight, offsets)
+    (tokens, top_k), n = slot_row.shape, rows.shape[1]
+    out = rows.new_empty(tokens, n)
+    slot_row, (bias, *of_bias) = slot_row.contiguous(), _bias(bias, offsets)
+    slot_weight = None if slot_weight is None else slot_weight.detach().float().contiguous()
+    of_rows = (rows.data_ptr(), DTYPE_CODES[rows.dtype], rows.shape[0])
+    slots = (slot_row.data_ptr(), pointer(slot_weight), tokens, top_k, n)
+    _extension().thunder_moe_combine(*of_rows, *slots, pointer(bias), *of_bias, out.data_ptr())
+    return out
+
+
+def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
+    """(bias, its dtype, the pointer of the row ends, experts), as the epilogues take them."""
+    bias = floats(bias)
+    return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
+
+
+def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+    """Multiply each expert's rows of the output gradient by its weight: (M, N) -> (M, K), out[m] = grad[m] @ w[e].
+
+    One expert at a time is decoded, to the dtype of grad, and given to torch.mm; for fp16 to fp32, whose torch.mm is
+    far faster (64 rows, N=768, K=2048, one thread: 218 ms in fp16, 2.0 ms in fp32, 0.5 ms in bf16).
+
+    Returns:
+        (M, K) in grad's dtype; rows at or past offsets[-1] are zero.
+    """
+    qdata, scale, global_scale = _linear(weight)
+    grad = grad.detach().contiguous()
+    out = grad.new_empty(grad.shape[0], weight.shape[2])
+    _mm_experts(grad, qdata, scale, global_scale, offsets, out)
+    out[max(int(offsets[-1]), 0) :].zero_()
+    return out
+
+
+def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """(qdata, scale, global_scale) in layout "linear", contiguous: copies only what is not so already."""
+    qdata, scale, global_scale = (tensor.contiguous() for tensor in to_linear(weight).tensors())
+    return qdata, scale, global_scale
+
+
+def _mm_experts(
+    rows: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, out: Tensor, min_rows: int = 0
+) -> None:
+    """Decode one expert at a time and multiply: rows @ w; with `min_rows` rows @ w.T of experts with that many rows."""
+    dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
+    buffer: Tensor | None = None
+    with torch.autocast("cpu", enabled=False):
+        for expert, begin, end in row_groups(offsets, rows.shape[0]):
+            if end - begin < min_rows:
+                continue
+            if buffer is None:
+                buffer = torch.empty(1, qdata.shape[1], 2 * qdata.shape[2], dtype=dtype)
+            one = slice(expert, expert + 1)
+            _dequantize_into(buffer, qdata[one], scale[one], global_scale[one])
+            weight = buffer[0].t() if min_rows else buffer[0]
+            if dtype == rows.dtype:
+                torch.mm(rows[begin:end], weight, out=out[begin:end])
+            else:
+                out[begin:end] = torch.mm(rows[begin:end].to(dtype), weight)
+
+
+def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
+    experts, n, half_k = qdata.shape
+    pointers = _weight_pointers(qdata, scale, global_scale)
+    shape = (experts * n, n, 2 * half_k, DTYPE_CODES[out.dtype])
+    _check(_extension().thunder_moe_dequantize(*pointers, *shape, out.data_ptr()))
+
+
+def _weight_pointers(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[int, int, int, int]:
+    assert all(tensor.is_contiguous() for tensor in (qdata, scale, global_scale))
+    return qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), global_scale.dim() == 2
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise MemoryError("the CPU kernel for NVFP4 grouped GEMM ran out of memory")
+
+
+def _extension() -> ctypes.CDLL:
+    library, reason = _loaded()
+    if library is None:
+        raise RuntimeError(reason)
+    return library
+
+
+def _matrix_unit_rows(dtype: torch.dtype) -> int:
+    return _MATRIX_UNIT_ROWS if dtype == torch.bfloat16 and _cpu_flags() & {"amx_bf16", "bf16"} else _NEVER
+
+
+# ---- build and load ----
+
+
+@functools.cache
+def _cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU as Linux lists them, or what `platform` says elsewhere."""
+    words = {platform.machine(), platform.processor()}
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for key, _, value in (line.partition(":") for line in lines):
+            if key.strip() in ("flags", "Features", "CPU part", "isa"):
+                words.update(value.split())
+    return frozenset(words)
+
+
+def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
+    with _lock:
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> tuple[ctypes.CDLL | None, str | None]:
+    try:
+        return _load(), None
+    except Exception as error:  # what the compiler, the file system or torch's builder raise is the reason
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return None, "the CPU kernel cannot run: " + "\n".join(lines[:1] + lines[1:][-12:])
+
+
+def _load() -> ctypes.CDLL:
+    if sys.platform == "win32":
+        raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
+    compiler = os.environ.get("CXX", "c++")
+    texts = [file.read_text() for file in (*_SOURCES, _HEADER)]
+    parts = [*texts, torch.__version__, platform.machine(), compiler, *sorted(_cpu_flags())]
+    name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
+    built = Path(root) / name / f"{name}.so"
+    try:
+        return _declare(ctypes.CDLL(str(built)))  # built before: needs no compiler, and no second of ninja
+    except (OSError, AttributeError):
+        _build(name, built.parent, compiler)
+        return _declare(ctypes.CDLL(str(built)))
+
+
+def _build(name: str, directory: Path, compiler: str) -> None:
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise RuntimeError(f"no C++ compiler found: {compiler!r} is not on PATH; install g++ or clang, or set CXX")
+    from torch.utils import cpp_extension  # slow to import, and wants setuptools
+
+    openmp = ["-fopenmp"] if torch.backends.openmp.is_available() and sys.platform != "darwin" else []
+    with _ninja_on_path():
+        if not cpp_extension.is_ninja_available():
+            raise RuntimeError("ninja is missing, which builds the C++ extension: pip install ninja")
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = directory / "lock"
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > _STALE_LOCK_S:
+                lock.unlink()
+        logging.getLogger("thunder_moe").info("compiling the CPU kernel into %s (a few seconds, once)", directory)
+        cpp_extension.load(
+            name=name,
+            sources=[str(source) for source in _SOURCES],
+            # Without the flag GCC keeps branches in the loops of epilogues.cpp, in case floats trap.
+            extra_cflags=["-std=c++17", "-O3", "-fno-trapping-math", *_native_flag(compiler), *openmp],
+            # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds
+            extra_ldflags=[] if cpp_extension.check_compiler_is_gcc(compiler) else openmp,
+            build_directory=str(directory),
+            is_python_module=False,
+        )
+
+
+@functools.cache
+def _native_flag(compiler: str) -> tuple[str, ...]:
+    """The flag with which this compiler uses all instructions of this CPU; none where it has none."""
+    for flag in ("-march=native", "-mcpu=native"):
+        probe = [*shlex.split(compiler), flag, "-x", "c++", "-E", os.devnull]
+        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
+            return (flag,)
+    return ()
+
+
+@contextlib.contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Find the ninja that pip installed next to this Python, also when its environment is not activated."""
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = path + os.pathsep + os.path.dirname(sys.executable)
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+    weight: list = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
+    library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
+    library.thunder_moe_grouped_mm.argtypes = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
+    bias: list = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
+    library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
+    library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
+    library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None
+    return library

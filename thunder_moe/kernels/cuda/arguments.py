@@ -1,0 +1,99 @@
+"""The structs that CUDA kernels take, as ctypes: each has the name and the fields of its C++ twin.
+Called by kernels.cuda and kernels.cuda_configs; kernels.nvrtc compares them with C++ whenever it compiles a kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = [
+    "Arguments",
+    "CombineArguments",
+    "DequantizeArguments",
+    "GatherArguments",
+    "RouteArguments",
+    "RowStartsArguments",
+    "SwigluArguments",
+    "TiledArguments",
+]
+
+
+class Arguments(ctypes.Structure):
+    """Of the grouped GEMMs, in grouped_mm.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_left")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
+        *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+        ("tiles_asked", ctypes.c_void_p),
+        ("read_once", ctypes.c_int),
+    )
+
+
+class TiledArguments(ctypes.Structure):
+    """In tiled_wgmma.cu, where it is aligned to 64 bytes."""
+
+    _fields_ = (
+        ("x", ctypes.c_byte * 128),
+        ("gemm", Arguments),
+        ("padding_", ctypes.c_byte * (-ctypes.sizeof(Arguments) % 64)),
+    )
+
+
+class GatherArguments(ctypes.Structure):
+    """In wgmma.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "top_k")),
+    )
+
+
+class RouteArguments(ctypes.Structure):
+    """In route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
+        *((name, ctypes.c_int) for name in ("slots", "experts", "wide_ids", "slots_per_block")),
+    )
+
+
+class CombineArguments(ctypes.Structure):
+    """In route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows", "slot_row", "slot_weight", "out")),
+        *((name, ctypes.c_int) for name in ("num_rows", "tokens", "top_k", "n", "slot_weight_dtype")),
+    )
+
+
+class RowStartsArguments(ctypes.Structure):
+    """In route.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("offsets", "starts")),
+        *((name, ctypes.c_int) for name in ("experts", "rows")),
+    )
+
+
+class SwigluArguments(ctypes.Structure):
+    """In swiglu.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
+        *((name, ctypes.c_void_p) for name in ("global_scale", "applied", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "experts", "features", "slot_scale_dtype", "bias_dtype")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+    )
+
+
+class DequantizeArguments(ctypes.Structure):
+    """In dequantize.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("rows_per_global", "k")),
+    )

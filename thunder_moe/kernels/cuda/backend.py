@@ -1,0 +1,393 @@
+"""The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
+Called through kernels.select with validated operands, and by kernels.humming; calls kernels.nvrtc with cuda_*.cu.
+
+Float32 rows run on kernels.reference, with a warning. The gradient of bf16 rows is torch's grouped GEMM with weights
+that are decoded for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
+Offsets, row_slot and slot_row are never trusted: what is out of range is not read or written (`count_tiles` of
+grouped_mm.cuh, `slot_of_row` of common.cuh), and its results are undefined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.kernels import reference
+from thunder_moe.kernels.arguments import dtype_code, floats, pointer
+from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.cuda import workspace as zeros
+from thunder_moe.kernels.cuda.arguments import (
+    Arguments,
+    CombineArguments,
+    DequantizeArguments,
+    GatherArguments,
+    RouteArguments,
+    RowStartsArguments,
+    SwigluArguments,
+    TiledArguments,
+)
+from thunder_moe.kernels.cuda.configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.slow_paths import to_linear, warn_once
+from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU, gather_rows
+
+__all__ = [
+    "combine",
+    "dequantize",
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "route",
+    "row_starts",
+    "swiglu",
+    "unavailable_reason",
+]
+
+_DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
+_ROUTE = (COMMON, COMMON.with_name("route.cu"))
+_SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
+MAX_EXPERTS = 1024
+_ROUTE_THREADS = 256
+# Weights that are the first to leave the L2 cache spare the time to write out what they would drive from it. Beyond so
+# many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
+_READ_ONCE_BYTES = 300_000_000
+_COUNTERS = 32  # of a row of zeros, in front of the flags: a cache line for the tiles that have been taken
+_ELEMENTWISE_THREADS = 256
+_ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
+_ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
+
+
+def unavailable_reason(device: torch.device | None = None) -> str | None:
+    """None when the backend can run on a device (by default the current one), else a sentence that says why not."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return f"the device has compute capability {capability}, the kernels need (8, 0)"
+    return nvrtc.missing_reason()
+
+
+def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
+    """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
+    if runs_on_reference(activation, weight):
+        return reference.grouped_mm(activation, weight.to_layout("linear"), offsets)
+    return _gemm(activation, weight, offsets, None, None, None, None, config)
+
+
+def grouped_swiglu(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    form: SwiGLU = PLAIN_SWIGLU,
+    *,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
+    if runs_on_reference(activation, weight):
+        return reference.grouped_swiglu(
+            activation, weight.to_layout("linear"), offsets, row_slot, slot_scale, bias, form
+        )
+    if weight.layout == TILED and weight.shape[1] // 2 % 64 != 0:  # a block of weights has rows of gate and of up
+        gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
+        return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
+    return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form, config)
+
+
+def grouped_mm_combine(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
+    if runs_on_reference(activation, weight):
+        return reference.grouped_mm_combine(
+            activation, weight.to_layout("linear"), offsets, slot_row, slot_weight, bias
+        )
+    return combine(_gemm(activation, weight, offsets, None, None, bias, None), slot_row, slot_weight)
+
+
+def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
+    n = weight.shape[1]
+    capability = _device_facts(grad.device)[1]
+    what = None
+    if grad.dtype != torch.bfloat16:
+        what = f"gradients of activations in {str(grad.dtype).removeprefix('torch.')}"
+    elif n % 8 != 0:
+        what = f"gradients of activations with out_features no multiple of 8 ({n})"
+    elif capability < (9, 0):
+        what = f"gradients of activations on devices of compute capability {capability}"
+    if what is not None or grad.shape[0] == 0:
+        if what is not None:
+            _warn_of_reference(what, grad, weight, "train in bfloat16 on compute capability (9, 0) or higher")
+        return reference.grouped_mm_dgrad(grad, weight.to_layout("linear"), offsets)
+    ends = row_starts(offsets, grad.shape[0])[1:]
+    return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), ends)
+
+
+def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
+    """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token."""
+    tokens, top_k = slot_row.shape
+    n = rows.shape[1]
+    out = rows.new_empty(tokens, n)
+    if rows.shape[0] == 0:
+        return out.zero_()
+    if out.numel() == 0:
+        return out
+    slot_row = slot_row.contiguous()
+    slot_weight = floats(slot_weight)
+    argument = CombineArguments(
+        *map(pointer, (rows, slot_row, slot_weight, out)), rows.shape[0], tokens, top_k, n, dtype_code(slot_weight)
+    )
+    _launch_elementwise(_ROUTE, f"combine<{_is_bf16(rows)}>", tokens * -(-n // 8), argument, rows.device)
+    return out
+
+
+def swiglu(
+    gate_up: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor | None,
+    slot_scale: Tensor | None,
+    bias: Tensor | None,
+    form: SwiGLU,
+    *,
+    global_scale: Tensor | None = None,
+    applied: Tensor | None = None,
+) -> Tensor:
+    """(M, 2I), the output of a GEMM, -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32.
+
+    Args:
+        global_scale: (E, 2I), contiguous; where the GEMM has multiplied by `applied` (E,) in its place.
+        applied: see there.
+    """
+    rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, features)
+    if out.numel() == 0:
+        return out
+    offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    tensors = (gate_up, offsets, row_slot, slot_scale, global_scale, applied, bias, out)
+    argument = SwigluArguments(
+        *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
+    )  # fmt: skip
+    _launch_elementwise(_SWIGLU, f"swiglu<{_is_bf16(gate_up)}>", rows * -(-features // 8), argument, gate_up.device)
+    return out
+
+
+def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
+    """The same as `nvfp4.dequantize`, bit for bit: (E, N, K) of bfloat16 or float16."""
+    experts, n, k = weight.shape
+    name = "dequantize_tiled"
+    if weight.layout != TILED:
+        name, weight = "dequantize", to_linear(weight, "the kernels of gradients")
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    pointers = map(pointer, (qdata, scale, global_scale, out))
+    argument = DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
+    _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
+    return out
+
+
+def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    slots, buckets = expert_ids.numel(), num_experts + 1
+    shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
+    if slots == 0 or num_experts > MAX_EXPERTS:
+        return reference.route(expert_ids, num_experts)
+    expert_ids = expert_ids.contiguous()
+    row_slot = torch.empty(slots, dtype=torch.int32, device=expert_ids.device)
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
+    slot_row = torch.empty_like(expert_ids, dtype=torch.int32)
+    whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
+    per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
+    blocks = -(-slots // per_block)
+    counts = torch.empty(blocks, buckets, dtype=torch.int32, device=expert_ids.device) if blocks > 1 else None
+    tensors = (expert_ids, counts, row_slot, offsets, slot_row)
+    wide = expert_ids.dtype == torch.int64
+    argument = RouteArguments(*map(pointer, tensors), slots, num_experts, wide, per_block)
+    for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
+        _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
+    return row_slot, offsets, slot_row
+
+
+def row_starts(offsets: Tensor, rows: int) -> Tensor:
+    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, made never to decrease nor to pass the last of `rows` rows.
+
+    For grouped GEMMs of others, which write where offsets say.
+    """
+    offsets = offsets.contiguous()
+    starts = offsets.new_empty(offsets.shape[0] + 1)
+    argument = RowStartsArguments(*map(pointer, (offsets, starts)), offsets.shape[0], rows)
+    _launch(_ROUTE, "row_starts", 32, 0, 1, argument, offsets.device)
+    return starts
+
+
+def _is_bf16(tensor: Tensor) -> str:
+    return str(tensor.dtype == torch.bfloat16).lower()
+
+
+def runs_on_reference(activation: Tensor, weight: NVFP4Weight, most_experts: int = MAX_EXPERTS) -> bool:
+    """True for fp32 activations or too many experts: no CUDA kernel serves them. Warns of it."""
+    reasons = []
+    if activation.dtype == torch.float32:
+        reasons.append(("activations in float32", "cast them, or the model, to bfloat16 or float16"))
+    if weight.shape[0] > most_experts:
+        reasons.append((f"more than {most_experts} experts", "shard the experts, by groups or over devices"))
+    for what, remedy in reasons:
+        _warn_of_reference(what, activation, weight, remedy)
+    return bool(reasons)
+
+
+def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remedy: str) -> None:
+    warn_once(
+        ("reference", what),
+        f"no CUDA kernel serves {what} (got {activation.dtype} {tuple(activation.shape)} and a weight of {weight.shape}"
+        f" in layout {weight.layout!r}): plain torch decodes every expert at each call, many times slower; {remedy}",
+    )
+
+
+def _gemm(
+    activation: Tensor,
+    weight: NVFP4Weight,
+    offsets: Tensor,
+    row_slot: Tensor | None,
+    slot_scale: Tensor | None,
+    bias: Tensor | None,
+    form: SwiGLU | None,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    experts, n, k = weight.shape
+    rows = (activation if row_slot is None else row_slot).shape[0]
+    features = n if form is None else n // 2
+    out = activation.new_empty(rows, features + features % 2)  # the kernels store pairs
+    if out.numel() == 0:
+        return out
+    activation, offsets = _aligned(activation.detach()), offsets.contiguous()
+    slot_scale, bias = floats(slot_scale), floats(bias)
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    top_k = 1 if row_slot is None else rows // activation.shape[0]
+    swiglu, form = features != n, form or PLAIN_SWIGLU
+    multiprocessors, capability = _device_facts(activation.device)
+    layout = TILED if weight.layout == TILED else "linear"
+    weight = weight if layout == TILED else to_linear(weight)
+    shape = rows, experts, features, k
+    config = choose_config(*shape, swiglu, multiprocessors, capability, layout) if config is None else config.fitted(k)
+    if config.layout == TILED and capability != (9, 0):
+        raise ValueError(
+            f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
+            " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
+        )
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(config.layout).tensors())
+    if config.kernel == "wgmma" or (config.kernel == "tiled_wgmma" and row_slot is not None):
+        activation = _gathered(activation, row_slot, rows, top_k, config)
+    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
+    live = min(rows, experts)
+    tiles_m = live + (rows - live) // (8 * config.token_blocks)
+    tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    # Offsets that do not rise may give every expert all rows; the kernels count the tiles of that, too.
+    if tiles >= 2**30 or experts * -(-rows // (8 * config.token_blocks)) >= 2**31:
+        raise ValueError(
+            f"activation: got {rows} rows, {experts} experts and {features} output features, wanted fewer than 2**30"
+            " tiles of them"
+        )
+    blocks = tiles
+    sums = sums_left = tiles_asked = None
+    if config.layout == TILED:
+        flags = 4 * config.warps_n * multiprocessors if config.shared else 0
+        tiles_asked = zeros.zeros_of(activation.device).row(_COUNTERS + -(-flags // _COUNTERS) * _COUNTERS)
+        if config.shared:
+            sums_left = tiles_asked[_COUNTERS:]
+            sums = torch.empty(multiprocessors * config.sums, dtype=torch.float32, device=activation.device)
+            blocks = min(tiles * (k // 64), multiprocessors)
+    products_limit = config.token_blocks > 1
+    read_once = config.kernel == "tiled_mma" and (products_limit or live * n * k * 9 // 16 <= _READ_ONCE_BYTES)
+    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_left)
+    argument: ctypes.Structure = Arguments(
+        *map(pointer, tensors), rows, experts, n, k, top_k,
+        global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tiles_asked), read_once,
+    )  # fmt: skip
+    if config.kernel == "tiled_wgmma":
+        argument = TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
+    expression = config.expression(activation.dtype, swiglu, k, slot_scale is not None)
+    _launch(
+        config.sources,
+        expression,
+        config.threads,
+        config.shared_bytes,
+        blocks,
+        argument,
+        activation.device,
+        multiprocessors,
+    )
+    return out if features % 2 == 0 else out[:, :features].contiguous()
+
+
+def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: GemmConfig) -> Tensor:
+    """The rows of a GEMM by wgmma, one after the other.
+
+    "wgmma" has them in the order of k of order_rows, padded to whole chunks and a tile.
+    """
+    name, shape = "gather_rows", (rows, x.shape[1])
+    if config.kernel == "wgmma":
+        name, shape = "order_rows", (rows + 8 * config.token_blocks, -(-x.shape[1] // CHUNK) * CHUNK)
+    out = x.new_empty(*shape)
+    argument = GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
+    _launch_elementwise(config.sources, name, out.numel() // 8, argument, x.device)
+    return out
+
+
+def _matrix_map(x: Tensor, box_rows: int) -> ctypes.Array:
+    """`TensorMap` of tiled.cuh: a matrix (rows, K) as boxes of box_rows rows by 64 k."""
+    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.matrix_map(x.data_ptr(), x.shape[0], x.shape[1], box_rows))
+
+
+def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)
+
+
+def _launch_elementwise(
+    sources: tuple[Path, ...], expression: str, items: int, argument: ctypes.Structure, device: torch.device
+) -> None:
+    """Launches a kernel whose threads take one of `items` after the other."""
+    blocks = min(-(-items // _ELEMENTWISE_THREADS), _ELEMENTWISE_BLOCKS)
+    _launch(sources, expression, _ELEMENTWISE_THREADS, 0, blocks, argument, device)
+
+
+def _launch(
+    sources: tuple[Path, ...],
+    expression: str,
+    threads: int,
+    shared_bytes: int,
+    blocks: int,
+    argument: ctypes.Structure,
+    device: torch.device,
+    multiprocessors: int | None = None,
+) -> None:
+    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
+    assert device.index is not None
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, type(argument))
+    if multiprocessors is not None:
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
+    with torch.cuda.device(device):
+        nvrtc.bind_context(device.index)
+        kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and aligned to the kernels' 16-byte loads: copies only what is not so already."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

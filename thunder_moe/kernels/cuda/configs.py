@@ -1,0 +1,316 @@
+"""Which CUDA kernel runs a grouped GEMM, with which tile sizes: measured where it was measured, else by rule.
+Called by kernels.cuda and by benchmarks/tune_cuda.py, which writes configs.json beside this file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from thunder_moe.kernels.cuda.arguments import Arguments, TiledArguments
+
+__all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
+
+COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every kernel's source
+MEASURED = Path(__file__).with_name("configs.json")
+CHUNK = 128  # k of a step of the kernels of "linear" weights
+TILED = "tiled_64x64"
+LAYOUTS = ("linear", TILED)  # that there are kernels for
+_FILES = {
+    "split": ("grouped_mm.cu",),
+    "staged": ("grouped_mm.cu",),
+    "wgmma": ("wgmma.cuh", "grouped_mm_wgmma.cu"),
+    "tiled_mma": ("tiled.cuh", "tiled_mma.cu"),
+    "tiled_wgmma": ("wgmma.cuh", "tiled.cuh", "tiled_wgmma.cu"),
+}
+# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each in a stage.
+_TILED_MMA_SPLITS = (
+    (1, 1, 3, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 1), (1, 2, 2, 4), (2, 1, 2, 2),
+    (2, 1, 2, 4), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
+)  # fmt: skip
+# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, 64 k of a stage, for up
+# to 12 blocks of tokens and for more; the most blocks of sums that registers hold, by warpgroups.
+_TILED_WGMMA_TOKENS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
+_TILED_WGMMA_SMALL = (
+    (1, 2, 2), (1, 2, 4), (1, 3, 2), (1, 3, 4), (1, 4, 2), (1, 4, 4),
+    (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 3, 1), (2, 3, 2),
+)  # fmt: skip
+_TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
+_TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
+_MOST_SHARED_K = 1 << 20  # `Units` of tiled.cuh multiplies stages of two rounds of tiles by blocks, in int32
+_SHARED_BYTES = 227 << 10  # of a block on SM90
+_TABLES_BYTES = 8704  # of kernels of tiled weights: where tiles and rows of 1,024 experts start, and small things
+# Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
+_WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Which grouped GEMM kernel, and its template parameters.
+
+    Attributes:
+        kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90); for weights
+            in layout "tiled_64x64" (SM90) "tiled_mma" or "tiled_wgmma".
+        token_blocks: C, blocks of 8 tokens of a tile.
+        row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
+        warps_n: warps along N; warpgroups for all but "split" and "staged".
+        warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
+        depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
+            64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
+        shared: of "tiled_mma", whether blocks share tiles where some of them would be left without any.
+    """
+
+    kernel: str
+    token_blocks: int
+    row_blocks: int
+    warps_n: int
+    warps_k: int
+    depth: int
+    shared: bool = False
+
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """The files that make up the kernel's source."""
+        return COMMON, *(COMMON.with_name(file) for file in ("grouped_mm.cuh", *_FILES[self.kernel]))
+
+    @property
+    def argument(self) -> type[ctypes.Structure]:
+        """What the kernel takes."""
+        return TiledArguments if self.kernel == "tiled_wgmma" else Arguments
+
+    @property
+    def layout(self) -> str:
+        """Of the weights that the kernel reads."""
+        return TILED if self.kernel.startswith("tiled") else "linear"
+
+    @property
+    def threads(self) -> int:
+        if self.kernel == "tiled_mma":  # and a warp that copies
+            return 128 * self.warps_n * self.warps_k + 32
+        if self.kernel == "tiled_wgmma":  # and a warpgroup that copies
+            return 128 * (self.warps_n + 1)
+        return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
+
+    @property
+    def stages(self) -> int:
+        """Of kernels of tiled weights: as many as shared memory holds."""
+        return min(12, (_SHARED_BYTES - _TABLES_BYTES - self._other_bytes) // self._stage_bytes)
+
+    @property
+    def least_k(self) -> int:
+        """K with which no warp is left without any."""
+        return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.depth * 64
+
+    def fitted(self, k: int) -> GemmConfig:
+        """The same, but for what a K does not allow: stages it is no multiple of, pieces that int32 cannot count."""
+        if self.kernel == "tiled_wgmma":
+            return replace(self, depth=math.gcd(self.depth, k // 64))
+        return replace(self, shared=False) if k > _MOST_SHARED_K else self
+
+    @property
+    def sums(self) -> int:
+        """Float32 sums of a tile, which blocks that share it exchange."""
+        return self.warps_n * self.row_blocks * self.token_blocks * 512
+
+    @property
+    def _stage_bytes(self) -> int:
+        """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
+        blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
+        apart, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
+        own = 48  # `StageEnd`
+        return -(-(blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart) + own) // align) * align
+
+    @property
+    def _other_bytes(self) -> int:
+        """What aligns the stages, and what lies behind them.
+
+        For "tiled_mma" sums that warpgroups along K exchange, twice; for "tiled_wgmma" one more end of a stage, and
+        scales of rows for SwiGLU.
+        """
+        if self.kernel == "tiled_wgmma":
+            return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
+        share = 128 * 4 * 4 * self.row_blocks * self.token_blocks if self.warps_k > 1 else 0
+        return 1024 + 2 * self.warps_n * self.warps_k * share
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
+
+        For "wgmma" also 20 bytes per thread and row of weights, and 1 KiB to align it all.
+        """
+        if self.layout == TILED:
+            return self.stages * self._stage_bytes + self._other_bytes
+        chunk = 8 * self.token_blocks * 2 * CHUNK
+        if self.kernel == "split":  # two segments
+            return 2 * chunk * max(4 * self.warps_k, 8 // self.token_blocks)
+        if self.kernel == "staged":
+            return self.depth * chunk
+        return self.depth * (chunk + 20 * 2 * self.row_blocks * self.threads) + 1024
+
+    def tile_features(self, swiglu: bool) -> int:
+        """Output features of a tile."""
+        return self.warps_n * (16 if self.kernel in ("split", "staged") else 64) * (1 if swiglu else self.row_blocks)
+
+    def expression(self, dtype: torch.dtype, swiglu: bool, k: int, scaled: bool = False) -> str:
+        """The C++ name of the kernel; `scaled`: with a slot_scale."""
+        tiled = self.layout == TILED
+        flags = [scaled if tiled else k % CHUNK == 0]
+        sizes = [self.token_blocks, self.row_blocks, self.warps_n, self.depth]
+        if self.kernel in ("split", "tiled_mma"):
+            sizes.insert(3, self.warps_k)
+        if self.kernel == "tiled_mma":
+            flags.append(k % (64 * self.warps_k * self.depth) == 0)
+            sizes.append(self.shared)
+        if tiled:
+            sizes.append(self.stages)
+        name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
+        parameters = (dtype == torch.bfloat16, swiglu, *flags, *sizes)
+        return f"{name}<{', '.join(str(value).lower() for value in parameters)}>"
+
+
+class Point(NamedTuple):
+    """What a configuration is chosen by.
+
+    Attributes:
+        live: experts that can have rows, min(M, E).
+        rows: M / live.
+        features: output features, I for SwiGLU.
+        k: K.
+    """
+
+    live: int
+    rows: float
+    features: int
+    k: int
+
+    def distance(self, other: Point) -> float:
+        """Sum of squared ratios, as powers of two; the rows per expert count most, they decide the shape of a tile."""
+        ratios = [math.log2(mine / theirs) for mine, theirs in zip(self, other, strict=True)]
+        return ratios[0] ** 2 + 4 * ratios[1] ** 2 + ratios[2] ** 2 + ratios[3] ** 2
+
+
+@functools.lru_cache(maxsize=4096)  # on the path of every call, and a search over all measured points
+def choose_config(
+    rows: int,
+    experts: int,
+    features: int,
+    k: int,
+    swiglu: bool,
+    multiprocessors: int,
+    capability: tuple[int, int],
+    layout: str = "linear",
+) -> GemmConfig:
+    """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
+
+    Args:
+        rows: M, of all experts together.
+        experts: E.
+        features: output features, I for SwiGLU.
+        k: K.
+        swiglu: whether the activation is fused.
+        multiprocessors: of the device.
+        capability: of the device, such as (9, 0).
+        layout: of the weight, one of `LAYOUTS`.
+    """
+    live = max(min(rows, experts), 1)
+    point = Point(live, max(rows, 1) / live, features, k)
+    measured = _measured(capability, swiglu, layout)
+    if measured:
+        # Where a tile held an expert's rows when it was measured, it should here: a second one reads the weights again.
+        # And no warp should be left without K.
+        fits = [
+            (at, config)
+            for at, config in measured
+            if not at.rows <= 8 * config.token_blocks < point.rows and config.least_k <= max(k, CHUNK)
+        ]
+        return min(fits or measured, key=lambda entry: entry[0].distance(point))[1].fitted(k)
+    if layout == TILED:
+        return _by_rule_tiled(point).fitted(k)
+    return _by_rule(point, swiglu, multiprocessors, capability)
+
+
+def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = "linear") -> list[GemmConfig]:
+    """The configurations worth timing at a point: what won on an H200; "staged" without wgmma."""
+    row_blocks = (2,) if swiglu else (1, 2)
+    if layout == TILED:
+        return list(_tiled_candidates(point, swiglu)) if capability == (9, 0) else []
+    found = []
+    if point.rows <= 48:
+        warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2))
+        for c, r, (warps_n, warps_k), depth in itertools.product((1, 2, 4), row_blocks, warps, (2, 4)):
+            if warps_k * CHUNK <= point.k and c * r <= 4 and 4 * c < max(5, 2 * point.rows) and point.rows <= 16 * c:
+                found.append(GemmConfig("split", c, r, warps_n, warps_k, depth))
+    if capability == (9, 0):
+        for (c, r, groups), depth in itertools.product(_WGMMA_SHAPES, (3, 4)):
+            if point.rows > 12 and 4 * c <= max(point.rows, 32) and r in row_blocks:
+                found.append(GemmConfig("wgmma", c, r, groups, 1, depth))
+    elif point.rows > 8:
+        for c, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
+            found.append(GemmConfig("staged", c, r, warps_n, 1, depth))
+    available = _SHARED_BYTES if capability == (9, 0) else 99 << 10  # 99: Ada and consumer Blackwell
+    return [config for config in found if config.shared_bytes <= available]
+
+
+def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
+    row_blocks = (2,) if swiglu else (1, 2, 4)
+    # Blocks of weight rows of a warpgroup, warpgroups along N and along K, blocks of 64 k of each in a stage.
+    splits = [shape for shape in _TILED_MMA_SPLITS if shape[0] in row_blocks and shape[2] * shape[3] * 64 <= point.k]
+    for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2, 4), splits):
+        if point.rows <= 8 * c and point.rows > (0, 0, 2, 0, 12)[c] and c * r <= 8:
+            config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth)
+            if config.stages < 3:
+                continue
+            yield config
+            yield replace(config, shared=True)
+    for c in _TILED_WGMMA_TOKENS:
+        if point.rows <= 5 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
+            continue
+        for r, groups, depth in _TILED_WGMMA_SMALL if c <= 12 else _TILED_WGMMA_LARGE:
+            config = GemmConfig("tiled_wgmma", c, r, groups, 1, depth)
+            fits = c * r <= _TILED_WGMMA_SUMS[groups] and config.stages >= 3
+            if fits and r in row_blocks and point.k % (64 * depth) == 0:
+                yield config
+
+
+@functools.cache
+def _measured(capability: tuple[int, int], swiglu: bool, layout: str) -> list[tuple[Point, GemmConfig]]:
+    """The entries of configs.json for a device and a layout."""
+    if not MEASURED.exists():
+        return []
+    entries = json.loads(MEASURED.read_text())["entries"]
+    wanted = [entry for entry in entries if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu]
+    found = [(Point(*entry["point"]), GemmConfig(*entry["config"])) for entry in wanted]
+    return [(point, config) for point, config in found if config.layout == layout]
+
+
+def _by_rule_tiled(point: Point) -> GemmConfig:
+    """Where no measurements are; they won on an H200 at many shapes."""
+    if point.rows <= 16:
+        return GemmConfig("tiled_mma", 1 if point.rows <= 8 else 2, row_blocks=2, warps_n=1, warps_k=2, depth=2)
+    blocks = 6 if point.rows <= 48 else 10 if point.rows <= 80 else 16
+    return GemmConfig("tiled_wgmma", blocks, row_blocks=2, warps_n=2, warps_k=1, depth=2 if blocks <= 12 else 1)
+
+
+def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
+    """By the rows per expert and the warps that fill the device; a guess, no device was measured for it."""
+    if capability == (9, 0) and point.rows > 32:
+        return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
+    if point.rows > 16:
+        return GemmConfig("staged", 4 if point.rows <= 32 else 8, row_blocks=2, warps_n=8, warps_k=1, depth=3)
+    row_blocks = 2 if swiglu else 1
+    # Split K over as many warps as it takes to keep about 16 warps busy on each multiprocessor, four chunks each.
+    tiles = -(-point.features // 16) * point.live
+    blocks = 1 if point.rows <= 8 else 2
+    warps_k = 1
+    while warps_k < 4 // blocks and tiles * warps_k < 16 * multiprocessors and 8 * warps_k * CHUNK <= point.k:
+        warps_k *= 2
+    return GemmConfig("split", blocks, row_blocks, warps_n=4 // warps_k, warps_k=warps_k, depth=2)

@@ -1,0 +1,260 @@
+"""Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which torch brings along.
+Called by kernels.cuda; calls cuda.bindings and kernels.cubin_cache, which keeps machine code between processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thunder_moe.kernels.cuda import cubin_cache
+
+__all__ = [
+    "Kernel",
+    "bind_context",
+    "compile_cubin",
+    "compile_files",
+    "kernel",
+    "launch_config",
+    "matrix_map",
+    "missing_reason",
+    "struct_checks",
+]
+
+_OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
+_thread = threading.local()
+
+
+class Kernel:
+    """A compiled kernel on one device; its one parameter is a struct by value.
+
+    Args:
+        function: of cuda.bindings.driver.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        overlap: the kernel may start while the one before it in the stream still runs; it waits for that one's results
+            itself (`await_previous_kernel` of common.cuh). Needs SM90.
+    """
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
+        from cuda.bindings import driver
+
+        self.function = function
+        self._lock = threading.Lock()
+        self._config = launch_config(threads, shared_bytes, overlap)
+        if shared_bytes > 0:  # with what the kernel has of its own it may pass the 48 KiB that need no asking
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+        (self.blocks_per_multiprocessor,) = _check(
+            driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
+        )
+
+    def __call__(self, grid: int, argument: ctypes.Structure, stream: int) -> None:
+        """Launches `grid` blocks on a stream (the address that torch gives)."""
+        from cuda.bindings import driver
+
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        with self._lock:  # making a new one takes 3 us
+            self._config.gridDimX, self._config.hStream = grid, stream
+            _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
+
+
+def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
+    """A CUlaunchConfig of one-dimensional blocks, but for the number of blocks and the stream."""
+    from cuda.bindings import driver
+
+    config = driver.CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config
+
+
+def matrix_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
+    """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte swizzle.
+
+    Args:
+        address: on the device, a multiple of 16.
+        rows: of the matrix.
+        k: numbers in a row, a multiple of 8.
+        box_rows: at most 256.
+    """
+    from cuda.bindings import driver
+
+    (result,) = _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT16,
+            2,
+            address,
+            [driver.cuuint64_t(k), driver.cuuint64_t(rows)],
+            [driver.cuuint64_t(2 * k)],
+            [driver.cuuint32_t(64), driver.cuuint32_t(box_rows)],
+            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return ctypes.string_at(result.getPtr(), 128)
+
+
+def missing_reason() -> str | None:
+    """None when kernels can be compiled, else a sentence that says what is missing."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+
+        _check(nvrtc.nvrtcVersion())
+    except Exception as error:  # a missing package, or a missing library of its own kind
+        return f"CUDA kernels cannot be compiled: {error}; pip install cuda-bindings nvidia-cuda-nvrtc"
+    return None
+
+
+def bind_context(device: int) -> None:
+    """Makes the primary context of a device that of this thread, if it has none.
+
+    The driver's calls need one. torch binds it with a thread's first call of the CUDA runtime, which a thread whose
+    memory comes from torch's cache may never make. To be called under `torch.cuda.device(device)`, which from then on
+    changes from the context of one device to that of another.
+    """
+    if getattr(_thread, "has_context", False):  # on the path of every launch
+        return
+    from cuda.bindings import driver
+
+    (current,) = _check(driver.cuCtxGetCurrent())
+    if int(current) == 0:
+        (ordinal,) = _check(driver.cuDeviceGet(device))
+        (context,) = _check(driver.cuDevicePrimaryCtxRetain(ordinal))
+        _check(driver.cuCtxSetCurrent(context))
+    _thread.has_context = True
+
+
+@functools.cache
+def kernel(
+    sources: tuple[Path, ...],
+    expression: str,
+    threads: int,
+    shared_bytes: int,
+    device: int,
+    argument: type[ctypes.Structure],
+) -> Kernel:
+    """The kernel that a C++ expression names, such as ``gemm<true, 4>``, compiled once and loaded on a device.
+
+    Args:
+        sources: see `compile_files`.
+        expression: names the kernel.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        device: its index.
+        argument: the struct that the kernel takes.
+    """
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        torch.cuda.init()
+        bind_context(device)
+        capability = torch.cuda.get_device_capability(device)
+        cubin, name = compile_files(sources, expression, capability, argument)
+        (module,) = _check(driver.cuModuleLoadData(cubin))
+        (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
+        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
+
+
+def compile_files(
+    sources: tuple[Path, ...], expression: str, capability: tuple[int, int], argument: type[ctypes.Structure]
+) -> tuple[bytes, str]:
+    """`compile_cubin` of the files' text, one after the other, for devices of a compute capability.
+
+    Args:
+        sources: the files.
+        expression: names the kernel.
+        capability: such as (9, 0).
+        argument: the struct that the kernel takes; see `struct_checks`.
+    """
+    major, minor = capability
+    # The "a" gives SM90's own instructions, of which wgmma is one.
+    architecture = f"sm_{major}{minor}" + "a" * (capability == (9, 0))
+    text = "".join(file.read_text() for file in sources)
+    return compile_cubin(text + struct_checks(argument), expression, architecture)
+
+
+@functools.cache
+def struct_checks(structure: type[ctypes.Structure]) -> str:
+    """C++ that compiles only where the struct of the same name has the same fields at the same places.
+
+    Fields whose names end in an underscore are padding: C++ has no name for them. OFFSET_OF is common.cuh's.
+    """
+    name = structure.__name__
+    lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
+    for field, kind, *_ in structure._fields_:
+        if field.endswith("_"):
+            continue
+        at = getattr(structure, field)
+        place = f"OFFSET_OF({name}, {field}) == {at.offset} && sizeof({name}::{field}) == {at.size}"
+        lines.append(f'static_assert({place}, "{name}.{field}");')
+        if issubclass(kind, ctypes.Structure):
+            lines.append(struct_checks(kind))
+    return "\n".join(["", *lines, ""])
+
+
+def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
+    """Machine code for an architecture such as "sm_90", and the kernel's name in it.
+
+    Raises:
+        RuntimeError: the compiler refuses; its log is the message.
+    """
+    from cuda.bindings import nvrtc
+
+    version = _check(nvrtc.nvrtcVersion())
+    key = hashlib.sha256("\0".join([source, expression, architecture, *_OPTIONS, str(version)]).encode()).hexdigest()
+    kept = cubin_cache.read(key)
+    if kept is None:
+        logging.getLogger("thunder_moe").info("compiling %s for %s (a second or two, once)", expression, architecture)
+        name, cubin = _compile(source, expression, architecture)
+        kept = name + b"\0" + cubin
+        cubin_cache.write(key, kept)
+    name, _, cubin = kept.partition(b"\0")
+    return cubin, name.decode()
+
+
+def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, bytes]:
+    """(name, machine code)."""
+    from cuda.bindings import nvrtc
+
+    (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
+    try:
+        _check(nvrtc.nvrtcAddNameExpression(program, expression.encode()))
+        options = [f"--gpu-architecture={architecture}".encode(), *(option.encode() for option in _OPTIONS)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
+            log = b" " * size
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            raise RuntimeError(f"{expression} for {architecture}: {log.rstrip(bytes(1)).decode()}")
+        (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
+        cubin = b" " * size
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        (name,) = _check(nvrtc.nvrtcGetLoweredName(program, expression.encode()))
+        return name, cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _check(result: tuple) -> tuple:
+    """The values of a call of cuda-bindings, whose first result is a status."""
+    status, *values = result
+    if status.value != 0:
+        raise RuntimeError(f"{type(status).__name__}: {status.name}")
+    return tuple(values)

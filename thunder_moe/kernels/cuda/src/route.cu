@@ -1,0 +1,170 @@
+// Routing and weighted combine around the expert GEMMs of grouped_mm.cu, and row starts for those of others.
+// Compiled at run time by kernels/cuda.py; tests/kernels/cuda_emulator.h runs this source on a CPU.
+//
+// route: the slots t * A + a of tokens, sorted by expert, stably: a counting sort of one launch (one block) or two.
+// Each block owns kSlots consecutive slots, each of its warps a consecutive part, so that ranks follow from counts.
+// Slots of unknown experts (outside [0, E)) form bucket E, behind all others.
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+struct RouteArguments {
+  const void* expert_ids;  // (S,) int32, or int64
+  int* counts;             // (blocks, E + 1), or null when there is one block
+  int* row_slot;           // (S,)
+  int* offsets;            // (E,)
+  int* slot_row;           // (S,)
+  int slots, experts, wide_ids, slots_per_block;  // slots_per_block: a multiple of kThreads
+};
+
+struct CombineArguments {
+  const uint16_t* rows;      // (M, N)
+  const int* slot_row;       // (T, A)
+  const void* slot_weight;   // (T, A) or null
+  uint16_t* out;             // (T, N)
+  int num_rows, tokens, top_k, n, slot_weight_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
+};
+
+struct RowStartsArguments {
+  const int* offsets;  // (E,)
+  int* starts;         // (E + 1,)
+  int experts, rows;
+};
+
+DEVICE int bucket_of(const RouteArguments& args, int slot) {
+  const int64_t id = args.wide_ids ? static_cast<const int64_t*>(args.expert_ids)[slot]
+                                   : static_cast<const int*>(args.expert_ids)[slot];
+  return id >= 0 && id < args.experts ? static_cast<int>(id) : args.experts;
+}
+
+// warp_count[w][bucket] = slots of the bucket among those of warp w of this block.
+DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
+  const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) warp_count[i] = 0;
+  __syncthreads();
+  const int first = blockIdx.x * args.slots_per_block + warp * (args.slots_per_block / kWarps);
+  for (int i = 0; i < args.slots_per_block / kWarps; i += 32) {
+    const int slot = first + i + lane;
+    const int bucket = slot < args.slots ? bucket_of(args, slot) : -1;
+    const uint32_t peers = __match_any_sync(0xffffffffu, bucket);
+    if (bucket >= 0 && (peers & ((1u << lane) - 1)) == 0) warp_count[warp * buckets + bucket] += __popc(peers);
+    __syncwarp();
+  }
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads) route_count(const RouteArguments args) {
+  await_previous_kernel();
+  DYNAMIC_SHARED(int, warp_count);
+  count_slots(args, warp_count);
+  const int buckets = args.experts + 1;
+  for (int bucket = threadIdx.x; bucket < buckets; bucket += kThreads) {
+    int sum = 0;
+    for (int warp = 0; warp < kWarps; ++warp) sum += warp_count[warp * buckets + bucket];
+    args.counts[static_cast<int64_t>(blockIdx.x) * buckets + bucket] = sum;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments args) {
+  await_previous_kernel();
+  DYNAMIC_SHARED(int, warp_count);  // [kWarps][E + 1]: counts, then the next row of each warp and bucket
+  __shared__ int warp_total[kWarps];
+  const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  count_slots(args, warp_count);
+
+  int carry = 0;  // slots of the buckets before
+  for (int base = 0; base < buckets; base += kThreads) {
+    const int bucket = base + threadIdx.x;
+    int total = 0, before = 0;  // of the bucket: in all blocks, in the blocks before this one
+    if (bucket < buckets) {
+      if (args.counts == nullptr) {
+        for (int w = 0; w < kWarps; ++w) total += warp_count[w * buckets + bucket];
+      } else {
+        for (int block = 0; block < gridDim.x; ++block) {
+          const int count = args.counts[static_cast<int64_t>(block) * buckets + bucket];
+          total += count;
+          if (block < static_cast<int>(blockIdx.x)) before += count;
+        }
+      }
+    }
+    const int start = scan_block<kThreads>(total, warp_total, carry) - total;
+    if (bucket < buckets) {
+      if (blockIdx.x == 0 && bucket < args.experts) args.offsets[bucket] = start + total;
+      int row = start + before;
+      for (int w = 0; w < kWarps; ++w) {
+        const int count = warp_count[w * buckets + bucket];
+        warp_count[w * buckets + bucket] = row;
+        row += count;
+      }
+    }
+  }
+  __syncthreads();
+
+  int* next_row = warp_count + warp * buckets;
+  const int first = blockIdx.x * args.slots_per_block + warp * (args.slots_per_block / kWarps);
+  for (int i = 0; i < args.slots_per_block / kWarps; i += 32) {
+    const int slot = first + i + lane;
+    const int bucket = slot < args.slots ? bucket_of(args, slot) : -1;
+    const uint32_t peers = __match_any_sync(0xffffffffu, bucket);
+    const int rank = __popc(peers & ((1u << lane) - 1));
+    const int row = bucket >= 0 ? next_row[bucket] + rank : 0;
+    __syncwarp();
+    if (bucket >= 0) {
+      if (rank == 0) next_row[bucket] += __popc(peers);
+      args.row_slot[row] = slot;
+      args.slot_row[slot] = bucket < args.experts ? row : -1;
+    }
+    __syncwarp();
+  }
+}
+
+// out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a, of rows that exist.
+template <bool BF16>
+__global__ void __launch_bounds__(kThreads) combine(const CombineArguments args) {
+  await_previous_kernel();
+  constexpr int kColumns = 8;
+  const int blocks_n = (args.n + kColumns - 1) / kColumns;
+  const int64_t items = static_cast<int64_t>(args.tokens) * blocks_n;
+  const bool vectors = args.n % kColumns == 0;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; item < items;
+       item += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t token = item / blocks_n;
+    const int column = static_cast<int>(item % blocks_n) * kColumns;
+    float sum[kColumns] = {};
+    for (int a = 0; a < args.top_k; ++a) {
+      const int64_t slot = token * args.top_k + a;
+      const int row = args.slot_row[slot];
+      if (static_cast<uint32_t>(row) >= static_cast<uint32_t>(args.num_rows)) continue;
+      const float weight = args.slot_weight == nullptr ? 1.0f : load_float(args.slot_weight, slot, args.slot_weight_dtype);
+      const uint16_t* from = args.rows + static_cast<int64_t>(row) * args.n + column;
+      alignas(16) uint16_t values[kColumns];
+      if (vectors) {
+        *reinterpret_cast<uint4*>(values) = *reinterpret_cast<const uint4*>(from);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) values[i] = column + i < args.n ? from[i] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) sum[i] += weight * widen<BF16>(values[i]);
+    }
+    uint16_t* to = args.out + token * args.n + column;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i)
+      if (column + i < args.n) to[i] = narrow<BF16>(sum[i]);
+  }
+}
+
+// starts = 0 and the offsets, made never to decrease nor to pass the last row: for the grouped GEMMs of others. One warp.
+__global__ void __launch_bounds__(32) row_starts(const RowStartsArguments args) {
+  await_previous_kernel();
+  const int lane = threadIdx.x;
+  int before = 0;
+  if (lane == 0) args.starts[0] = 0;
+  for (int base = 0; base < args.experts; base += 32) {
+    const int expert = base + lane;
+    int end = max(min(args.offsets[min(expert, args.experts - 1)], args.rows), before);
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) end = max(end, __shfl_up_sync(0xffffffffu, end, step));
+    if (expert < args.experts) args.starts[expert + 1] = end;
+    before = __shfl_sync(0xffffffffu, end, 31);
+  }
+}
