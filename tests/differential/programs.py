@@ -540,7 +540,7 @@ class Generator:
                 "split": f"for part in {name}.split(8, -1):\n    part.mul_(-2.0)",
                 "masked_fill_": f"{name}.masked_fill_({name} > 0, 2.0)",
                 "foreach copy": f"torch._foreach_copy_([{name}], [{name} * -2.0])",
-                "index_add_": f"{name}.index_add_(1, torch.arange(8, device=x.device), {name}[:, 8:16])",
+                "index_add_": f"{name}.index_add_(1, torch.arange(8, device=x.device), {name}[:, 8:16].clone())",
                 "early alias": "early.mul_(2.0)",
             }
             form = self.pick(forms)
