@@ -1,4 +1,5 @@
 # Everything runs in .venv, which the first call makes. On a fresh machine: `make demo`, `make test`.
+# `make test` leaves out the tests that are marked slow; `make test-all` runs everything that needs no GPU.
 #   PYTHON   the interpreter to make .venv with (3.10 to 3.13)
 #   WORKERS  processes that run the tests, a file in one of them
 #   TORCH    what pip installs as torch; on a Linux machine with a GPU, TORCH=torch takes the newest CUDA build
@@ -8,13 +9,16 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint bench test-matrix clean
+.PHONY: demo test test-all lint bench test-matrix clean
 
 demo: .venv/installed-bench
 	$(BIN)/python examples/llama4_moe_text.py
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-all: .venv/installed-test
+	$(BIN)/python -m pytest -m 'not gpu' -n $(WORKERS) --dist loadfile
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -46,7 +50,8 @@ NVFUSER_PYTHON ?= python3.12
 .PHONY: test-nvfuser
 test-nvfuser: build/nvfuser-venv/installed
 	build/nvfuser-venv/bin/python -c 'import nvfuser_direct; print("nvFuser", nvfuser_direct.version())'
-	build/nvfuser-venv/bin/python -m pytest tests/compilers/test_nvfuser.py tests/compilers/test_nvfuser_checker.py
+	build/nvfuser-venv/bin/python -m pytest -m 'not gpu' tests/compilers/thunder/test_nvfuser.py \
+	  tests/compilers/thunder/test_nvfuser_checker.py
 
 build/nvfuser-venv/installed: pyproject.toml
 	$(NVFUSER_PYTHON) -m venv --clear build/nvfuser-venv

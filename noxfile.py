@@ -14,4 +14,4 @@ nox.options.reuse_existing_virtualenvs = True
 def tests(session: nox.Session, torch: str) -> None:
     session.install(f"torch=={torch}", "setuptools")
     session.install("--editable", ".[test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-m", "not gpu", *session.posargs)
