@@ -334,18 +334,18 @@ def test_linears_that_are_not_fused_take_a_layout_too(layout):
 
 
 def test_refuses_layouts_and_leaves_the_model_unchanged():
-    apart = wide_model()  # gate alone has 64 rows
-    thin = nn.Sequential(*wide_model(), GroupedSwiGLU(2, 128, 80, dtype=BF16))  # down has in_features 80
+    apart = nn.Sequential(Llama4MoE(Llama4MoEConfig(128, 32, 4, top_k=2), dtype=BF16))  # gate alone has 32 rows
     bad = [
-        (wide_model(), None, "tiled", r"layout: got 'tiled', wanted one of \('auto', 'linear', 'humming', 'til"),
+        (wide_model(), None, "tiled", r"layout: got 'tiled', wanted one of \('auto', 'linear', 'tiled_64x64'\)"),
         (wide_model(), None, "swizzled_128x4", "layout: got 'swizzled_128x4', wanted one of"),
         (wide_model(), None, None, "layout: got None, wanted one of"),
+        (wide_model(), None, "humming", "layout: got 'humming', wanted one of"),
         (
             model(),
             None,
-            "humming",
-            "layout: got 'humming' for '0.routed_experts', which has a weight of out_features 64 and in_features 64,"
-            " wanted out_features a multiple of 128 and in_features of 32",
+            "tiled_64x64",
+            "layout: got 'tiled_64x64' for '0.routed_experts', which has a weight of out_features 64 and in_features"
+            " 32, wanted out_features and in_features multiples of 64",
         ),
         (
             nn.Sequential(*wide_model(), GroupedSwiGLU(2, 128, 48, dtype=BF16)),
@@ -354,12 +354,11 @@ def test_refuses_layouts_and_leaves_the_model_unchanged():
             "got 'tiled_64x64' for '1', which has a weight of out_features 96 and in_features 128, wanted out_features"
             " and in_features multiples of 64",
         ),
-        (thin, None, "humming", "got 'humming' for '1', which has a weight of out_features 160 and in_features 128"),
         (
             apart,
             lambda module, name: isinstance(module, GroupedLinear),
-            "humming",
-            "got 'humming' for '0.routed_experts.gate_proj', which has a weight of out_features 64",
+            "tiled_64x64",
+            "got 'tiled_64x64' for '0.routed_experts.gate_proj', which has a weight of out_features 32",
         ),
     ]
     for module, filter, layout, message in bad:
@@ -410,14 +409,15 @@ def test_to_layout_of_tied_modules_once(layout):
 
 
 def test_to_layout_refuses_and_changes_nothing():
-    model = quantize_(torch.nn.ModuleList([GroupedLinear(2, 32, 128), GroupedLinear(2, 32, 64)]))
-    with pytest.raises(ValueError, match="layout: got 'humming' for '1', .* out_features 64 .* wanted out_features a"):
-        to_layout_(model, "humming")
+    model = quantize_(torch.nn.ModuleList([GroupedLinear(2, 64, 128), GroupedLinear(2, 32, 64)]))
+    message = "layout: got 'tiled_64x64' for '1', .* in_features 32, wanted out_features and in_features multiples"
+    with pytest.raises(ValueError, match=message):
+        to_layout_(model, "tiled_64x64")
     assert layouts(model) == ["linear"] * 2
     with pytest.raises(ValueError, match="layout: got 'tiled', wanted one of"):
         to_layout_(model, "tiled")
     with pytest.raises(ValueError, match="found no NVFP4 modules in Linear"):
-        to_layout_(torch.nn.Linear(2, 2), "humming")
+        to_layout_(torch.nn.Linear(2, 2), "tiled_64x64")
 
 
 # ---- layout "auto", as if a CPU preferred another one

@@ -65,9 +65,7 @@ def quantize_(
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
         layout: how the weights lie in memory. "auto": each as the default kernels read it best where it is now,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
-            in_features are multiples of 64, else "linear". Or one of these for all, or "humming" for the kernels of
-            humming-kernels (CUDA), which wants out_features of a multiple of 128 and in_features of 32. State dicts
-            are the same.
+            in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.
 
     Returns:
         The same model.
@@ -200,7 +198,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
 
     Args:
         model: a module that holds NVFP4 modules.
-        layout: as in `quantize_`: "auto" (from now on, wherever it moves), "linear", "humming" or "tiled_64x64".
+        layout: as in `quantize_`: "auto" (from now on, wherever it moves), "linear" or "tiled_64x64".
 
     Returns:
         The same model.

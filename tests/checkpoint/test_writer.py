@@ -77,7 +77,7 @@ def test_every_layout_of_weights_is_written_the_same(tmp_path):
     for name in LAYOUTS_OF_WEIGHTS:
         for file in ("model.safetensors", "config.json", "hf_quant_config.json"):
             assert (tmp_path / name / file).read_bytes() == (tmp_path / "linear" / file).read_bytes()
-    assert_same_bits(Checkpoint(tmp_path / "humming").read_experts("layers.0.experts").gate_up, weights[0])
+    assert_same_bits(Checkpoint(tmp_path / "tiled_64x64").read_experts("layers.0.experts").gate_up, weights[0])
 
 
 def test_experts_without_a_gate(tmp_path):

@@ -1,15 +1,10 @@
 """The layouts of NVFP4 weights: round trips, and each order against the one that its kernels document.
-Called by pytest; judged by loops over indices, by torchao, and by humming-kernels' own source where it is installed.
+Called by pytest; judged by loops over indices and by torchao.
 """
 
-import ctypes
 import functools
-import importlib.util
 import itertools
 import operator
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,66 +52,6 @@ def test_swizzled_layout_equals_torchao():
 
     scale = quantize(torch.randn(1, 200, 160)).scale
     assert torch.equal(bits(nvfp4_layouts.swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
-
-
-def code(qdata, expert, n, k):
-    return int(qdata[expert, n, k // 2]) >> 4 * (k % 2) & 15
-
-
-def test_humming_layout_by_index():
-    """Its thread 4 * g + t of a warp and its word of 16 rows, as the comments of `to_humming` say."""
-    packed = quantize(torch.randn(2, 128, 64))
-    humming = packed.to_layout("humming")
-    words = humming.qdata.view(torch.int32).view(2, 64 // 16, 128 // 64, 32, 4)  # [E, K/16, N/64, thread, 16 rows]
-    scales = bits(humming.scale).view(2, 64 // 16, 128)
-    for expert, k16, n64, g, t, rows in itertools.product(range(2), range(4), range(2), range(8), range(4), range(4)):
-        word = int(words[expert, k16, n64, 4 * g + t, rows]) & 0xFFFFFFFF
-        for odd, eight_rows, eight_k in itertools.product(range(2), range(2), range(2)):
-            n, k = 64 * n64 + 16 * rows + 8 * eight_rows + g, 16 * k16 + 8 * eight_k + 2 * t + odd
-            assert word >> 4 * (4 * odd + 2 * eight_rows + eight_k) & 15 == code(packed.qdata, expert, n, k)
-            place = 64 * n64 + 8 * g + 2 * rows + eight_rows
-            assert scales[expert, k16, place] == bits(packed.scale)[expert, n, k16]
-
-
-def humming_folder() -> Path | None:
-    spec = importlib.util.find_spec("humming")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-
-
-@pytest.mark.skipif(humming_folder() is None, reason="humming-kernels is not installed")
-@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
-def test_humming_layout_is_what_its_own_kernel_writes(tmp_path):
-    """Its CUDA source, run on this CPU by tests/kernels/cuda_emulator.h."""
-    include = humming_folder() / "include"
-    emulator = Path(__file__).parents[1] / "emulator" / "cuda_emulator.h"
-    (tmp_path / "humming" / "utils").mkdir(parents=True)
-    (tmp_path / "humming" / "utils" / "all.cuh").write_text("""
-#include <cassert>
-#include <type_traits>
-#define CUDA_INLINE inline
-#define PRAGMA_UNROLL
-#define CEIL_DIV(a, b) (((a) + (b) - 1) / (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
-constexpr uint32_t static_next_power_of_2(uint32_t n) { uint32_t p = 1; while (p < n) p *= 2; return p; }
-""")
-    program = tmp_path / "repack.cpp"
-    program.write_text(f"""
-#include "{emulator}"
-#include "{include}/humming/kernel/process.cuh"
-extern "C" void run(const uint32_t* in, uint32_t* out, int experts, int n, int k) {{
-  for (int z = 0; z < experts; ++z) for (int y = 0; y < (k + 63) / 64; ++y) launch(n / 64, 32, [&] {{
-    weight_repack_nk<4, 16, true, false, false, false, 0, false, false>(in, out, nullptr, n, k, n, k, 3);
-  }}, y, z);
-}}
-""")
-    library = tmp_path / "repack.so"
-    subprocess.run(
-        ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{tmp_path}", str(program), "-o", str(library)], check=True
-    )
-    packed = quantize(torch.randn(3, 128, 96))
-    out = torch.zeros_like(packed.qdata)
-    ctypes.CDLL(str(library)).run(*map(ctypes.c_void_p, (packed.qdata.data_ptr(), out.data_ptr())), *packed.shape)
-    assert torch.equal(packed.to_layout("humming").qdata, out)
 
 
 # The registers of a word of "tiled_64x64" as the comments of `to_tiled` and its kernel have them, in Python integers.
@@ -218,8 +153,6 @@ def test_tiled_layout_of_any_strides_and_without_data():
 @pytest.mark.parametrize(
     ("layout", "shape", "needs"),
     [
-        ("humming", (2, 64, 64), "out_features a multiple of 128 and in_features of 32"),
-        ("humming", (2, 128, 48), "out_features a multiple of 128 and in_features of 32"),
         ("tiled_64x64", (2, 96, 64), "out_features and in_features multiples of 64"),
         ("tiled_64x64", (2, 64, 96), "out_features and in_features multiples of 64"),
     ],
@@ -234,5 +167,8 @@ def test_shapes_that_a_layout_cannot_take(layout, shape, needs):
 
 def test_unknown_layout():
     packed = quantize(torch.randn(1, 8, 16))
-    with pytest.raises(ValueError, match="layout: got 'tiled', wanted one of"):
-        packed.to_layout("tiled")
+    for layout in ("tiled", "humming"):
+        with pytest.raises(ValueError, match=rf"layout: got '{layout}', wanted one of .*'linear'.*'tiled_64x64'"):
+            packed.to_layout(layout)
+        with pytest.raises(ValueError, match=rf"layout: got '{layout}', wanted one of .*'linear'.*'tiled_64x64'"):
+            NVFP4Weight(*packed.tensors(), layout=layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import humming, reference
+from thunder_moe.kernels import reference
 from thunder_moe.kernels import select as module
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cuda import backend as cuda
@@ -68,24 +68,6 @@ def test_each_device_has_its_own_answer(monkeypatch):
     assert select(torch.device("cuda")) is cuda
 
 
-def test_a_layout_of_its_own_is_never_run_by_something_slower_on_cuda():
-    reason = humming.unavailable_reason()
-    if reason is None:
-        assert select(torch.device("cuda"), layout="humming") is humming
-    else:
-        with pytest.raises(ValueError, match=f"'humming' cannot run here: {reason}"):
-            select(torch.device("cuda"), layout="humming")
-    assert select(torch.device("cuda"), layout="humming", backend="reference") is reference
-    assert select(CPU, layout="humming") is select(CPU)
-
-
-def test_the_cuda_backend_runs_its_tiles(monkeypatch):
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
-    for layout in ("linear", "tiled_64x64"):
-        assert select(torch.device("cuda"), layout=layout) is cuda
-    assert select(CPU, layout="tiled_64x64") is select(CPU)
-
-
 def test_preferred_layout(monkeypatch):
     gpu = torch.device("cuda", 0)
     capability = [(9, 0)]
@@ -99,7 +81,7 @@ def test_preferred_layout(monkeypatch):
     with use_backend("reference"):
         assert preferred_layout(gpu, 128, 192) == "tiled_64x64"
     assert resolve_layout("auto", gpu, 128, 192) == "tiled_64x64"
-    assert resolve_layout("humming", gpu, 128, 192) == "humming"
+    assert resolve_layout("swizzled_128x4", gpu, 128, 192) == "swizzled_128x4"
     for capability[0] in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert preferred_layout(gpu, 128, 192) == "linear"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.kernels import humming, reference, slow_paths
+from thunder_moe.kernels import reference, slow_paths
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cuda import backend as cuda
 
@@ -31,7 +31,7 @@ def rows(k, dtype=torch.bfloat16):
     return torch.randn(5, k, dtype=dtype)
 
 
-@pytest.mark.parametrize("layout", ["swizzled_128x4", "humming", "tiled_64x64"])
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "tiled_64x64"])
 def test_a_layout_that_is_converted_at_every_call(emulated, layout):
     weight, x = quantize(torch.randn(4, 128, 128)), rows(128)
     expected = reference.grouped_mm(x, weight, OFFSETS)
@@ -49,13 +49,12 @@ def test_a_layout_that_is_converted_at_every_call(emulated, layout):
         assert torch.equal(reference.grouped_mm(x, weight, OFFSETS), expected)
 
 
-@pytest.mark.parametrize("backend", [cuda, humming], ids=["cuda", "humming"])
-def test_float32(backend):
-    weight = quantize(torch.randn(4, 128, 64)).to_layout("tiled_64x64" if backend is cuda else "humming")
+def test_float32():
+    weight = quantize(torch.randn(4, 128, 64)).to_layout("tiled_64x64")
     wanted = (
         r"no CUDA kernel serves activations in float32 \(got torch.float32 \(5, 64\) and a weight of \(4, 128, 64\)"
     )
-    warns_once(lambda: backend.grouped_mm(rows(64, torch.float32), weight, OFFSETS).mul(0), wanted)
+    warns_once(lambda: cuda.grouped_mm(rows(64, torch.float32), weight, OFFSETS).mul(0), wanted)
 
 
 def test_too_many_experts():

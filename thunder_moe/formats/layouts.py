@@ -3,7 +3,6 @@ Called by nvfp4 and by whoever checks operands; calls torch alone.
 
 - "linear": codes (E, N, K // 2), scales (E, N, K // 16), as checkpoints hold them.
 - "swizzled_128x4": the scales as Blackwell's tensor cores read them, see `swizzle_scale`.
-- "humming": codes and scales as the kernels of the package humming-kernels read them, see `to_humming`.
 - "tiled_64x64": codes and scales as our CUDA kernel for SM90 reads them, see `to_tiled`.
 
 Legend: E experts, N output features, K input features, S = K // 16 block scales of a row.
@@ -18,19 +17,17 @@ __all__ = [
     "BLOCK_SIZE",
     "LAYOUTS",
     "block_shapes",
-    "from_humming",
     "from_tiled",
     "layout_fits",
     "layout_of_blocks",
     "scale_shape",
     "swizzle_scale",
-    "to_humming",
     "to_tiled",
     "unswizzle_scale",
 ]
 
 BLOCK_SIZE = 16
-LAYOUTS = ("linear", "swizzled_128x4", "humming", "tiled_64x64")
+LAYOUTS = ("linear", "swizzled_128x4", "tiled_64x64")
 _TILE = 64  # rows and k of a block of "tiled_64x64"
 # Bits that the fourth registers of two words leave in the first word, of those that they share; see `to_tiled`.
 _SHARED_IN_FIRST = 0x06030603
@@ -43,21 +40,19 @@ def scale_shape(experts: int, n: int, k: int, layout: str) -> tuple[int, int, in
     return experts, n, k // BLOCK_SIZE
 
 
-_LAYOUT_OF_RANK = {3: "linear", 4: "tiled_64x64", 5: "humming"}  # of the shapes in `block_shapes`
+_LAYOUT_OF_RANK = {3: "linear", 4: "tiled_64x64"}  # of the shapes in `block_shapes`
 _BYTES_OF_SCALE = BLOCK_SIZE // 2  # bytes of codes that share one byte of scale
 
 
 def block_shapes(experts: int, n: int, k: int, layout: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shapes of codes and scales of (E, n, k) weights that tell their layout, which is how modules keep them.
 
-    Codes, the scales an eighth of the last dimension: "linear" (E, N, K // 2); "tiled_64x64" (E, N / 64, K / 64, 2048);
-    "humming" (E, K / 16, N / 64, 32, 16). They are views, in the order in which the bytes lie.
+    Codes, the scales an eighth of the last dimension: "linear" (E, N, K // 2); "tiled_64x64" (E, N / 64, K / 64, 2048).
+    They are views, in the order in which the bytes lie.
     """
     codes: tuple[int, ...] = (experts, n, k // 2)
     if layout == "tiled_64x64":
         codes = (experts, n // _TILE, k // _TILE, _TILE * _TILE // 2)
-    elif layout == "humming":
-        codes = (experts, k // 16, n // 64, 32, 16)
     return codes, (*codes[:-1], codes[-1] // _BYTES_OF_SCALE)
 
 
@@ -80,8 +75,6 @@ def layout_of_blocks(qdata: Tensor, scale: Tensor) -> str:
 
 def layout_fits(n: int, k: int, layout: str) -> str | None:
     """None when (E, n, k) weights can have a layout, else what they would need, in words."""
-    if layout == "humming" and (n % 128 or k % 32):
-        return "out_features a multiple of 128 and in_features of 32"
     if layout == "tiled_64x64" and (n % _TILE or k % _TILE):
         return f"out_features and in_features multiples of {_TILE}"
     return None
@@ -107,41 +100,6 @@ def unswizzle_scale(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
     tiles = scale.view(torch.uint8).view(experts, n_padded // 128, columns_padded // 4, 32, 4, 4)
     padded = tiles.permute(0, 1, 4, 3, 2, 5).reshape(scale.shape)
     return padded[:, :n, : k // BLOCK_SIZE].contiguous().view(torch.float8_e4m3fn)
-
-
-def to_humming(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (E, N, K // 2) and scales (E, N, S), linear -> the same shapes, in the order of Humming's kernels.
-
-    That order is the one in which tensor cores take a left operand. Of 64 rows by 16 k, thread 4 * g + t of a warp has
-    one word of eight codes for each 16 rows: rows g and g + 8, k of 2 t, 2 t + 1, 2 t + 8 and 2 t + 9. Its four words
-    lie together, then the threads, then the next 64 rows, then the next 16 k. In a word, the lowest four codes are the
-    even k, ordered by row and then by k, and the highest four the odd ones. The scales of 16 k lie together, of
-    each 64 rows those whose numbers differ by a multiple of 8 first. (`weight_repack_nk` and
-    `transform_humming_weight_scale` of humming-kernels 0.1.19, for 16-bit activations up to SM90.)
-    """
-    experts, n, half = qdata.shape
-    codes = qdata.reshape(experts, n // 64, 4, 2, 8, half // 8, 2, 4)  # [E, N/64, 16 rows, 8 rows, g, K/16, 8 k, t]
-    low, high = codes.unbind(6)
-    words = torch.stack(_exchange_nibbles(low, high), -1)  # [E, N/64, 16 rows, 8 rows, g, K/16, t, odd]
-    codes = words.permute(0, 5, 1, 4, 6, 2, 7, 3).reshape(qdata.shape)
-    bits = scale.view(torch.uint8).reshape(experts, n // 64, 8, 8, -1)  # [E, N/64, 8 rows, g, S]
-    bits = bits.permute(0, 4, 1, 3, 2).reshape(scale.shape)
-    return codes, bits.view(torch.float8_e4m3fn)
-
-
-def from_humming(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `to_humming`."""
-    experts, n, half = qdata.shape
-    words = qdata.reshape(experts, half // 8, n // 64, 8, 4, 4, 2, 2).permute(0, 2, 5, 7, 3, 1, 4, 6)
-    codes = torch.stack(_exchange_nibbles(*words.unbind(7)), 6).reshape(qdata.shape)
-    bits = scale.view(torch.uint8).reshape(experts, -1, n // 64, 8, 8)  # [E, S, N/64, g, 8 rows]
-    bits = bits.permute(0, 2, 4, 3, 1).reshape(scale.shape)
-    return codes, bits.view(torch.float8_e4m3fn)
-
-
-def _exchange_nibbles(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes (low nibbles of both, high nibbles of both); its own inverse."""
-    return (low & 0x0F) | (high & 0x0F) << 4, low >> 4 | (high & 0xF0)
 
 
 def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

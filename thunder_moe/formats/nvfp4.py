@@ -18,12 +18,10 @@ from thunder_moe.formats.layouts import (
     BLOCK_SIZE,
     LAYOUTS,
     block_shapes,
-    from_humming,
     from_tiled,
     layout_fits,
     scale_shape,
     swizzle_scale,
-    to_humming,
     to_tiled,
     unswizzle_scale,
 )
@@ -48,7 +46,7 @@ class NVFP4Weight:
     """The 4-bit weights of E experts.
 
     Attributes:
-        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layouts "humming" and
+        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layout
             "tiled_64x64" the same bits in another order).
         scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4);
             "tiled_64x64": the bytes are of another code than E4M3.
@@ -148,14 +146,10 @@ class NVFP4Weight:
         qdata, scale = self.qdata, self.scale
         if self.layout == "swizzled_128x4":
             scale = unswizzle_scale(scale, n, k)
-        elif self.layout == "humming":
-            qdata, scale = from_humming(qdata, scale)
         elif self.layout == "tiled_64x64":
             qdata, scale = from_tiled(qdata, scale)
         if layout == "swizzled_128x4":
             scale = swizzle_scale(scale)
-        elif layout == "humming":
-            qdata, scale = to_humming(qdata, scale)
         elif layout == "tiled_64x64":
             qdata, scale = to_tiled(qdata, scale)
         return replace(self, qdata=qdata, scale=scale, layout=layout)

@@ -1,6 +1,6 @@
 """The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, and which layout of weights it reads best.
-Called by ops, quantize, compilers, tests and benchmarks; calls kernels.cpu, .cuda, .humming and .reference (plain
-torch, anywhere).
+Called by ops, quantize, compilers, tests and benchmarks; calls kernels.cpu, .cuda and .reference (plain torch,
+anywhere).
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ __all__ = [
     "use_backend",
 ]
 
-# In order of preference; each has the devices that it serves (None: all). "humming" is never chosen by itself: it reads
-# a layout of its own.
+# In order of preference; each has the devices that it serves (None: all).
 BACKENDS: dict[str, tuple[str, ...] | None] = {
     "cpu": ("cpu",),
     "cuda": ("cuda",),
     "reference": None,
-    "humming": ("cuda",),
 }
-# Who runs on CUDA what was laid out for it; all others bring it into "linear" at every call.
-_OWN_LAYOUT = {"humming": "humming"}
 # What the backend "cuda" reads best on devices of a compute capability, where it fits; elsewhere "linear".
 _PREFERRED_ON_CUDA = {(9, 0): "tiled_64x64"}
 # These compute something else on purpose, and run when asked for.
@@ -46,12 +42,11 @@ SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
 
 
-def select(device: torch.device, *, layout: str = "linear", backend: str | None = None) -> ModuleType:
+def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
     """The kernel module for operands on a device.
 
     Args:
         device: where the operands are.
-        layout: of the weight.
         backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
             available.
 
@@ -63,8 +58,6 @@ def select(device: torch.device, *, layout: str = "linear", backend: str | None 
         ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).
     """
     backend = backend or _CHOSEN.get()
-    if backend is None and device.type == "cuda":
-        backend = _OWN_LAYOUT.get(layout)  # nothing slower in its place: the layout was asked for
     if backend is None:
         return _best(_indexed(device))
     if backend not in _KNOWN:
@@ -83,7 +76,7 @@ def preferred_layout(device: torch.device, n: int, k: int) -> str:
 
     "tiled_64x64" on CUDA devices of compute capability 9.0 where our kernels can run, for n and k that are multiples of
     64; else "linear". Whoever quantises weights decides by it, `use_backend` makes no difference: weights stay, and
-    every backend but "humming" takes both.
+    every backend takes both.
     """
     if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
         return "linear"

@@ -25,7 +25,7 @@ from thunder_moe.ops.grouped_mm import operands
 __all__ = ["MODULE_LAYOUTS", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU", "calls_only_its_class", "weights_to_fuse"]
 
 # Layouts of `nvfp4.LAYOUTS` that modules keep their weights in; nvFuser's route lays its own out.
-MODULE_LAYOUTS = ("linear", "humming", "tiled_64x64")
+MODULE_LAYOUTS = ("linear", "tiled_64x64")
 _FIELDS = ("qdata", "scale", "global_scale")
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -215,14 +215,12 @@ class NVFP4GroupedLinear(nn.Module):
             wanted = resolve_layout("auto", device, *sizes)
             if wanted != layout:
                 self.set_weight(self.nvfp4_weight.to_layout(wanted))
-        elif device != before and layout != "linear":
-            read_as_it_is = layout == "humming" and device.type == "cuda"
-            if not read_as_it_is and layout != resolve_layout("auto", device, *sizes):
-                warn_once(
-                    ("moved", layout, device.type),
-                    f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
-                    " convert them at every call; to_layout_(model) lays them out for it",
-                )
+        elif device != before and layout != "linear" and layout != resolve_layout("auto", device, *sizes):
+            warn_once(
+                ("moved", layout, device.type),
+                f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
+                " convert them at every call; to_layout_(model) lays them out for it",
+            )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of earlier versions have the layout as an attribute, and one weight_dtype.

@@ -45,7 +45,7 @@ def _grouped_mm(
     refuse_forward_ad()
     check_operands(activation, *packed, offsets, layout)
     check_offset_values(offsets, activation.shape[0])
-    kernel = select(activation.device, layout=layout).grouped_mm
+    kernel = select(activation.device).grouped_mm
     return kernel(activation, weight_from_operands(*packed, layout), offsets)
 
 
@@ -70,7 +70,7 @@ def _grouped_mm_dgrad(
     refuse_forward_ad()
     _check_dgrad(grad, *packed, offsets, layout)
     check_offset_values(offsets, grad.shape[0], "grad")
-    kernel = select(grad.device, layout=layout).grouped_mm_dgrad
+    kernel = select(grad.device).grouped_mm_dgrad
     return kernel(grad, weight_from_operands(*packed, layout), offsets)
 
 

@@ -42,7 +42,7 @@ def _grouped_mm_combine(
     refuse_forward_ad()
     _check(activation, *packed, offsets, slot_row, slot_weight, bias, layout)
     _check_values(activation, offsets, slot_row)
-    kernel = select(activation.device, layout=layout).grouped_mm_combine
+    kernel = select(activation.device).grouped_mm_combine
     return kernel(activation, weight_from_operands(*packed, layout), offsets, slot_row, slot_weight, bias)
 
 

@@ -55,7 +55,7 @@ def _grouped_swiglu(
     _check(activation, *packed, offsets, row_slot, slot_scale, bias, layout, limit)
     _check_values(activation, offsets, row_slot)
     weight = weight_from_operands(*packed, layout)
-    kernel = select(activation.device, layout=layout).grouped_swiglu
+    kernel = select(activation.device).grouped_swiglu
     return kernel(activation, weight, offsets, row_slot, slot_scale, bias, SwiGLU(alpha, limit, up_shift))
 
 

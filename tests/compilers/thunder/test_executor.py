@@ -243,7 +243,7 @@ def test_quantized_modules(moe, x):
     assert relative_error(got["router.weight"], expected["router.weight"]) < 0.03
 
 
-@pytest.mark.parametrize("layout", ["humming", "tiled_64x64"])
+@pytest.mark.parametrize("layout", ["tiled_64x64"])
 def test_layouts_compute_the_same(layout):
     moe = Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=BF16)
     linear, other = (quantize_(nn.Sequential(copy.deepcopy(moe)), layout=name) for name in ("linear", layout))

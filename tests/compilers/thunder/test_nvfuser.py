@@ -273,7 +273,7 @@ def test_blocks_quantised_beforehand(fusions, implementation):
     assert 0.01 < relative_error(out, model(x, offsets)) < 0.2
 
 
-@pytest.mark.parametrize("layout", ["humming", "tiled_64x64"])
+@pytest.mark.parametrize("layout", ["tiled_64x64"])
 def test_layouts_of_other_kernels_are_not_nvfusers(fusions, implementation, layout):
     torch.manual_seed(0)
     experts = torch.nn.ModuleList([block(), GroupedLinear(4, 128, 128, dtype=BF16)])

@@ -166,7 +166,7 @@ def test_every_layout_is_saved_the_same(tmp_path, monkeypatch, name):
     config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
     models = [
         quantize_(tiny_model(name, BF16, config=config), layout=layout)
-        for layout in ("linear", "humming", "tiled_64x64")
+        for layout in ("linear", "tiled_64x64", "tiled_64x64")
     ]
     models[2].load_state_dict(models[0].state_dict())
     monkeypatch.setattr(type(models[1]), "state_dict", None)  # it would copy all 4-bit weights

@@ -83,7 +83,7 @@ class SwigluArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
-        *((name, ctypes.c_void_p) for name in ("global_scale", "applied", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("bias", "out")),
         *((name, ctypes.c_int) for name in ("rows", "experts", "features", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
     )

@@ -1,5 +1,5 @@
 """The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
-Called through kernels.select with validated operands, and by kernels.humming; calls kernels.nvrtc with cuda_*.cu.
+Called through kernels.select with validated operands; calls kernels.nvrtc with cuda_*.cu.
 
 Float32 rows run on kernels.reference, with a warning. The gradient of bf16 rows is torch's grouped GEMM with weights
 that are decoded for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
@@ -160,23 +160,15 @@ def swiglu(
     slot_scale: Tensor | None,
     bias: Tensor | None,
     form: SwiGLU,
-    *,
-    global_scale: Tensor | None = None,
-    applied: Tensor | None = None,
 ) -> Tensor:
-    """(M, 2I), the output of a GEMM, -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32.
-
-    Args:
-        global_scale: (E, 2I), contiguous; where the GEMM has multiplied by `applied` (E,) in its place.
-        applied: see there.
-    """
+    """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, features)
     if out.numel() == 0:
         return out
     offsets, slot_scale, bias = offsets.contiguous(), floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
-    tensors = (gate_up, offsets, row_slot, slot_scale, global_scale, applied, bias, out)
+    tensors = (gate_up, offsets, row_slot, slot_scale, bias, out)
     argument = SwigluArguments(
         *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,

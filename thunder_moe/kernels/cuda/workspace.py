@@ -1,5 +1,5 @@
 """Zeroed int32 counters and flags on a CUDA device, through which the blocks of a kernel synchronise.
-Called by kernels.cuda and kernels.humming; calls torch alone.
+Called by kernels.cuda; calls torch alone.
 
 A kernel finds its row all zeros and leaves it so. Kernels that may run at once need different rows: each stream has its
 own, and so has every call that a CUDA graph captures, since graphs are replayed on any stream.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["ROW_SIZE", "Zeros", "zeros_of"]
 
-ROW_SIZE = 2048  # as many as humming.layer.HummingLayer keeps for its locks
+ROW_SIZE = 2048
 _SIZE = 1024 * ROW_SIZE
 
 

@@ -1,15 +1,12 @@
-// SwiGLU behind a grouped GEMM that has none of its own: kernels/humming.py's.
+// SwiGLU behind a grouped GEMM that has none of its own: layout tiled_64x64 where I is no multiple of 64.
 // Compiled at run time by kernels/cuda.py; run on a CPU by tests/kernels/cuda_emulator.h.
-// A thread computes 8 columns of a row. A GEMM that knows one global scale per expert has applied that; where each row
-// of the weight has its own, the quotient is multiplied here.
+// A thread computes 8 columns of a row.
 
 struct SwigluArguments {
   const uint16_t* gate_up;    // (M, 2 I)
   const int* offsets;         // (E,) row ends
   const int* row_slot;        // (M,) or null
   const void* slot_scale;     // (M,), or (T * A,) with row_slot, or null
-  const float* global_scale;  // (E, 2 I) or null: of each row of the weight
-  const float* applied;       // (E,) with global_scale: what the GEMM has multiplied by
   const void* bias;           // (E, 2 I) or null
   uint16_t* out;              // (M, I)
   int rows, experts, features;
@@ -31,9 +28,7 @@ DEVICE int expert_of_row(const int* offsets, int experts, int row) {
 template <bool BF16>
 DEVICE float pre_activation(const SwigluArguments& args, uint16_t value, int64_t expert, int of, float row_scale) {
   float y = widen<BF16>(value) * row_scale;
-  const int64_t index = expert * 2 * args.features + of;
-  if (args.global_scale != nullptr) y *= args.global_scale[index] / args.applied[expert];
-  if (args.bias != nullptr) y += load_float(args.bias, index, args.bias_dtype);
+  if (args.bias != nullptr) y += load_float(args.bias, expert * 2 * args.features + of, args.bias_dtype);
   return y;
 }
 
@@ -48,8 +43,7 @@ __global__ void __launch_bounds__(256) swiglu(const SwigluArguments args) {
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * 256) {
     const int row = static_cast<int>(item / blocks_n), column = static_cast<int>(item % blocks_n) * kColumns;
-    const bool by_expert = args.global_scale != nullptr || args.bias != nullptr;
-    const int expert = by_expert ? expert_of_row(args.offsets, args.experts, row) : 0;
+    const int expert = args.bias != nullptr ? expert_of_row(args.offsets, args.experts, row) : 0;
     const float row_scale = args.slot_scale == nullptr ? 1.0f
         : load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
     const uint16_t* gate_from = args.gate_up + static_cast<int64_t>(row) * 2 * features + column;
