@@ -1,7 +1,10 @@
-"""Mixture-of-Experts modules and their 4-bit forms. Called by users and quantize; calls the operators."""
+"""Mixture-of-Experts modules and their 4-bit forms; re-exports alone. Called by users, quantize and integrations; calls
+the operators."""
 
-from thunder_moe.nn.llama4 import GroupedLinear, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, SwiGLU
+from thunder_moe.nn.grouped_linear import GroupedLinear
+from thunder_moe.nn.llama4 import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import MODULE_LAYOUTS, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn.swiglu import GroupedSwiGLU, SwiGLU
 
 __all__ = [
     "MODULE_LAYOUTS",

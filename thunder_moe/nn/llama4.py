@@ -1,8 +1,7 @@
-"""Mixture-of-Experts modules: GroupedLinear, SwiGLU, GroupedSwiGLU, Llama4MoE; nvfp4_modules has the 4-bit ones.
-Called by users and by quantize; calls torch's grouped GEMM, or the package's operators once a module is quantised.
+"""`Llama4MoE`: the Mixture-of-Experts block of Llama 4, with a router, routed experts and a shared expert.
+Called by users; calls nn.swiglu and routing, or ops.experts once the routed experts are quantized.
 
-Legend: T tokens, M = T * top_k rows sorted by expert, E experts, H hidden_size, I intermediate_size,
-N out_features, K in_features. `offsets` is int32 (E,): cumulative row ENDS, group 0 starts at row 0.
+Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size.
 """
 
 from __future__ import annotations
@@ -11,155 +10,79 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.nvfp4 import require
-from thunder_moe.nn.quantized import MODULE_LAYOUTS, NVFP4GroupedLinear, NVFP4GroupedSwiGLU, weights_to_fuse
+from thunder_moe.nn.grouped_linear import require_at_least
+from thunder_moe.nn.quantized import weights_to_fuse
+from thunder_moe.nn.swiglu import GroupedSwiGLU, SwiGLU
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.routing import invert, sort_by_expert
 
 if TYPE_CHECKING:
-    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+    from typing_extensions import Self
 
-__all__ = [
-    "MODULE_LAYOUTS",
-    "GroupedLinear",
-    "GroupedSwiGLU",
-    "Llama4MoE",
-    "Llama4MoEConfig",
-    "NVFP4GroupedLinear",
-    "NVFP4GroupedSwiGLU",
-    "SwiGLU",
-]
+__all__ = ["Llama4MoE", "Llama4MoEConfig"]
 
 
-class GroupedLinear(nn.Module):
-    """One linear map per expert, without bias: rows of expert e are multiplied by ``weight[e].T``.
-
-    Args:
-        num_experts: E.
-        in_features: K.
-        out_features: N.
-        dtype: of the weight, torch's default when None.
-        device: of the weight, torch's default when None.
-
-    Attributes:
-        weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        sizes = dict(num_experts=num_experts, in_features=in_features, out_features=out_features)
-        for name, size in sizes.items():
-            _require_positive(name, size)
-        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N); rows past ``offsets[-1]`` are undefined.
-
-        Raises:
-            ValueError: x or offsets has the wrong rank, size, dtype or device.
-        """
-        _check_rows(x, offsets, self.weight)
-        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-
-
-class SwiGLU(nn.Module):
-    """Dense feed-forward block: ``down_proj(silu(gate_proj(x)) * up_proj(x))``, (..., H) -> (..., H)."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        options: dict[str, Any] = dict(bias=False, dtype=dtype, device=device)
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class GroupedSwiGLU(nn.Module):
-    """The experts of a layer: `SwiGLU` with one set of weights per expert.
-
-    Args:
-        num_experts: E.
-        hidden_size: H.
-        intermediate_size: I.
-        dtype: of the weights.
-        device: of the weights.
-    """
-
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__()
-        options: dict[str, Any] = dict(dtype=dtype, device=device)
-        self.gate_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)
-        self.up_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)
-        self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, **options)
-
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
-        return self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Llama4MoEConfig:
     """Sizes of a `Llama4MoE`.
 
     Attributes:
         hidden_size: H.
         intermediate_size: I of each routed expert, and of each shared one.
-        num_routed_experts: E.
+        num_experts: E, the routed experts. `num_routed_experts`, its name in version 0.1, stays valid as a keyword and
+            as an attribute.
         num_shared_experts: experts that see every token, run as one of num_shared_experts * I; 0 for none.
         top_k: routed experts per token.
 
     Raises:
-        ValueError: a size is not positive, or top_k exceeds num_routed_experts.
+        TypeError: num_experts is missing.
+        ValueError: a size is not positive, top_k exceeds num_experts, or num_experts is given by both names.
     """
 
     hidden_size: int
     intermediate_size: int
-    num_routed_experts: int
+    num_experts: int
     num_shared_experts: int = 1
     top_k: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            _require_positive(field.name, getattr(self, field.name), least=int(field.name != "num_shared_experts"))
-        if self.top_k > self.num_routed_experts:
-            raise ValueError(f"top_k: got {self.top_k}, wanted at most num_routed_experts = {self.num_routed_experts}")
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int | None = None,
+        num_shared_experts: int = 1,
+        top_k: int = 1,
+        *,
+        num_routed_experts: int | None = None,
+    ) -> None:
+        if num_experts is not None and num_routed_experts is not None:
+            raise ValueError(
+                f"num_experts: got {num_experts} and num_routed_experts={num_routed_experts}, wanted num_experts alone:"
+                " num_routed_experts is its old name"
+            )
+        experts = num_routed_experts if num_experts is None else num_experts
+        if experts is None:
+            raise TypeError("num_experts: got none, wanted the number of routed experts")
+        sizes = (hidden_size, intermediate_size, experts, num_shared_experts, top_k)
+        for field, size in zip(fields(self), sizes, strict=True):
+            require_at_least(int(field.name != "num_shared_experts"), field.name, size)
+            object.__setattr__(self, field.name, size)
+        if top_k > experts:
+            raise ValueError(f"top_k: got {top_k}, wanted at most num_experts = {experts}")
+
+    @property
+    def num_routed_experts(self) -> int:
+        """`num_experts`, by its name in version 0.1."""
+        return self.num_experts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of version 0.1 have num_routed_experts.
+        state = dict(state)
+        if "num_routed_experts" in state:
+            state["num_experts"] = state.pop("num_routed_experts")
+        self.__dict__.update(state)
 
 
 class Llama4MoE(nn.Module):
@@ -185,7 +108,7 @@ class Llama4MoE(nn.Module):
         super().__init__()
         self.config = config
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        self.num_experts, self.top_k = config.num_routed_experts, config.top_k
+        self.num_experts, self.top_k = config.num_experts, config.top_k
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.router = nn.Linear(hidden, self.num_experts, bias=False, **options)
         self.routed_experts = GroupedSwiGLU(self.num_experts, hidden, intermediate, **options)
@@ -193,7 +116,7 @@ class Llama4MoE(nn.Module):
         self.shared_expert: SwiGLU | None = SwiGLU(hidden, shared * intermediate, **options) if shared else None
 
     @classmethod
-    def from_transformers(cls, module: Llama4TextMoe) -> Llama4MoE:
+    def from_transformers(cls, module: nn.Module) -> Self:
         """Copies the weights of a transformers `Llama4TextMoe` exactly.
 
         Raises:
@@ -201,37 +124,10 @@ class Llama4MoE(nn.Module):
             ValueError: its activation is not SiLU, or its forward or that of one of its parts was replaced.
             ImportError: transformers is missing.
         """
-        try:
-            from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
-        except ImportError as error:
-            raise ImportError(
-                "from_transformers needs transformers: pip install 'thunder_moe[transformers]'"
-            ) from error
-        from thunder_moe.replaceable import has_own_forward
+        # Lazily, and the only import upwards of nn: this constructor is public, its code knows transformers' classes.
+        from thunder_moe.integrations.huggingface.llama4 import copy_llama4_moe
 
-        if type(module) is not Llama4TextMoe:
-            raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
-        for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):
-            if not has_own_forward(part):
-                raise ValueError(f"{name}: its forward was replaced, wanted that of {type(part).__name__}")
-        probes = torch.linspace(-10, 10, 41, device="cpu", dtype=torch.float32)
-        for name, act_fn in (
-            ("experts.act_fn", module.experts.act_fn),
-            ("shared_expert.activation_fn", module.shared_expert.activation_fn),
-        ):
-            if not torch.allclose(act_fn(probes), F.silu(probes)):
-                raise ValueError(f"module.{name}: got {act_fn}, wanted SiLU")
-        gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
-        experts, intermediate, hidden = down.shape
-        config = Llama4MoEConfig(hidden, intermediate, experts, top_k=module.top_k)
-        moe = cls(config, dtype=down.dtype, device=down.device)
-        gate, up = gate_up.chunk(2, -1)
-        state = {f"shared_expert.{name}": tensor for name, tensor in module.shared_expert.state_dict().items()}
-        state |= {"router.weight": module.router.weight, "routed_experts.down_proj.weight": down.mT}
-        state |= {"routed_experts.gate_proj.weight": gate.mT, "routed_experts.up_proj.weight": up.mT}
-        moe.load_state_dict(state)
-        moe.requires_grad_(down.requires_grad)
-        return moe.train(module.training)
+        return copy_llama4_moe(module, cls)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H).
@@ -260,23 +156,3 @@ class Llama4MoE(nn.Module):
         inverse_M = invert(order_M)
         out_MH = self.routed_experts(rows_MH, offsets_E)[inverse_M]
         return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)
-
-
-def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:
-    """The checks of `GroupedLinear.forward`; conditions on sizes and dtypes alone, so that compilers trace through."""
-    experts, _, k = weight.shape
-    require(x.ndim == 2 and x.shape[1] == k, "x", x, f"shape (rows, in_features = {k})")
-    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
-    require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
-    # While Thunder traces, a dtype is one of its own; its symbol for the grouped GEMM checks it then.
-    require(
-        offsets.dtype == torch.int32 or not isinstance(offsets.dtype, torch.dtype), "offsets", offsets, "dtype int32"
-    )
-    wanted = f"shape ({experts},), one row end per expert"
-    require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
-    require(offsets.device == x.device, "offsets", offsets, f"device {x.device}, that of x")
-
-
-def _require_positive(name: str, size: int, *, least: int = 1) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < least:
-        raise ValueError(f"{name}: got {size!r}, wanted an integer of at least {least}")

@@ -1,18 +1,28 @@
-"""Llama 4's Mixture-of-Experts layer with routing: stock transformers runs all of its experts on all tokens.
-Called by integrations.transformers and integrations.thunder_llama4; imports transformers' modelling file of Llama 4.
+"""Llama 4's Mixture-of-Experts layer with routing (stock transformers runs all experts on all tokens), and its copy as
+a `Llama4MoE`. Called by families, thunder_llama4 and nn.llama4; calls nn and routing, and imports transformers' file of
+Llama 4.
 """
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
+from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.replaceable import has_own_forward
 from thunder_moe.routing import invert, sort_by_expert
 
-__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "run_routed"]
+try:
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+except ImportError as error:
+    raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
+
+__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "copy_llama4_moe", "run_routed"]
+
+Moe = TypeVar("Moe", bound=Llama4MoE)
 
 
 class RoutedLlama4TextMoe(Llama4TextMoe):
@@ -55,3 +65,35 @@ def check_layer(layer: nn.Module) -> None:
         raise TypeError(f"model: Llama 4's experts hang in a {type(layer).__name__}, wanted Llama4TextMoe")
     if not has_own_forward(layer):
         raise TypeError("model: the forward of a Llama4TextMoe was replaced, wanted its own, which routing replaces")
+
+
+def copy_llama4_moe(module: nn.Module, moe_class: type[Moe]) -> Moe:
+    """`Llama4MoE.from_transformers`, which has the documentation.
+
+    Args:
+        module: a `Llama4TextMoe`.
+        moe_class: what to make, `Llama4MoE` or a subclass.
+    """
+    if type(module) is not Llama4TextMoe:
+        raise TypeError(f"module: got {type(module).__name__}, wanted transformers' Llama4TextMoe")
+    for name, part in (("module", module), *((f"module.{name}", part) for name, part in module.named_children())):
+        if not has_own_forward(part):
+            raise ValueError(f"{name}: its forward was replaced, wanted that of {type(part).__name__}")
+    probes = torch.linspace(-10, 10, 41, device="cpu", dtype=torch.float32)
+    for name, act_fn in (
+        ("experts.act_fn", module.experts.act_fn),
+        ("shared_expert.activation_fn", module.shared_expert.activation_fn),
+    ):
+        if not torch.allclose(act_fn(probes), F.silu(probes)):
+            raise ValueError(f"module.{name}: got {act_fn}, wanted SiLU")
+    gate_up, down = module.experts.gate_up_proj, module.experts.down_proj  # (E, H, 2I), (E, I, H)
+    experts, intermediate, hidden = down.shape
+    config = Llama4MoEConfig(hidden, intermediate, experts, top_k=module.top_k)
+    moe = moe_class(config, dtype=down.dtype, device=down.device)
+    gate, up = gate_up.chunk(2, -1)
+    state = {f"shared_expert.{name}": tensor for name, tensor in module.shared_expert.state_dict().items()}
+    state |= {"router.weight": module.router.weight, "routed_experts.down_proj.weight": down.mT}
+    state |= {"routed_experts.gate_proj.weight": gate.mT, "routed_experts.up_proj.weight": up.mT}
+    moe.load_state_dict(state)
+    moe.requires_grad_(down.requires_grad)
+    return moe.train(module.training)
