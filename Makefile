@@ -9,7 +9,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all lint bench test-matrix clean
+.PHONY: demo test test-all lint docs bench test-matrix clean
 
 demo: .venv/installed-bench
 	$(BIN)/python examples/llama4_moe_text.py
@@ -24,6 +24,10 @@ lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, into build/site; a warning is an error. Needs Python 3.11.
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed-bench
 	$(BIN)/python benchmarks/bench_grouped_mm.py

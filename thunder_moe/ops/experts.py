@@ -43,7 +43,9 @@ def moe_experts(
         gate_up_bias: (E, 2I).
         down_bias: (E, H).
         weight_on_input: the weights multiply the experts' input (Llama 4), not their output.
-        alpha, limit, up_shift: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        limit: likewise.
+        up_shift: likewise.
 
     Returns:
         (T, H) in the dtype of hidden_states.

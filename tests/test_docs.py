@@ -1,0 +1,90 @@
+"""Runs the Python code of README.md and of docs/, and checks the links and the `make` targets that the pages name.
+Called by pytest; calls what the pages call.
+
+The ```python blocks of a page run in order in one namespace, in an empty working directory. A block is left out only
+when the line above it is an HTML comment `<!-- not run: why -->`; `NOT_RUN` counts those of each page. torch.compile
+runs its graphs as they are ("eager" in the place of inductor, which takes seconds per graph and is tested elsewhere).
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+# Blocks that need a GPU, a download, or a package that `pip install -e '.[test]'` does not install.
+NOT_RUN = {"thunder.md": 1, "torch_compile.md": 1}
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+_LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)")
+
+
+def blocks(page: Path) -> list[tuple[int, str, str | None]]:
+    """(line, code, why it is not run or None) of each Python block of a page."""
+    text = page.read_text()
+    return [(text.count("\n", 0, match.start("code")), match["code"], match["why"]) for match in _BLOCK.finditer(text)]
+
+
+PAGES_WITH_CODE = [page for page in PAGES if any(why is None for _, _, why in blocks(page))]
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch):
+    """torch.compile without inductor: the graphs that a backend makes run as they are."""
+    compile_ = torch.compile
+
+    @functools.wraps(compile_)
+    def without_inductor(*args, backend="inductor", mode=None, options=None, **kwargs):
+        if backend == "thunder_moe":
+            options = {"thunder_moe.inner": "eager", **(options or {})}
+        elif backend == "inductor":
+            backend, options = "eager", None
+        return compile_(*args, backend=backend, options=options, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", without_inductor)
+
+
+@pytest.mark.filterwarnings("default::thunder_moe.compilers.report.RewriteWarning")  # pages train, too
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+def test_code_of_a_page_runs(page, eager_graphs, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for line, code, why in blocks(page):
+        if why is None:
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+def test_pages_with_code_are_found():
+    assert {"README.md", "quickstart.md"} <= {page.name for page in PAGES_WITH_CODE}
+
+
+def test_blocks_that_are_not_run_are_counted():
+    left_out = {page.name: sum(why is not None for _, _, why in blocks(page)) for page in PAGES}
+    assert {name: count for name, count in left_out.items() if count} == NOT_RUN
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_have_targets(page):
+    for link in _LINK.findall(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ +(.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_make_targets_of_a_page_exist(page):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"(?:`|^)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", page.read_text(), re.MULTILINE)
+    assert set(named) <= targets
