@@ -30,9 +30,9 @@ docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed-bench
-	$(BIN)/python benchmarks/bench_grouped_mm.py
-	$(BIN)/python benchmarks/bench_moe_layer.py
-	$(BIN)/python benchmarks/bench_compile_overhead.py
+	$(BIN)/python -m benchmarks gemm
+	$(BIN)/python -m benchmarks layer
+	$(BIN)/python -m benchmarks compile
 
 # Random programs, compiled and eager: one after the other with each compiler.
 #   PROGRAMS, SEED  how many per compiler, and the first one's seed

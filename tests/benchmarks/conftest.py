@@ -1,22 +1,23 @@
-"""Imports of benchmarks/, which is no package, on one thread and with limits that are measured in no time.
-Called by pytest; calls benchmarks/roofline.py.
+"""The benchmarks on one thread, with limits that take no time to measure. Without matplotlib nothing is collected.
+Called by pytest; calls benchmarks/harness/roofline.py.
 """
 
-import importlib
-import pathlib
+import importlib.util
 
 import pytest
 import torch
 
-BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+if importlib.util.find_spec("matplotlib") is None:
+    collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of benchmarks/. One thread: on a busy machine two wait for each other."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setitem(importlib.import_module("roofline").SIZES, "cpu", (2**20, 64))
+@pytest.fixture(autouse=True)
+def _small_and_on_one_thread(monkeypatch):
+    """On a busy machine two threads wait for each other."""
+    from benchmarks.harness import roofline
+
+    monkeypatch.setitem(roofline.SIZES, "cpu", (2**20, 64))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield importlib.import_module
+    yield
     torch.set_num_threads(threads)

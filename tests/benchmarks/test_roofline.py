@@ -1,5 +1,5 @@
-"""Shares of the roofline: limits, floors, means, the peers' file, and what bench_grouped_mm.py makes of them.
-Called by pytest; calls benchmarks/roofline.py, report.py and bench_grouped_mm.py.
+"""Shares of the roofline: limits, floors, means, the peers' file, and how the gemm suite reports them.
+Called by pytest; calls benchmarks/harness/{roofline,report}.py and suites/{gemm,roofline}.py.
 """
 
 import json
@@ -8,18 +8,16 @@ import pathlib
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-RUN = ["--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05", "--backends", "reference"]
+from benchmarks.__main__ import main
+from benchmarks.harness import report, roofline
+from benchmarks.harness.timing import Timing
+
+RUN = ["gemm", "--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05", "--backends", "reference"]
 PEERS = [
     dict(shape="a", gemm="gate_up", tokens=1, active=1, bf16=20.0, marlin=10.0, ours=5.0, ours_rel_error=0.1, floor=4),
     dict(shape="b", gemm="gate_up", tokens=1, bf16=20.0, marlin=40.0, ours=5.0, humming=None, floor=1.0),
     dict(shape="a", gemm="down", tokens=8, ogs=4.0, floor=3.0),
 ]
-
-
-@pytest.fixture
-def roofline(load):
-    return load("roofline")
 
 
 @pytest.fixture
@@ -32,15 +30,14 @@ def peers_file(tmp_path):
     return write
 
 
-def test_limits_are_bytes_and_operations_over_medians(load, roofline, monkeypatch):
-    timing = load("timing").Timing
+def test_limits_are_bytes_and_operations_over_medians(monkeypatch):
     seconds = {"read": 0.5, "torch.bfloat16": 0.25, "torch.float32": 0.125}
     results = {}
 
     def measure(functions, *, device, rounds):
         results.update({name: function() for name, function in functions.items()})
         assert (device, rounds) == (torch.device("cpu"), 7)
-        return {name: timing(seconds[name], (0, 1), 3, "fake") for name in functions}
+        return {name: Timing(seconds[name], (0, 1), 3, "fake") for name in functions}
 
     monkeypatch.setattr(roofline, "measure", measure)
     limits = roofline.Limits.measured(torch.device("cpu"), rounds=7)
@@ -50,14 +47,14 @@ def test_limits_are_bytes_and_operations_over_medians(load, roofline, monkeypatc
     assert str(roofline.Limits(4.5e12, 750e12)) == "measured limits: read 4,500 GB/s, dense product 750 TFLOP/s"
 
 
-def test_the_floor_is_the_larger_of_traffic_and_operations(roofline):
+def test_the_floor_is_the_larger_of_traffic_and_operations():
     gemm = dict(experts=2, n=32, k=16, rows=3, outputs=16)
     # 2 x 32 x 16 weights of 4.5 bits, and 3 rows of 16 values in and 16 out of 2 bytes each
     assert roofline.Limits(1.0, 1e9).floor_seconds(**gemm) == 576 + 192
     assert roofline.Limits(1e9, 1.0).floor_seconds(**gemm) == 2 * 3 * 32 * 16
 
 
-def test_summary_is_the_geometric_mean_of_all_and_of_each_gemm(roofline):
+def test_summary_is_the_geometric_mean_of_all_and_of_each_gemm():
     def row(shape, gemm, tokens, faster, share):
         return dict(shape=shape, gemm=gemm, tokens=tokens, times_faster={"cuda": faster},
                     floor_share={"bf16": 0.25, "cuda": share})  # fmt: skip
@@ -77,7 +74,7 @@ def test_summary_is_the_geometric_mean_of_all_and_of_each_gemm(roofline):
     assert panels["a"]["cuda"] == [(1, pytest.approx(100 * 0.08**0.5)), (8, pytest.approx(50))]
 
 
-def test_peers_are_read_with_their_own_floor(roofline, peers_file):
+def test_peers_are_read_with_their_own_floor(peers_file):
     peers = roofline.read_peers(peers_file(PEERS))
     first, _, ogs = roofline.summary(peers, "tokens")[:2] + peers[2:]
     assert first["times_faster"] == pytest.approx({"Marlin (vLLM)": 1, "thunder_moe": 4})
@@ -89,16 +86,16 @@ def test_peers_are_read_with_their_own_floor(roofline, peers_file):
     assert list(panels["GEMM alone, down, geometric mean"]) == ["matmul_ogs (triton_kernels)"]
 
 
-def test_a_peers_file_is_drawn_by_itself(roofline, peers_file, capsys, tmp_path):
+def test_a_peers_file_is_drawn_by_itself(peers_file, capsys, tmp_path):
     file = peers_file(PEERS)
-    assert roofline.main([file]) == roofline.summary(roofline.read_peers(file), "tokens")
+    assert main(["roofline", file]) == roofline.summary(roofline.read_peers(file), "tokens")
     image = pathlib.Path(file).with_suffix(".png")
     assert image.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert str(image) in printed
     assert "Marlin (vLLM) is missing in 1 of 3 rows" in printed
     with pytest.raises(SystemExit):
-        roofline.main([str(tmp_path / "none.json")])
+        main(["roofline", str(tmp_path / "none.json")])
     assert "none.json" in capsys.readouterr().err
 
 
@@ -118,39 +115,39 @@ def test_a_peers_file_is_drawn_by_itself(roofline, peers_file, capsys, tmp_path)
         ([{**PEERS[0], "bf16": float("nan")}], "bf16: got nan"),
     ],
 )
-def test_bad_peers_are_named(load, capsys, peers_file, content, message):
+def test_bad_peers_are_named(capsys, peers_file, content, message):
     with pytest.raises(SystemExit):
-        load("bench_grouped_mm").main([*RUN, "--tokens", "1", "--peers", peers_file(content)])
+        main([*RUN, "--tokens", "1", "--peers", peers_file(content)])
     error = capsys.readouterr().err
     assert "argument --peers: " in error
     assert message in error
 
 
-def test_peers_need_a_file_and_tokens(load, capsys, peers_file, tmp_path):
+def test_peers_need_a_file_and_tokens(capsys, peers_file, tmp_path):
     for arguments, message in (
         (["--tokens", "1", "--peers", str(tmp_path / "none.json")], "No such file"),
         (["--rows-per-expert", "1", "--peers", peers_file(PEERS)], "wanted --tokens too"),
     ):
         with pytest.raises(SystemExit):
-            load("bench_grouped_mm").main([*RUN, *arguments])
+            main([*RUN, *arguments])
         error = capsys.readouterr().err
         assert "argument --peers: " in error
         assert message in error
 
 
-def test_grouped_mm_reports_shares_of_the_floor(load, roofline, tmp_path, capsys, monkeypatch, peers_file):
+def test_gemm_reports_shares_of_the_floor(tmp_path, capsys, monkeypatch, peers_file):
     limits = roofline.Limits(1e9, 1e10)
     monkeypatch.setattr(roofline.Limits, "measured", lambda device, **how: limits)
-    benchmark, drawn = load("bench_grouped_mm"), {}
+    drawn = {}
 
     def plot_lines(path, panels, **options):
         drawn.update(panels)
-        return load("report").plot_lines(path, panels, **options)
+        return report.plot_lines(path, panels, **options)
 
     monkeypatch.setattr(roofline, "plot_lines", plot_lines)
     arguments = ["--gemms", "gate_up,gate_up_swiglu", "--tokens", "2", "--output", str(tmp_path)]
-    rows = benchmark.main([*RUN, *arguments, "--peers", peers_file(PEERS)])
-    content = json.loads((tmp_path / "bench_grouped_mm_cpu.json").read_text())
+    rows = main([*RUN, *arguments, "--peers", peers_file(PEERS)])
+    content = json.loads((tmp_path / "gemm_cpu.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert (content["read_bytes_per_second"], content["flops_per_second"]) == (1e9, 1e10)
     for row, outputs in zip(rows, (512, 256), strict=True):
@@ -165,7 +162,7 @@ def test_grouped_mm_reports_shares_of_the_floor(load, roofline, tmp_path, capsys
     both = content["summary"][0]["floor_share"]["reference"]
     assert both**2 == pytest.approx(rows[0]["floor_share"]["reference"] * rows[1]["floor_share"]["reference"])
     assert content["peers"] == roofline.summary(roofline.read_peers(peers_file(PEERS)), "tokens")
-    assert (tmp_path / "bench_grouped_mm_cpu_roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "gemm_cpu_roofline.png").read_bytes().startswith(b"\x89PNG")
     assert list(drawn)[:3] == ["small", "geometric mean", "GEMM alone, geometric mean"]
     assert drawn["geometric mean"]["reference"] == [(2, pytest.approx(100 * both))]
     printed = capsys.readouterr().out

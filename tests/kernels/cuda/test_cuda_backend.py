@@ -309,7 +309,7 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("layout", cuda_configs.LAYOUTS)
 def test_each_layout_was_measured(layout, swiglu):
-    """What benchmarks/tune_cuda.py has measured of one layout does not drive out what it has of another."""
+    """What benchmarks/suites/tune.py has measured of one layout does not drive out what it has of another."""
     rows = [point.rows for point, _ in cuda_configs._measured((9, 0), swiglu, layout)]
     assert len(rows) >= 24
     assert min(rows) == 1

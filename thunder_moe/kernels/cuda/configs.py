@@ -1,5 +1,5 @@
 """Which CUDA kernel runs a grouped GEMM, with which tile sizes: measured where it was measured, else by rule.
-Called by kernels.cuda and by benchmarks/tune_cuda.py, which writes configs.json beside this file.
+Called by kernels.cuda and by benchmarks/suites/tune.py, which writes configs.json beside this file.
 """
 
 from __future__ import annotations

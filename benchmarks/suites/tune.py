@@ -1,9 +1,9 @@
-"""Measures which configuration of the CUDA kernels is fastest where, and writes thunder_moe/kernels/cuda/configs.json.
-Called from the command line on a machine with a GPU; calls kernels.cuda, and timing, report and shapes beside it.
+"""Measures the fastest configuration of the CUDA kernels per shape, and writes thunder_moe/kernels/cuda/configs.json.
+Called by `python -m benchmarks tune` on a machine with a GPU; calls kernels.cuda and benchmarks/harness.
 
-Every candidate's result is compared with bf16 torch._grouped_mm on the dequantised weights before it is timed. Its time
-is the geometric mean over some random routings: how many tiles there are decides how evenly blocks share them. Entries
-of other devices and layouts stay in the file.
+Every candidate's result is compared with bf16 torch._grouped_mm on the dequantized weights before it is timed. Its time
+is the geometric mean over several random routings, because the number of tiles decides how evenly the blocks share
+them. Entries of other devices and layouts stay in the file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_grouped_mm import Load
-from report import comma_list, one_of, parser, positive, relative_error
-from shapes import CUDA_SHAPES
-from timing import environment, measure
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.harness.report import comma_list, one_of, parser, positive, relative_error
+from benchmarks.harness.shapes import CUDA_SHAPES, Load
+from benchmarks.harness.timing import environment, measure
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
@@ -33,24 +32,24 @@ from thunder_moe.kernels.cuda.configs import LAYOUTS, MEASURED, GemmConfig, Poin
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
-WORTH_SHARING = 0.02  # of the time: what sharing tiles has to gain, which depends on how many there are
+WORTH_SHARING = 0.02  # least relative gain for which blocks share tiles: the gain varies with the number of tiles
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Times all candidates at all points and writes the fastest of each.
+def main(argv: Sequence[str]) -> None:
+    """Times all candidates at all points and writes the fastest one of each point.
 
     Args:
-        argv: command-line arguments, those of the process when None.
+        argv: the arguments behind the subcommand.
 
     Raises:
         RuntimeError: a candidate computes something wrong.
     """
-    result = parser(__doc__ or "")
+    result = parser("tune", __doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
     result.add_argument("--layouts", type=comma_list(one_of(LAYOUTS)), default=list(LAYOUTS), help=f"of: {LAYOUTS}")
-    result.add_argument("--routings", type=positive, default=2, help="random ones of each (default: %(default)s)")
-    result.add_argument("--file", type=Path, default=MEASURED, help="where to write (default: %(default)s)")
+    result.add_argument("--routings", type=positive, default=2, help="random routings per point (default: %(default)s)")
+    result.add_argument("--file", type=Path, default=MEASURED, help="file to write (default: %(default)s)")
     args = result.parse_args(argv)
     capability = torch.cuda.get_device_capability()
     entries: list[dict[str, Any]] = []
@@ -89,7 +88,7 @@ def _fastest(
     capability: tuple[int, int],
     args: argparse.Namespace,
 ) -> tuple[Point, GemmConfig, float]:
-    """The point that the loads are, the configuration that is fastest there, and its seconds."""
+    """The point of the loads, the fastest configuration there, and its seconds."""
     experts, n, k = weight.shape
     rows = loads[0].rows
     live = min(rows, experts)
@@ -122,7 +121,7 @@ def _fastest(
 
 
 def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
-    """Compiles the kernels side by side, so that the first calls find them in the cache."""
+    """Compiles the kernels in parallel into the cache, where the first calls find them."""
     capability = torch.cuda.get_device_capability()
 
     def one(config: Any) -> None:
@@ -130,7 +129,3 @@ def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
 
     with ThreadPoolExecutor() as pool:
         list(tqdm(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))
-
-
-if __name__ == "__main__":
-    main()

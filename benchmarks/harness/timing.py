@@ -1,16 +1,17 @@
-"""The timing protocol of the benchmarks (`measure`, `measure_back_to_back`) and what it ran on (`environment`).
-Called by the bench_*.py scripts; calls torch.
+"""The timing protocol of the benchmarks (`measure`, `measure_back_to_back`) and a description of the machine.
+Called by benchmarks/suites and harness/roofline.py; calls torch.
 
-Candidates of a comparison run side by side: a round calls each of them once, in an order that is shuffled anew, so
-that a machine that slows down slows all of them down. The median over the rounds is reported.
+The candidates of a comparison are interleaved: a round calls each of them once, in a newly shuffled order, so that a
+machine that slows down slows all of them down. The median over the rounds is reported.
 
-CPU:   warm-up -> rounds, each call timed by time.perf_counter; caches as the candidate before left them.
-CUDA:  warm-up -> CUDA graph -> rounds, each replay between two events behind a flush of the L2 cache. What cannot be
-       captured is timed as plain calls, and its `Timing.method` says so; so is what replays CUDA graphs of its own
-       (torch.compile with mode="reduce-overhead"), without a try. The host prepares such a call while the device still
-       flushes, so that only launch overhead beyond the flush counts (H200: some 60 us).
+CPU:   warm-up -> rounds, each call timed by time.perf_counter; caches are as the previous candidate left them.
+CUDA:  warm-up -> CUDA graph -> rounds, each replay between two events after a flush of the L2 cache. A candidate that
+       cannot be captured is timed as plain calls, and its `Timing.method` says so; a candidate that replays CUDA graphs
+       of its own (torch.compile with mode="reduce-overhead") is timed as plain calls without a capture. The host
+       prepares such a call while the device still flushes, so that only launch overhead beyond the flush counts (H200:
+       about 60 us).
 
-`measure_back_to_back` times many calls in a row, caches as the call before left them: nothing is flushed or captured.
+`measure_back_to_back` times many calls in a row, caches are as the previous call left them: no flush, no capture.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from statistics import quantiles
 from typing import Any
@@ -43,7 +44,7 @@ _FLUSH_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Timing:
-    """What one candidate took.
+    """The time of one candidate.
 
     Attributes:
         median: seconds per call.
@@ -60,7 +61,7 @@ class Timing:
 
 
 def measure(
-    functions: dict[str, Callable[[], Any]],
+    functions: Mapping[str, Callable[[], Any]],
     *,
     device: torch.device | str = "cpu",
     warmup: int = 3,
@@ -70,16 +71,16 @@ def measure(
     slow: float = 2.5,
     own_graphs: Collection[str] = (),
 ) -> dict[str, Timing]:
-    """Times candidates side by side.
+    """Times candidates, interleaved.
 
     Args:
         functions: name -> the call to time, without arguments. Its output is dropped.
         device: where they run.
-        warmup: untimed calls of each, cut short by the budget.
-        rounds: at most so many timed calls of each.
-        min_rounds: at least so many, whatever the budget.
-        budget: seconds after which a candidate leaves the rounds; the others go on.
-        slow: seconds; a candidate whose first warm-up call takes longer takes no part, that call is its Timing.
+        warmup: untimed calls of each candidate, fewer where they exceed the budget.
+        rounds: most timed calls of each candidate.
+        min_rounds: least timed calls of each candidate, regardless of the budget.
+        budget: seconds after which a candidate is not called any more; the others go on.
+        slow: seconds; a candidate whose first warm-up call takes longer is not timed again, that call is its Timing.
         own_graphs: names of candidates that replay CUDA graphs of their own: timed as plain calls.
 
     Returns:
@@ -107,21 +108,21 @@ def measure(
 
 
 def measure_back_to_back(
-    functions: dict[str, Callable[[], Any]],
+    functions: Mapping[str, Callable[[], Any]],
     *,
     device: torch.device | str = "cpu",
     calls: int = 100,
     rounds: int = 20,
     budget: float = 2.0,
 ) -> dict[str, Timing]:
-    """Times candidates in a steady state: each of a round's timings is a mean of calls of one candidate in a row.
+    """Times candidates in the steady state: each timing of a round is the mean of many calls of one candidate in a row.
 
     Args:
         functions: name -> the call to time, without arguments. Its output is dropped.
-        device: where they run; on CUDA the calls lie between two events and nothing else waits for the device.
-        calls: timed in a row, behind a tenth as many that are not.
-        rounds: at most so many timings of each, at least 3.
-        budget: seconds after which a candidate leaves the rounds; the others go on.
+        device: where they run; on CUDA the calls lie between two events, without a synchronisation between them.
+        calls: timed calls in a row, after a tenth as many untimed ones.
+        rounds: most timings of each candidate, at least 3.
+        budget: seconds after which a candidate is not called any more; the others go on.
 
     Returns:
         name -> Timing, seconds per call.
@@ -142,19 +143,19 @@ def _seconds_in_a_row(function: Callable[[], Any], device: torch.device, calls: 
         for _ in range(calls):
             function()
         return (time.perf_counter() - start_seconds) / calls
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = _events()
     start.record()
     for _ in range(calls):
         function()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3 / calls
+    return float(start.elapsed_time(end)) * 1e-3 / calls
 
 
 def _run_rounds(
-    clocks: dict[str, Callable[[], float]], rounds: int, min_rounds: int, budget: float
+    clocks: Mapping[str, Callable[[], float]], rounds: int, min_rounds: int, budget: float
 ) -> dict[str, list[float]]:
-    """Each clock runs its candidate once and returns the seconds. The budget is wall time, flushes included."""
+    """Seconds of every timed call. Each clock runs its candidate once; the budget is wall time, flushes included."""
     seconds: dict[str, list[float]] = {name: [] for name in clocks}
     spent = dict.fromkeys(clocks, 0.0)
     order = random.Random(0)
@@ -177,7 +178,7 @@ def _summary(seconds: list[float], method: str) -> Timing:
 
 
 def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budget: float, slow: float) -> float:
-    """Up to `calls` calls within the budget, one alone if it is slow; the seconds of the first."""
+    """Makes up to `calls` calls within the budget, only one if it is slow; returns the seconds of the first."""
     seconds: list[float] = []
     while len(seconds) < calls and sum(seconds) < budget and sum(seconds) <= slow:
         start = time.perf_counter()
@@ -189,7 +190,7 @@ def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budg
 
 
 def _clock(function: Callable[[], Any], device: torch.device, own_graph: bool) -> tuple[Callable[[], float], str]:
-    """What runs a candidate once and returns the seconds, and the method's name."""
+    """A function that runs a candidate once and returns the seconds, and the name of the method."""
     if device.type != "cuda":
         return functools.partial(_cpu_seconds, function), "perf_counter"
     if own_graph:
@@ -198,7 +199,7 @@ def _clock(function: Callable[[], Any], device: torch.device, own_graph: bool) -
     try:
         with torch.cuda.graph(graph):
             function()
-    except Exception as error:  # whatever a capture forbids: the result names it
+    except Exception as error:  # any operation that a capture forbids: the method names it
         torch.cuda.synchronize()
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return functools.partial(_cuda_seconds, function), f"cuda events (not captured: {reason[:120]})"
@@ -212,13 +213,18 @@ def _cpu_seconds(function: Callable[[], Any]) -> float:
 
 
 def _cuda_seconds(run: Callable[[], Any]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = _events()
     _flush_buffer().zero_()
     start.record()
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) * 1e-3
+    return float(start.elapsed_time(end)) * 1e-3
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    make: Callable[..., torch.cuda.Event] = torch.cuda.Event  # its constructor has no annotations
+    return make(enable_timing=True), make(enable_timing=True)
 
 
 @functools.cache
@@ -227,7 +233,7 @@ def _flush_buffer() -> torch.Tensor:
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """What a result depends on: machine, its load by others and us, versions, commit, command line."""
+    """What a result depends on: machine and its load, versions, commit, command line, date."""
     device = torch.device(device)
     machine: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     if hasattr(os, "getloadavg"):
@@ -267,11 +273,11 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, "+changes" behind it when files differ; None outside of git."""
+    """The commit of this checkout, followed by "+changes" when files differ; None outside of git."""
     root = pathlib.Path(__file__).resolve().parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        # The results themselves are no change of what was measured.
+        # New results do not change the code that was measured.
         changes = subprocess.run(
             ["git", "status", "--porcelain", "--", ":/", ":/!benchmarks/results"],
             cwd=root, capture_output=True, text=True, check=True,

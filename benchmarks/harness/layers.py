@@ -1,5 +1,5 @@
-"""The columns of the layer benchmarks: a Llama4MoE layer and what runs it, checked before anything is timed.
-Called by bench_moe_layer.py and bench_compile_overhead.py; calls thunder_moe and torch.compile, and report beside it.
+"""Variants of a Llama4MoE layer (eager or compiled, bf16 or NVFP4) and the check of their results before timing.
+Called by suites/{layer,compile,nvfuser}.py; calls thunder_moe, torch.compile and harness/report.py.
 
 On CUDA torch.compile runs with mode="reduce-overhead": it captures CUDA graphs of its own, in three calls.
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from report import relative_error
-from shapes import MoEShape
 from torch import Tensor, nn
 
+from benchmarks.harness.report import relative_error
+from benchmarks.harness.shapes import MoEShape
 from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, rewrite_report
 
 __all__ = ["EXPERT_GEMMS", "TOLERANCE", "Variant", "build", "check", "hidden_states"]
@@ -26,13 +26,13 @@ EXPERT_GEMMS = 3  # gate, up, down
 
 @dataclass(frozen=True)
 class Variant:
-    """One column.
+    """One column of a benchmark.
 
     Attributes:
-        layer: whose weights it runs with.
-        run: "layer" and "experts" -> what runs that part.
+        layer: the layer whose weights it reads.
+        run: "layer" and "experts" -> the function that runs that part.
         nvfp4: whether its expert GEMMs read NVFP4 weights.
-        rewritten: how many of them `rewrite_report` has to call rewritten; None when no rewrite takes part.
+        rewritten: how many of them `rewrite_report` has to report as rewritten; None without a rewrite.
         grad: whether it runs with gradients enabled.
         own_graphs: whether it replays CUDA graphs of its own.
     """
@@ -63,13 +63,14 @@ class Variant:
 
     def __call__(self, part: str, *inputs: Tensor) -> Tensor:
         if self.own_graphs:
-            torch.compiler.cudagraph_mark_step_begin()  # its next output may lie where the last one lay
+            next_output_may_reuse_memory: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
+            next_output_may_reuse_memory()
         with torch.set_grad_enabled(self.grad):
             return self.run[part](*inputs)
 
 
 def build(shape: MoEShape, device: torch.device) -> Llama4MoE:
-    """The layer of a shape in bf16, with the same random weights each time."""
+    """The layer of a shape in bf16; its random weights are the same at each call."""
     torch.manual_seed(0)
     config = Llama4MoEConfig(
         shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.num_shared_experts, shape.top_k
@@ -91,11 +92,11 @@ def check(name: str, variant: Variant, part: str, inputs: tuple[Tensor, ...], wa
         The relative error.
 
     Raises:
-        RuntimeError: it computes something else than `wanted`, or was not compiled to what its column says.
+        RuntimeError: its output differs from `wanted`, or its rewrite report is not what its column says.
     """
     with warnings.catch_warnings():
         if variant.rewritten == 0:
-            warnings.simplefilter("ignore", RewriteWarning)  # nothing rewritten is what this column wants
+            warnings.simplefilter("ignore", RewriteWarning)  # this column wants nothing rewritten
         for _ in range(3 if variant.own_graphs else 1):
             out = variant(part, *inputs)
     if variant.rewritten is not None:

@@ -1,9 +1,9 @@
-"""Times a Llama4MoE layer and its routed experts alone: eager, Thunder, torch.compile, bf16, NVFP4, against tokens.
-Called from the command line and by `make bench`; calls thunder_moe, Thunder, and timing, report, layers, shapes.
+"""Times a Llama4MoE layer and its routed experts alone by tokens: eager, Thunder, torch.compile; bf16 and NVFP4.
+Called by `python -m benchmarks layer` and `make bench`; calls thunder_moe, Thunder and benchmarks/harness.
 
     eager bf16     the layer as it is
     eager nvfp4    after thunder_moe.quantize_
-    thunder bf16   thunder.jit(layer, executors=[moe_executor]), forward only, with its experts left in 16 bits
+    thunder bf16   thunder.jit(layer, executors=[moe_executor]), forward only, its experts stay in 16 bits
     thunder nvfp4  the same call with a frozen layer, whose three expert GEMMs the executor rewrites
     compile bf16   torch.compile(layer), frozen
     compile nvfp4  torch.compile(layer, backend="thunder_moe"), frozen: three expert GEMMs rewritten
@@ -14,11 +14,11 @@ symbol: its expert weights require a gradient and gradients are enabled, which k
 requires none, and only the forward is timed. `rewrite_report` has to confirm both Thunder columns and "compile nvfp4",
 graph by graph.
 
-torch.compile makes one graph for all token counts but 1, which torch specialises on. On CUDA it runs with
+torch.compile makes one graph for all token counts but 1, which torch specializes on. On CUDA it runs with
 mode="reduce-overhead": it replays CUDA graphs of its own, which are timed as plain calls ("own graph") behind a
-flush; the benchmark captures the other columns. bench_compile_overhead.py shows what the host does around a replay.
+flush; the benchmark captures the other columns. `python -m benchmarks compile` measures the host's part of a replay.
 
-Before anything is timed, NVFP4 is compared with eager dequantised weights (`dequantize_`) and bf16 with eager bf16; a
+Before anything is timed, NVFP4 is compared with eager dequantized weights (`dequantize_`) and bf16 with eager bf16; a
 wrong result ends the run.
 """
 
@@ -31,13 +31,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from layers import EXPERT_GEMMS, TOLERANCE, Variant, build, check, hidden_states
-from report import comma_list, one_of, parser, plot, positive, save, table, timed
-from shapes import CPU_SHAPES, CUDA_SHAPES, MoEShape
-from timing import measure
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from benchmarks.harness.layers import EXPERT_GEMMS, TOLERANCE, Variant, build, check, hidden_states
+from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, save, table, timed
+from benchmarks.harness.shapes import CPU_SHAPES, CUDA_SHAPES, MoEShape
+from benchmarks.harness.timing import measure
 from thunder_moe import (
     Llama4MoE,
     dequantize_,
@@ -47,7 +47,7 @@ from thunder_moe import (
 
 import thunder  # isort: skip
 
-STEM = "bench_moe_layer"
+STEM = "layer"
 BASELINE = "eager bf16"
 PARTS = ("layer", "experts")
 TOKENS = {"cpu": [1, 8, 32, 128, 1024], "cuda": [1, 8, 32, 128, 1024, 8192]}
@@ -60,7 +60,7 @@ def _thunder(layer: Llama4MoE, *, nvfp4: bool) -> Variant:
     return Variant(layer, run, nvfp4, rewritten=EXPERT_GEMMS if nvfp4 else 0, grad=not nvfp4)
 
 
-# name -> from a copy of the bf16 layer that the column may change, and from the quantised one.
+# name -> makes the column from a copy of the bf16 layer, which it may change, and from the quantized layer.
 COLUMNS: dict[str, Callable[[Llama4MoE, Llama4MoE], Variant]] = {
     BASELINE: lambda layer, _: Variant.eager(layer, nvfp4=False),
     "thunder bf16": lambda layer, _: _thunder(layer, nvfp4=False),
@@ -72,11 +72,11 @@ COLUMNS: dict[str, Callable[[Llama4MoE, Llama4MoE], Variant]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the benchmark; prints the table, writes JSON and plot.
 
     Args:
-        argv: command-line arguments, those of the process when None.
+        argv: the arguments behind the subcommand.
 
     Returns:
         The rows of the JSON.
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    result = parser(__doc__ or "")
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    result = parser("layer", __doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), help=f"comma-separated (default: {TOKENS})")
     result.add_argument("--parts", type=comma_list(one_of(PARTS)), default=list(PARTS), help=f"of: {', '.join(PARTS)}")
     result.add_argument(
@@ -141,7 +141,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _variants(
     shape: MoEShape, columns: Sequence[str], device: torch.device
 ) -> tuple[dict[str, Variant], Variant, dict[str, int]]:
-    """The columns, the eager layer with dequantised weights that NVFP4 is compared with, and bytes of the experts."""
+    """The columns, the eager layer with dequantized weights (NVFP4's reference), and the bytes of the experts."""
     torch.compiler.reset()  # or the graphs of all shapes add up to torch's recompile limit
     layer = build(shape, device)
     quantized = quantize_(copy.deepcopy(layer))
@@ -151,7 +151,7 @@ def _variants(
 
 
 def _inputs(layer: Llama4MoE, tokens: int, device: torch.device) -> dict[str, tuple[Tensor, ...]]:
-    """Hidden states for the layer, and the rows and offsets that it gives its experts for them."""
+    """Hidden states for the layer, and the sorted rows and offsets that it passes to its experts for them."""
     x = hidden_states(layer, tokens, device)
     inputs: dict[str, tuple[Tensor, ...]] = {"layer": (x,)}
     hook = layer.routed_experts.register_forward_pre_hook(lambda _, args: inputs.update(experts=args))
@@ -164,7 +164,7 @@ def _inputs(layer: Llama4MoE, tokens: int, device: torch.device) -> dict[str, tu
 def _run(
     part: str, inputs: tuple[Tensor, ...], variants: dict[str, Variant], exact: Variant, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Compiles and checks every variant, then times them side by side."""
+    """Compiles and checks every variant, then times them interleaved."""
     wanted = {True: exact(part, *inputs), False: variants[BASELINE](part, *inputs)}
     errors = {name: check(name, variant, part, inputs, wanted[variant.nvfp4]) for name, variant in variants.items()}
     functions = {name: functools.partial(variant, part, *inputs) for name, variant in variants.items()}
@@ -182,7 +182,3 @@ def _run(
 
 def _nbytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-
-
-if __name__ == "__main__":
-    main()

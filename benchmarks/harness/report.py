@@ -1,5 +1,5 @@
-"""What the benchmarks share around the timing: command line, aligned table, JSON and plot.
-Called by the bench_*.py scripts; calls shapes, timing.environment and matplotlib.
+"""Command-line arguments, aligned tables, JSON files and plots of the benchmarks.
+Called by benchmarks/suites and harness/roofline.py; calls harness/shapes.py, timing.environment and matplotlib.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from shapes import SHAPES, MoEShape, parse_shape
-from timing import Timing, environment
+
+from benchmarks.harness.shapes import SHAPES, MoEShape, parse_shape
+from benchmarks.harness.timing import Timing, environment
 
 try:
     import matplotlib
@@ -27,6 +28,7 @@ import matplotlib.pyplot as plt
 __all__ = [
     "aligned",
     "comma_list",
+    "command_parser",
     "parser",
     "plot",
     "plot_lines",
@@ -38,32 +40,63 @@ __all__ = [
     "timed",
 ]
 
-# A timing whose quartiles are further apart than this share of its median is called noisy under the table.
+# A timing whose quartiles differ by more than this share of its median is reported as noisy.
 NOISY = 0.2
-RESULTS = pathlib.Path(__file__).resolve().parent / "results"
+RESULTS = pathlib.Path(__file__).resolve().parents[1] / "results"
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The arguments that all benchmarks have: --device, --shapes, --output, --rounds, --budget, --slow."""
-    result = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(command: str, description: str, *, shapes: bool = True) -> argparse.ArgumentParser:
+    """The parser of a subcommand, with the arguments that all timed ones have.
+
+    Args:
+        command: the subcommand's name.
+        description: the docstring of its module, whose "Called by" lines --help leaves out.
+        shapes: whether it takes --shapes.
+
+    Returns:
+        A parser with --device, --shapes, --output, --rounds, --budget and --slow.
+    """
+    result = command_parser(command, description)
     default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument("--device", type=_device, default=default, help="cpu or cuda (default: %(default)s)")
-    result.add_argument("--shapes", type=comma_list(_shape), help=f"comma-separated, of: {', '.join(SHAPES)}")
-    result.add_argument("--output", type=pathlib.Path, default=RESULTS, metavar="DIR", help="for JSON and plot")
+    if shapes:
+        result.add_argument("--shapes", type=comma_list(_shape), help=f"comma-separated, of: {', '.join(SHAPES)}")
     result.add_argument(
-        "--rounds", type=positive, default=50, help="timed calls of each candidate, at most (%(default)s)"
+        "--output",
+        type=pathlib.Path,
+        default=RESULTS,
+        metavar="DIR",
+        help="of JSON and plot (default: %(default)s)",
     )
     result.add_argument(
-        "--budget", type=_seconds, default=1.0, metavar="SECONDS", help="for each candidate of a row (%(default)s)"
+        "--rounds", type=positive, default=50, help="most timed calls of a candidate (default: %(default)s)"
+    )
+    result.add_argument(
+        "--budget",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="per candidate of a row (default: %(default)s)",
     )
     result.add_argument(
         "--slow",
         type=_seconds,
         default=2.5,
         metavar="SECONDS",
-        help="a candidate that takes longer is called once, and the table says so (%(default)s)",
+        help="a candidate whose call takes longer is called once, and the table says so (default: %(default)s)",
     )
     return result
+
+
+def command_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """An empty parser of a subcommand; see `parser` for the arguments."""
+    summary, _, rest = description.partition("\n")
+    _, _, body = rest.partition("\n\n")
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks {command}",
+        description=f"{summary}\n\n{body}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def comma_list(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -132,7 +165,7 @@ def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str, *,
         rows: each has `keys`, and any of what `timed` gives and "floor_share".
         keys: the columns in front.
         baseline: the candidate that the others are compared with.
-        of: what the numbers are.
+        of: what the numbers are, for the legend.
     """
     columns = [[key.replace("_", " "), *(str(row[key]) for row in rows)] for key in keys]
     columns += _columns(rows, "seconds", "{} [ms]", _milliseconds)
@@ -177,7 +210,7 @@ def _number(value: float) -> str:
 
 
 def timed(timings: dict[str, Timing], baseline: str) -> dict[str, Any]:
-    """The part of a row that comes from `timing.measure`: seconds of all, ratios to the baseline."""
+    """A row's "seconds" and "times_faster", from the result of `timing.measure`."""
     ratios = {name: timings[baseline].median / timing.median for name, timing in timings.items() if name != baseline}
     return {"seconds": {name: asdict(timing) for name, timing in timings.items()}, "times_faster": ratios}
 

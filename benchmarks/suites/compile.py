@@ -1,19 +1,19 @@
-"""Splits a call of a Llama4MoE layer into its kernels and the gap around them, eager and under torch.compile.
-Called from the command line; calls torch.profiler, and timing, report, layers and shapes beside it.
+"""Splits the time of a Llama4MoE layer's call into kernels and the gap between them, eager and under torch.compile.
+Called by `python -m benchmarks compile` and `make bench`; calls torch.profiler and benchmarks/harness.
 
     eager bf16                 the layer as it is
     compile bf16               torch.compile(layer), frozen
     compile nvfp4              torch.compile(layer, backend="thunder_moe"), frozen: its expert GEMMs are rewritten
     quantize_ + compile nvfp4  torch.compile(quantize_(layer))
 
-call     microseconds in a steady state, many calls back to back: with the host ahead, device time; else host time
-latency  microseconds of one call on an idle device, until it has finished (wall)
-kernels  by torch.profiler. CUDA: all that ran on the device, copies included. CPU: the operators that do GEMMs, their
-         own time, as the profiler slows it down; routing and inductor's own loops are in the gap
+call     microseconds in the steady state, many calls in a row: device time where the host runs ahead, else host time
+latency  wall time in microseconds of one call on an idle device, until it has finished
+kernels  by torch.profiler. CUDA: everything that ran on the device, copies included. CPU: the self time of operators
+         that do GEMMs, with the profiler's overhead; routing and inductor's own loops count as gap
 gap      call - kernels
 
 On CUDA mode="reduce-overhead", on a CPU the default mode; each graph is compiled for its number of tokens. All columns
-are compared with eager ones before anything is timed; `rewrite_report` has to confirm "compile nvfp4".
+are compared with eager execution before anything is timed; `rewrite_report` has to confirm "compile nvfp4".
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from layers import TOLERANCE, Variant, build, check, hidden_states
-from report import aligned, comma_list, parser, positive, save, stacked_bars
-from shapes import SHAPES
-from timing import measure, measure_back_to_back
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 from tqdm import tqdm
 
+from benchmarks.harness.layers import TOLERANCE, Variant, build, check, hidden_states
+from benchmarks.harness.report import aligned, comma_list, parser, positive, save, stacked_bars
+from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.timing import measure, measure_back_to_back
 from thunder_moe import Llama4MoE, dequantize_, quantize_
 
-STEM = "bench_compile_overhead"
+STEM = "compile"
 COLUMNS = ("eager bf16", "compile bf16", "compile nvfp4", "quantize_ + compile nvfp4")
 TOKENS = [1, 32]
 DEFAULT_SHAPES = {"cpu": ["qwen3-30b-a3b/4", "small"], "cuda": ["llama4-scout", "qwen3-30b-a3b"]}
@@ -46,11 +45,11 @@ CPU_GEMMS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "thund
 PROFILED_CALLS = 10
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the benchmark; prints the table, writes JSON and plot.
 
     Args:
-        argv: command-line arguments, those of the process when None.
+        argv: the arguments behind the subcommand.
 
     Returns:
         The rows of the JSON, one for each column of a shape and number of tokens.
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         SystemExit: bad arguments.
     """
     args = _arguments(argv)
-    if args.device.type == "cuda":  # the profiler has to be there when graphs are captured, to see their kernels
+    if args.device.type == "cuda":  # it sees the kernels of a graph only if it was started before the capture
         _kernels(lambda: torch.ones(1, device=args.device), args.device)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
@@ -85,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    result = parser(__doc__ or "")
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    result = parser("compile", __doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS, help=f"(default: {TOKENS})")
-    result.add_argument("--calls", type=positive, help="in a row (default: 100 on CUDA, 10 on a CPU)")
+    result.add_argument("--calls", type=positive, help="timed back to back (default: 100 on CUDA, 10 on a CPU)")
     args = result.parse_args(argv)
     args.calls = args.calls or (100 if args.device.type == "cuda" else 10)
     args.shapes = args.shapes or [SHAPES[name] for name in DEFAULT_SHAPES[args.device.type]]
@@ -96,7 +95,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _variants(layer: Llama4MoE, quantized: Llama4MoE) -> dict[str, Variant]:
-    """The columns, to be compiled anew; they share their weights."""
+    """The columns, not compiled yet; they share their weights."""
     torch.compiler.reset()  # or the graphs of all rows add up to torch's recompile limit
     variants = (
         Variant.eager(layer, nvfp4=False),
@@ -182,7 +181,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['kernels']:g}",
         ])  # fmt: skip
     return aligned(cells)
-
-
-if __name__ == "__main__":
-    main()

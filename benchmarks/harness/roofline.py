@@ -1,10 +1,10 @@
-"""How close a kernel comes to what the hardware allows: limits measured in the same run, floors, means, peers.
-Called by bench_grouped_mm.py, and from the command line with a peers' file, whose plot it draws; calls timing, report.
+"""Roofline of expert GEMMs: the device's measured limits, the least time of a GEMM (floor), shares of it, peers' files.
+Called by suites/{gemm,roofline}.py; calls harness/{timing,report}.py.
 
-The floor of a GEMM with NVFP4 weights is the larger of the time that reading and writing takes (the weights of experts
-that have rows at 4.5 bits, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share
-of it is floor / median: 1 is the best there is. bf16 has the same floor, which its weights alone keep it away from.
-More than 1 is possible where weights stay in a cache, as on a CPU.
+The floor of a GEMM with NVFP4 weights is the larger of its memory time (weights of the experts that have rows at 4.5
+bits, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share is floor / median: 1 is
+optimal. bf16 is compared with the same floor, which it cannot reach, because its weights are 3.6 times larger. More
+than 1 is possible where weights stay in a cache, as on a CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from statistics import geometric_mean
 from typing import Any
 
 import torch
-from report import plot_lines, table
-from timing import measure
+
+from benchmarks.harness.report import plot_lines
+from benchmarks.harness.timing import measure
 
 __all__ = ["Limits", "missing", "panels", "plot_shares", "read_peers", "summary"]
 
 BYTES_PER_WEIGHT = 4.5 / 8
-# Bytes that are read, and the size of the square matrices that are multiplied.
+# Bytes that are read, and the size of the square matrices that are multiplied, to measure the limits.
 SIZES = {"cuda": (2**32, 8192), "cpu": (2**29, 2048)}
 # Keys of a peers' file -> labels.
 PEERS = {
@@ -41,7 +42,7 @@ Points = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device does at most: `read_bytes_per_second`, and `flops_per_second` of a dense product."""
+    """A device's limits: `read_bytes_per_second`, and `flops_per_second` of a dense product."""
 
     read_bytes_per_second: float
     flops_per_second: float
@@ -78,7 +79,7 @@ def summary(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:
 
     Args:
         rows: each has "gemm", row[x], and "times_faster" and "floor_share" by candidate.
-        x: the key to keep apart, "tokens" or "rows_per_expert".
+        x: the key to group by, "tokens" or "rows_per_expert".
 
     Returns:
         Rows of "gemm", x, "times_faster" and "floor_share". A candidate's mean is over the rows that have it.
@@ -88,16 +89,16 @@ def summary(rows: Sequence[dict[str, Any]], x: str) -> list[dict[str, Any]]:
 
 
 def missing(peers: Sequence[dict[str, Any]]) -> list[str]:
-    """A line on each peer that not all rows have: its means are of fewer rows than the others'."""
+    """A line on each peer that some rows lack: its means are over fewer rows than the others'."""
     names = dict.fromkeys(name for row in peers for name in row["floor_share"])
     counts = {name: sum(name not in row["floor_share"] for row in peers) for name in names}
     return [f"peers: {name} is missing in {count} of {len(peers)} rows" for name, count in counts.items() if count]
 
 
 def panels(rows: Sequence[dict[str, Any]], x: str, peers: Sequence[dict[str, Any]] = ()) -> dict[str, Points]:
-    """What `report.plot_lines` draws, percent of the floor: each shape, all shapes, and the peers, who have "tokens".
+    """The panels for `report.plot_lines`, in percent of the floor: each shape, all shapes, and the peers (by "tokens").
 
-    Each line is a candidate's geometric mean over what its panel holds.
+    Each line is a candidate's geometric mean over the rows of its panel.
     """
     result = {shape: _points(_where(rows, "shape", shape), x) for shape in _values(rows, "shape")}
     result["geometric mean"] = _points(rows, x)
@@ -109,12 +110,12 @@ def panels(rows: Sequence[dict[str, Any]], x: str, peers: Sequence[dict[str, Any
 
 
 def plot_shares(path: pathlib.Path, lines: dict[str, Points], x: str, title: str) -> pathlib.Path:
-    """Draws `panels` to a PNG, the floor dashed, and returns its path."""
+    """Draws `panels` to a PNG, the floor as a dashed line, and returns its path."""
     return plot_lines(path, lines, x=x, y="share of the floor [%]", reference=100, title=title, log=False)
 
 
 def read_peers(text: str) -> list[dict[str, Any]]:
-    """An argparse type: the rows of a yardstick's JSON file, as `summary` and `panels` take them.
+    """An argparse type: the rows of a JSON file with other kernels' times, as `summary` and `panels` take them.
 
     The file is a list of {"shape", "gemm", "tokens", "floor", and any of PEERS}, times in microseconds.
     """
@@ -145,33 +146,6 @@ def _peers_row(row: Any) -> dict[str, Any]:
     return {**{key: row[key] for key in ("shape", "gemm", "tokens")}, "times_faster": faster, "floor_share": share}
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Prints the means of a peers' file and draws its shares of the floor, beside it.
-
-    Args:
-        argv: command-line arguments, those of the process when None.
-
-    Returns:
-        The means, see `summary`.
-
-    Raises:
-        SystemExit: bad arguments.
-    """
-    result = argparse.ArgumentParser(description="Shares of the floor of the kernels in a yardstick's file.")
-    result.add_argument("file", type=pathlib.Path, help="JSON of a yardstick's rows, in microseconds")
-    path = result.parse_args(argv).file
-    try:
-        peers = read_peers(str(path))
-    except argparse.ArgumentTypeError as error:
-        result.error(str(error))
-    means = summary(peers, "tokens")
-    title = "One expert GEMM with 4-bit weights: how close kernels come to what the hardware allows"
-    image = plot_shares(path.with_suffix(".png"), panels(peers, "tokens"), "tokens", title)
-    print(table(means, ("gemm", "tokens"), "bf16", of="geometric means over the shapes"), *missing(peers), sep="\n")
-    print(image)
-    return means
-
-
 def _values(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
     return list(dict.fromkeys(row[key] for row in rows))
 
@@ -198,7 +172,3 @@ def _points(rows: Sequence[dict[str, Any]], x: str) -> Points:
         for name, share in mean["floor_share"].items():
             result.setdefault(name, []).append((mean[x], 100 * share))
     return result
-
-
-if __name__ == "__main__":
-    main()

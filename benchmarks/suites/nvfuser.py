@@ -1,12 +1,12 @@
-"""Times a frozen Llama4MoE layer under Thunder with and without nvFuser beside moe_executor, and writes down its trace.
-Called from the command line on a CUDA device with nvFuser; calls thunder_moe, Thunder, timing, report, layers, shapes.
+"""Times a frozen Llama4MoE layer under Thunder with moe_executor alone and with nvFuser, and saves its trace.
+Called by `python -m benchmarks nvfuser` on a GPU with nvFuser; calls thunder_moe, Thunder and benchmarks/harness.
 
     thunder            thunder.jit(layer, executors=[moe_executor])
     thunder + nvfuser  thunder.jit(layer, executors=[moe_executor, nvfuserex])
 
-Which kernels run the experts is in the trace (bench_nvfuser_trace.py beside the JSON) and in its header, the
-`rewrite_report`: our own between nvFuser's regions, on compute capability 10.0 nvFuser's in one region. Before anything
-is timed, both are compared with an eager quantised layer, nvFuser's kernels with one under the "w4a4" backend.
+The trace (nvfuser_trace.py beside the JSON) and its header, the `rewrite_report`, say which kernels run the experts:
+our own between nvFuser's regions; on compute capability 10.0 nvFuser's, in one region. Before anything is timed, both
+are compared with an eager quantized layer, nvFuser's kernels with one under the "w4a4" backend.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from layers import build, hidden_states
-from report import comma_list, parser, positive, relative_error, save, table, timed
-from shapes import CUDA_SHAPES, MoEShape
-from timing import measure
 from tqdm import tqdm
 
+from benchmarks.harness.layers import build, hidden_states
+from benchmarks.harness.report import comma_list, parser, positive, relative_error, save, table, timed
+from benchmarks.harness.shapes import CUDA_SHAPES, MoEShape
+from benchmarks.harness.timing import measure
 from thunder_moe import Llama4MoE, moe_executor, quantize_, rewrite_report
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.nn import NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 
-import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
+import thunder  # isort: skip  (after moe_executor: see compilers/thunder/compat.py)
 from thunder.executors.nvfuserex import nvfuserex  # isort: skip
 
-STEM = "bench_nvfuser"
+STEM = "nvfuser"
 BASELINE, WITH_NVFUSER = "thunder", "thunder + nvfuser"
 TOKENS = [1, 8, 32, 128, 1024, 8192]
-# 16-bit roundings in another order; by W4A4 codes that such a rounding tips over, too.
+# 16-bit roundings in another order; with W4A4 such a rounding may also change a 4-bit code.
 TOLERANCE = 1e-2
 W4A4_TOLERANCE = 5e-2
 
 
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the benchmark; prints the table, writes JSON and the trace.
 
     Args:
-        argv: command-line arguments, those of the process when None.
+        argv: the arguments behind the subcommand.
 
     Returns:
         The rows of the JSON.
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     trace = ""
     for shape in args.shapes:
         layer = build(shape, args.device).requires_grad_(False)
-        exact = {BASELINE: quantize_(torch.nn.Sequential(copy.deepcopy(layer)))}
+        exact: dict[str, torch.nn.Module] = {BASELINE: quantize_(torch.nn.Sequential(copy.deepcopy(layer)))}
         exact[WITH_NVFUSER] = _sharing_a_scale(layer) if _w4a4() else exact[BASELINE]
         executors = {BASELINE: [moe_executor], WITH_NVFUSER: [moe_executor, nvfuserex]}
         compiled = {name: thunder.jit(layer, executors=listed) for name, listed in executors.items()}
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
             options = dict(rounds=args.rounds, budget=args.budget, slow=args.slow)
             timings = timed(measure(functions, device=args.device, **options), BASELINE)
             rows.append({"shape": shape.name, "tokens": tokens, **timings, "relative_error": errors})
-        trace = _written_down(shape, compiled[WITH_NVFUSER])
+        trace = _annotated_trace(shape, compiled[WITH_NVFUSER])
         print(rewrite_report(compiled[WITH_NVFUSER]))
     path = save(STEM, args.device, rows, args.output, tolerance=TOLERANCE)
     path.with_name(f"{STEM}_trace.py").write_text(trace)
@@ -79,8 +79,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    result = parser(__doc__ or "")
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    result = parser("nvfuser", __doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS, help=f"(default: {TOKENS})")
     args = result.parse_args(argv)
     if args.device.type != "cuda" or nvfuserex is None:
@@ -94,11 +94,11 @@ def _w4a4() -> bool:
 
 
 def _sharing_a_scale(layer: Llama4MoE) -> Llama4MoE:
-    """The layer with its experts quantised as nvFuser has them: one global scale for gate and up of an expert."""
+    """The layer quantized as nvFuser does it: gate and up of an expert share one global scale."""
     result, experts = copy.deepcopy(layer), layer.routed_experts
     gate_up = torch.cat([experts.gate_proj.weight, experts.up_proj.weight], 1)
     packed = [NVFP4GroupedLinear(quantize(weight)) for weight in (gate_up, experts.down_proj.weight)]
-    result.routed_experts = NVFP4GroupedSwiGLU(*packed)
+    result.routed_experts = NVFP4GroupedSwiGLU(*packed)  # type: ignore[assignment]
     return result
 
 
@@ -113,12 +113,8 @@ def _check(name: str, compiled: torch.nn.Module, exact: torch.nn.Module, x: torc
     return error
 
 
-def _written_down(shape: MoEShape, compiled) -> str:
-    """The last trace of a compiled layer, below what its report says."""
+def _annotated_trace(shape: MoEShape, compiled: torch.nn.Module) -> str:
+    """The last trace of a compiled layer, with its rewrite report as a comment on top."""
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, nvFuser {nvfuserex.version}"
     head = [f"{shape.name}, {device}", *str(rewrite_report(compiled)).splitlines()]
     return "".join(f"# {line}\n" for line in head) + f"\n{thunder.last_traces(compiled)[-1]}\n"
-
-
-if __name__ == "__main__":
-    main()

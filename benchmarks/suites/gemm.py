@@ -1,12 +1,12 @@
-"""Times one NVFP4 expert GEMM by every kernel backend that runs here, beside bf16 torch._grouped_mm.
-Called from the command line and by `make bench`; calls kernels.select; beside it timing, report, roofline, shapes.
+"""Times one NVFP4 expert GEMM with every kernel backend that runs here, beside bf16 torch._grouped_mm.
+Called by `python -m benchmarks gemm` and `make bench`; calls kernels.select and benchmarks/harness.
 
-Three GEMMs of a layer: gate_up (E, 2I, H); gate_up with its SwiGLU behind it (one operator in NVFP4, GEMM, silu and
-product in bf16); down (E, H, I). Each backend's result is compared with an fp32 loop over experts that reads the
-dequantised weights before anything is timed; a wrong result ends the run.
+The GEMMs of a layer: gate_up (E, 2I, H); gate_up_swiglu, the same followed by SwiGLU (one operator in NVFP4; GEMM, silu
+and product in bf16); down (E, H, I). Before anything is timed, each backend's result is compared with an fp32 loop over
+experts with the dequantized weights; a wrong result ends the run.
 
-The device's read bandwidth and matrix rate are measured first: each time is also given as a share of the least one that
-they allow (roofline.py). `--peers` draws other kernels' shares beside ours, from a separate yardstick's file.
+The device's read bandwidth and matrix throughput are measured first. Each time is also given as a share of the least
+time that they allow. `--peers FILE` adds the shares of other kernels, from a JSON file that another benchmark wrote.
 
 On a CPU every expert has the same number of rows; on CUDA tokens are routed at random.
 """
@@ -16,22 +16,22 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
-from roofline import Limits, missing, panels, plot_shares, read_peers, summary
-from shapes import CUDA_SHAPES, SHAPES, MoEShape
-from timing import measure
 from torch import Tensor
 from tqdm import tqdm
 
+from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
+from benchmarks.harness.roofline import Limits, missing, panels, plot_shares, read_peers, summary
+from benchmarks.harness.shapes import CUDA_SHAPES, SHAPES, Load, MoEShape
+from benchmarks.harness.timing import measure
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
 
-STEM = "bench_grouped_mm"
+STEM = "gemm"
 BASELINE = "bf16"
 GEMMS = ("gate_up", "gate_up_swiglu", "down")
 ROWS_PER_EXPERT = [1, 2, 4, 8, 64, 256]
@@ -41,34 +41,11 @@ TOLERANCE = 5e-3
 Kernel = Callable[[Tensor, NVFP4Weight, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Load:
-    """Rows for one GEMM: `rows` of them in all, `offsets` int32 (E,) row ends; `label` is the table's."""
-
-    label: int
-    rows: int
-    offsets: Tensor
-    active_experts: int
-
-    @staticmethod
-    def even(rows_per_expert: int, shape: MoEShape, device: torch.device) -> Load:
-        experts = shape.num_experts
-        offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows_per_expert
-        return Load(rows_per_expert, experts * rows_per_expert, offsets, experts)
-
-    @staticmethod
-    def routed(tokens: int, shape: MoEShape, device: torch.device, seed: int = 0) -> Load:
-        logits = torch.randn(tokens, shape.num_experts, generator=torch.Generator().manual_seed(seed))
-        counts = logits.topk(shape.top_k).indices.flatten().bincount(minlength=shape.num_experts)
-        offsets = counts.cumsum(0).int().to(device)
-        return Load(tokens, tokens * shape.top_k, offsets, int((counts > 0).sum()))
-
-
-def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """Runs the benchmark; prints the tables, writes JSON and plots.
 
     Args:
-        argv: command-line arguments, those of the process when None.
+        argv: the arguments behind the subcommand.
 
     Returns:
         The rows of the JSON.
@@ -82,10 +59,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     backends, notes = _backends(device, args.backends)
     if not backends:
         raise SystemExit("no backend runs here\n" + "\n".join(notes))
-    if args.tokens:
-        what, make_load, sizes = "tokens", Load.routed, args.tokens
-    else:
-        what, make_load, sizes = "rows_per_expert", Load.even, args.rows_per_expert
+    make_load: Callable[[int, MoEShape, torch.device], Load] = Load.routed if args.tokens else Load.even
+    what, sizes = ("tokens", args.tokens) if args.tokens else ("rows_per_expert", args.rows_per_expert)
     how = dict(rounds=args.rounds, budget=args.budget, slow=args.slow)
     limits = Limits.measured(device, **how)
     rows: list[dict[str, Any]] = []
@@ -136,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    result = parser(__doc__ or "")
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    result = parser("gemm", __doc__ or "")
     result.add_argument("--gemms", type=comma_list(one_of(GEMMS)), default=list(GEMMS), help=f"of: {', '.join(GEMMS)}")
     result.add_argument(
         "--backends", type=comma_list(one_of(BACKENDS)), help=f"of: {', '.join(BACKENDS)} (default: all that run)"
@@ -146,7 +121,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     load.add_argument("--rows-per-expert", type=comma_list(positive), help=f"default on a CPU: {ROWS_PER_EXPERT}")
     load.add_argument("--tokens", type=comma_list(positive), help=f"routed at random; default on CUDA: {TOKENS}")
     result.add_argument(
-        "--peers", type=read_peers, default=[], metavar="FILE", help="JSON of a yardstick's rows, in microseconds"
+        "--peers", type=read_peers, default=[], metavar="FILE", help="JSON rows of other kernels, in microseconds"
     )
     args = result.parse_args(argv)
     on_cuda = args.device.type == "cuda"
@@ -159,7 +134,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _backends(device: torch.device, wanted: list[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """name -> kernel module of the backends that run on a device, and a line on each that should but does not."""
+    """name -> kernel module of the backends that run on a device, and a line on each other one that was asked for."""
     modules, notes = {}, []
     for name in wanted or [name for name, devices in BACKENDS.items() if devices is None or device.type in devices]:
         try:
@@ -170,7 +145,7 @@ def _backends(device: torch.device, wanted: list[str] | None) -> tuple[dict[str,
 
 
 def _layout(backend: str, weight: NVFP4Weight) -> str:
-    """The layout that a backend is timed with: for the default one what `quantize_` chooses."""
+    """The layout that a backend is timed with: on a GPU the one that `quantize_` chooses."""
     return preferred_layout(weight.device, *weight.shape[1:]) if backend == "cuda" else "linear"
 
 
@@ -191,7 +166,7 @@ def _run(
     backends: dict[str, Any],
     how: dict[str, Any],
 ) -> dict[str, Any]:
-    """Checks every backend, then times all of them and bf16 side by side; `packed_for` has each one's layout."""
+    """Checks every backend, then times all of them and bf16 interleaved; `packed_for` is in each backend's layout."""
     generator = torch.Generator(weight.device).manual_seed(1)
     x = torch.randn(case.rows, weight.shape[2], dtype=torch.bfloat16, device=weight.device, generator=generator)
     wanted = _oracle(which, x, packed, case.offsets)
@@ -212,7 +187,7 @@ def _run(
 
 
 def _floor(limits: Limits, shape: MoEShape, row: dict[str, Any]) -> dict[str, Any]:
-    """The least time of a row, and each candidate's share of it."""
+    """The least time of a row's GEMM, and each candidate's share of it."""
     _, n, k = shape.gemm(row["gemm"])
     outputs = n // 2 if row["gemm"] == "gate_up_swiglu" else n
     floor = limits.floor_seconds(experts=row["active_experts"], n=n, k=k, rows=row["rows"], outputs=outputs)
@@ -231,16 +206,13 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _oracle(which: str, x: Tensor, packed: NVFP4Weight, offsets: Tensor) -> Tensor:
-    """fp32, one expert after the other."""
+    """fp32, one expert at a time."""
     out = torch.zeros(x.shape[0], packed.shape[1], device=x.device)
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
-            one = NVFP4Weight(*(tensor[expert : expert + 1] for tensor in packed.tensors()))
+            qdata, scale, global_scale = (tensor[expert : expert + 1] for tensor in packed.tensors())
+            one = NVFP4Weight(qdata, scale, global_scale)
             out[start:end] = x[start:end].float() @ dequantize(one, torch.float32)[0].t()
         start = end
     return _swiglu(out) if which == "gate_up_swiglu" else out
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,5 @@
-"""The MoE layer sizes that the benchmarks run: real models, and reduced ones that a CPU finishes.
-Called by the bench_*.py scripts; calls nothing.
+"""Sizes of MoE layers (those of real models, and smaller ones for a CPU) and the rows of their GEMMs.
+Called by benchmarks/suites and harness/{layers,report}.py; calls torch.
 
 Each shape is one device's share of one layer.
 """
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CPU_SHAPES", "CUDA_SHAPES", "SHAPES", "MoEShape", "parse_shape"]
+import torch
+from torch import Tensor
+
+__all__ = ["CPU_SHAPES", "CUDA_SHAPES", "SHAPES", "Load", "MoEShape", "parse_shape"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,36 @@ CPU_SHAPES = (
     MoEShape("small", 512, 256, 8, 2),
 )
 SHAPES = {shape.name: shape for shape in (*CUDA_SHAPES, *CPU_SHAPES)}
+
+
+@dataclass(frozen=True)
+class Load:
+    """The rows of one GEMM.
+
+    Attributes:
+        rows: M.
+        offsets: int32 (E,), cumulative row ends.
+        active_experts: experts that have rows.
+    """
+
+    rows: int
+    offsets: Tensor
+    active_experts: int
+
+    @staticmethod
+    def even(rows_per_expert: int, shape: MoEShape, device: torch.device) -> Load:
+        """The same number of rows for each expert."""
+        experts = shape.num_experts
+        offsets = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows_per_expert
+        return Load(experts * rows_per_expert, offsets, experts)
+
+    @staticmethod
+    def routed(tokens: int, shape: MoEShape, device: torch.device, seed: int = 0) -> Load:
+        """Tokens that a random router sends to their top_k experts."""
+        logits = torch.randn(tokens, shape.num_experts, generator=torch.Generator().manual_seed(seed))
+        counts = logits.topk(shape.top_k).indices.flatten().bincount(minlength=shape.num_experts)
+        offsets = counts.cumsum(0).int().to(device)
+        return Load(tokens * shape.top_k, offsets, int((counts > 0).sum()))
 
 
 def parse_shape(name: str) -> MoEShape:

@@ -1,0 +1,48 @@
+"""The benchmarks' command line: `python -m benchmarks gemm|layer|model|compile|nvfuser|tune|roofline [--help]`.
+Called from the root of a checkout and by `make bench`; calls the chosen module of benchmarks/suites alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+# The module of benchmarks/suites -> the line that --help has on it.
+COMMANDS = {
+    "gemm": "one NVFP4 expert GEMM, every kernel backend, beside bf16 and the roofline",
+    "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
+    "model": "whole Hugging Face models: prompt and generation tokens per second",
+    "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
+    "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",
+    "tune": "measure the CUDA kernels' configurations and write configs.json (a GPU)",
+    "roofline": "draw a file of other kernels' times as shares of the roofline",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Runs a suite.
+
+    Args:
+        argv: command-line arguments, those of the process when None.
+
+    Returns:
+        What the suite's `main` returns, mostly the rows of its JSON.
+
+    Raises:
+        SystemExit: bad arguments.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="The benchmarks of thunder_moe.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, line in COMMANDS.items():
+        commands.add_parser(name, help=line, add_help=False)
+    # The options are those of the suite, which alone is imported: Thunder and transformers take seconds.
+    command = parser.parse_args(arguments[:1]).command
+    return importlib.import_module(f"benchmarks.suites.{command}").main(arguments[1:])
+
+
+if __name__ == "__main__":
+    main()

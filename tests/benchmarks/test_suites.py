@@ -1,0 +1,237 @@
+"""Every subcommand of `python -m benchmarks`: --help, a tiny run on the CPU, results on disk, wrong kernels refused.
+Called by pytest; calls benchmarks/__main__.py, harness/layers.py and, in one test, a process of its own.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch.torch_version import TorchVersion
+
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.harness import layers
+from benchmarks.harness.shapes import SHAPES
+from thunder_moe.kernels import reference
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05"]
+LAYER_COLUMNS = [
+    "eager bf16", "thunder bf16", "compile bf16", "eager nvfp4", "thunder nvfp4", "compile nvfp4",
+    "quantize_ + compile",
+]  # fmt: skip
+COMPILE_COLUMNS = ["eager bf16", "compile bf16", "compile nvfp4", "quantize_ + compile nvfp4"]
+MODEL_COLUMNS = ["eager bf16", "compile bf16", "compile nvfp4", "eager nvfp4", "quantize_ + compile"]
+thunder = pytest.mark.filterwarnings("ignore:transformer_engine module not found")
+
+
+@thunder
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m benchmarks {command} [-h]")
+    assert "Called by" not in text
+
+
+def test_the_entry_lists_its_commands_and_imports_no_suite():
+    code = "import sys, benchmarks.__main__ as m\ntry: m.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(f"\n    {command} " in run.stdout for command in COMMANDS)
+    assert run.stdout.endswith("False\n")
+    run = subprocess.run([sys.executable, "-m", "benchmarks", "gem"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert "invalid choice: 'gem'" in run.stderr
+
+
+def test_gemm_runs_end_to_end(tmp_path, capsys):
+    arguments = ["--backends", "reference", "--rows-per-expert", "1,2", "--gemms", "gate_up_swiglu,down"]
+    rows = main(["gemm", *TINY, *arguments, "--output", str(tmp_path)])
+    content = json.loads((tmp_path / "gemm_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [(row["gemm"], row["rows_per_expert"]) for row in rows] == [
+        (gemm, count) for gemm in ("gate_up_swiglu", "down") for count in (1, 2)
+    ]
+    assert all({"bf16", "reference"} == set(row["seconds"]) for row in rows)
+    assert content["flops_per_second"] > 0
+    assert content["read_bytes_per_second"] > 0
+    assert content["summary"]
+    assert "peers" not in content
+    for name in ("gemm_cpu.png", "gemm_cpu_roofline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert "x reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        pytest.param(lambda out: torch.zeros_like(out), id="zeros"),
+        pytest.param(lambda out: out * float("nan"), id="nan"),
+        pytest.param(lambda out: out.roll(1, 0), id="rows moved by one"),
+        pytest.param(lambda out: out * 1.01, id="one percent off"),
+    ],
+)
+def test_gemm_refuses_a_wrong_kernel(tmp_path, monkeypatch, garbage):
+    right = reference.grouped_mm
+    monkeypatch.setattr(reference, "grouped_mm", lambda *operands: garbage(right(*operands)))
+    arguments = ["--backends", "reference", "--tokens", "3", "--gemms", "down", "--output", str(tmp_path)]
+    with pytest.raises(RuntimeError, match="backend 'reference' is wrong: relative error"):
+        main(["gemm", *TINY, *arguments])
+    assert not list(tmp_path.iterdir()), "a wrong kernel leaves no result"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "gpt-5"], "'gpt-5', wanted one of llama4-scout, "),
+        (["--tokens", "0"], "'0', wanted an integer of at least 1"),
+        (["--device", "tpu"], "'tpu', wanted cpu or cuda"),
+        (["--budget", "-1"], "wanted a number of seconds above 0"),
+        (["--backends", "cublas"], "'cublas', wanted one of"),
+        (["--gemms", "up"], "'up', wanted one of gate_up"),
+    ],
+)
+def test_bad_arguments_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        main(["gemm", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@thunder
+@pytest.mark.slow
+def test_layer_runs_end_to_end(tmp_path, capsys):
+    rows = main(["layer", *TINY, "--tokens", "1,3", "--parts", "experts", "--output", str(tmp_path)])
+    assert [(row["tokens"], row["part"]) for row in rows] == [(1, "experts"), (3, "experts")]
+    assert all(list(row["seconds"]) == LAYER_COLUMNS for row in rows)
+    content = json.loads((tmp_path / "layer_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    size = content["expert_weight_bytes"]["small"]
+    assert size["bf16"] > 3 * size["nvfp4"]
+    assert (tmp_path / "layer_cpu.png").exists()
+    assert "thunder nvfp4" in capsys.readouterr().out
+
+
+@thunder
+def test_layer_runs_the_chosen_columns(tmp_path, capsys):
+    arguments = ["--tokens", "2", "--parts", "layer", "--columns", "eager nvfp4", "--output", str(tmp_path)]
+    (row,) = main(["layer", *TINY, *arguments])
+    assert list(row["seconds"]) == ["eager bf16", "eager nvfp4"]
+    with pytest.raises(SystemExit):
+        main(["layer", "--columns", "compile nvfp8"])
+    assert "'compile nvfp8', wanted one of eager bf16, thunder bf16" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_compile_overhead_runs_end_to_end(tmp_path, capsys):
+    rows = main(["compile", *TINY, "--tokens", "3", "--calls", "2", "--output", str(tmp_path)])
+    assert [row["column"] for row in rows] == COMPILE_COLUMNS
+    # router, gate, up, down; gate and up are one in NVFP4; quantize_ adds the routing
+    assert [row["kernels"] for row in rows] == [4, 4, 3, 4]
+    for row in rows:
+        assert row["kernel_seconds"] > 0
+        assert row["gap_seconds"] == row["call"]["median"] - row["kernel_seconds"]
+        assert row["latency"]["median"] > 0
+    content = json.loads((tmp_path / "compile_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert (tmp_path / "compile_cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert "quantize_ + compile nvfp4" in capsys.readouterr().out
+
+
+def test_check_refuses_what_a_column_does_not_say():
+    cpu = torch.device("cpu")
+    layer = layers.build(SHAPES["small"], cpu)
+    x = layers.hidden_states(layer, 3, cpu)
+    bf16 = layers.Variant.eager(layer, nvfp4=False)
+    wanted = bf16("layer", x)
+    assert layers.check("bf16", bf16, "layer", (x,), wanted) == 0
+    with pytest.raises(RuntimeError, match="'bf16' is wrong: relative error"):
+        layers.check("bf16", bf16, "layer", (x,), wanted * 1.02)
+    nvfp4 = layers.Variant.compile(layer, nvfp4=True, backend="thunder_moe")
+    kept = dataclasses.replace(nvfp4, grad=True)
+    layer.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"(?s)wanted 3 of 3 expert GEMMs in NVFP4, compiled was.*trainable"):
+        with pytest.warns(match="trainable"):
+            layers.check("nvfp4", kept, "layer", (x,), wanted)
+
+
+@pytest.fixture
+def config(tmp_path):
+    if TorchVersion(torch.__version__) < (2, 11):
+        pytest.skip("torch.compile of torch 2.10 cannot trace transformers' bf16 experts on a CPU")
+    tiny_config("qwen3_moe").save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny" / "config.json")
+
+
+@pytest.mark.slow
+def test_model_runs_end_to_end(config, tmp_path, capsys):
+    sizes = ["--models", config, "--prompt-tokens", "5", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
+    rows = main(["model", *sizes, "--inner", "aot_eager", "--output", str(tmp_path)])
+    content = json.loads((tmp_path / "model_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [(row["model"], row["column"]) for row in rows] == [("tiny", column) for column in MODEL_COLUMNS]
+    weights = 2 * 8 * 3 * 64 * 32  # two layers of eight experts
+    # Half a byte a weight, a scale per 16 weights, and two float32 multipliers an expert.
+    nvfp4 = weights // 2 + weights // 16 + 4 * 2 * 8 * 2
+    assert [row["expert_bytes"] for row in rows] == [2 * weights] * 3 + [nvfp4] * 2
+    for row in rows:
+        assert row["model_bytes"] > row["expert_bytes"]
+        assert row["new_tokens_per_second"] > 0
+        assert row["prompt_tokens_per_second"] > 0
+    first, *errors = [row["relative_error"] for row in rows]
+    assert first is None
+    assert errors[1] is None
+    assert all(error < 0.05 for error in (errors[0], *errors[2:]))
+    assert "quantize_ + compile" in capsys.readouterr().out
+
+
+def test_model_refuses_wrong_logits(config, tmp_path, monkeypatch):
+    from benchmarks.suites import model
+
+    compiled = model._compiled
+
+    def wrong(module, name, args):
+        function = compiled(module, name, args)
+
+        def forward(*inputs, **options):
+            out = function(*inputs, **options)
+            out.logits = out.logits * 1.2
+            return out
+
+        return forward
+
+    monkeypatch.setattr(model, "_compiled", wrong)
+    sizes = ["--models", config, "--prompt-tokens", "5", "--rounds", "1", "--columns", "eager bf16,compile bf16"]
+    with pytest.raises(RuntimeError, match="'compile bf16' is wrong: relative error 0.2"):
+        main(["model", *sizes, "--device", "cpu", "--inner", "aot_eager", "--output", str(tmp_path / "results")])
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "--layers: got '0', wanted an integer of at least 1"),
+        (["--new-tokens", "1"], "--new-tokens: got 1, wanted at least 2"),
+        (["--models", "qwen4"], "--models: got 'qwen4', wanted one of qwen3_moe, mixtral"),
+    ],
+)
+def test_model_says_what_is_wanted(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["model", "--device", "cpu", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_model_knows_its_configs():
+    from benchmarks.harness import models
+    from thunder_moe.integrations.huggingface.experts import expert_blocks
+
+    for name in models.CONFIGS:
+        model = models.load(name, torch.device("meta"), layers=2)
+        assert model.config.num_hidden_layers == 2
+        assert 1 <= len(expert_blocks(model)) <= 2
