@@ -11,7 +11,7 @@ from thunder_moe.integrations.huggingface import registration as hf_plugin
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder.executor import moe_executor
-    from thunder_moe.formats.nvfp4 import NVFP4Weight
+    from thunder_moe.formats.weight import NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (

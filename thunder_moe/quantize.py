@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thunder_moe.formats.layouts import layout_fits
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, quantize
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.replaceable import not_plain, wrapped
@@ -345,7 +346,8 @@ def _check_layout(
             _, n, k = weight.shape
             if isinstance(module, GroupedSwiGLU) and module in fusible and parameter is not module.down_proj.weight:
                 n *= 2  # gate and up become one
-            _require_fit(layout, name, n, k)  # "auto" fits all
+            if layout != "auto":  # which fits all
+                _require_fit(layout, name, n, k)
 
 
 def _require_layout(layout: str) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import select
 from thunder_moe.ops.grouped_mm import operands
 

@@ -23,10 +23,11 @@ import torch
 
 from benchmarks.harness.report import plot_lines
 from benchmarks.harness.timing import measure
+from thunder_moe.formats.registry import FORMATS
 
 __all__ = ["Limits", "missing", "panels", "plot_shares", "read_peers", "summary"]
 
-BYTES_PER_WEIGHT = 4.5 / 8
+BYTES_PER_WEIGHT = FORMATS["nvfp4"].bits_per_weight / 8
 # Bytes that are read, and the size of the square matrices that are multiplied, to measure the limits.
 SIZES = {"cuda": (2**32, 8192), "cpu": (2**29, 2048)}
 # Keys of a peers' file -> labels.

@@ -10,8 +10,9 @@ import pytest
 import torch
 from oracle import decode_e4m3
 
-from thunder_moe.formats import layouts as nvfp4_layouts
+from thunder_moe.formats.layouts import MODULE_LAYOUTS, REGISTRY, block_shapes, layout_of_blocks, preferred_on
 from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, dequantize, quantize
+from thunder_moe.formats.swizzled_128x4 import swizzle_scale
 
 
 def bits(scale: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_swizzled_layout_equals_torchao():
     from torchao.prototype.mx_formats.utils import to_blocked
 
     scale = quantize(torch.randn(1, 200, 160)).scale
-    assert torch.equal(bits(nvfp4_layouts.swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
+    assert torch.equal(bits(swizzle_scale(scale)).flatten(), bits(to_blocked(scale[0])).flatten())
 
 
 # The registers of a word of "tiled_64x64" as the comments of `to_tiled` and its kernel have them, in Python integers.
@@ -172,3 +173,29 @@ def test_unknown_layout():
             packed.to_layout(layout)
         with pytest.raises(ValueError, match=rf"layout: got '{layout}', wanted one of .*'linear'.*'tiled_64x64'"):
             NVFP4Weight(*packed.tensors(), layout=layout)
+
+
+def test_the_registry_tells_layouts_by_the_shapes_that_modules_keep():
+    assert LAYOUTS == tuple(REGISTRY) == ("linear", "swizzled_128x4", "tiled_64x64")
+    assert MODULE_LAYOUTS == ("linear", "tiled_64x64")
+    packed = quantize(torch.randn(2, 128, 64))
+    for layout in MODULE_LAYOUTS:
+        qdata, scale, _ = packed.to_layout(layout).blocks
+        assert (tuple(qdata.shape), tuple(scale.shape)) == block_shapes(2, 128, 64, layout)
+        assert layout_of_blocks(qdata, scale) == layout
+    assert len({len(block_shapes(2, 128, 64, layout)[0]) for layout in MODULE_LAYOUTS}) == len(MODULE_LAYOUTS)
+    with pytest.raises(ValueError, match="layout: got 'swizzled_128x4', wanted one of .* which modules keep"):
+        block_shapes(2, 128, 64, "swizzled_128x4")
+
+
+@pytest.mark.parametrize(
+    ("capability", "n", "k", "layout"),
+    [
+        ((9, 0), 128, 64, "tiled_64x64"),
+        ((9, 0), 96, 64, "linear"),
+        ((8, 0), 128, 64, "linear"),
+        ((10, 0), 64, 64, "linear"),
+    ],
+)
+def test_the_registry_knows_what_a_device_prefers(capability, n, k, layout):
+    assert preferred_on(capability, n, k) == layout

@@ -12,8 +12,9 @@ import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats import ExpertBlock, Module
-from thunder_moe.checkpoint.mxfp4 import mxfp4_to_nvfp4
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight, dequantize
+from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, dequantize
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["ExpertWeights", "decode_dense", "decode_experts", "gates_first"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE
+from thunder_moe.formats.layouts import BLOCK_SIZE
 
 __all__ = [
     "ExpertBlock",

@@ -12,7 +12,8 @@ import torch
 from thunder_moe.checkpoint.decode import ExpertWeights, gates_first
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats import ExpertBlock
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
+from thunder_moe.formats.nvfp4 import dequantize, quantize
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["QuantizedExperts", "quantize_experts"]
 

@@ -22,7 +22,8 @@ import torch
 from thunder_moe.checkpoint.decode import ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats import ExpertsLayout
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["ShardWriter", "encode_experts", "parse_size", "write_checkpoint", "write_configs"]
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE
+from thunder_moe.formats.layouts import BLOCK_SIZE
 
 __all__ = ["Decision", "GroupedGemm", "decline_reason", "describe", "swaps_last_dims"]
 

@@ -1,32 +1,30 @@
-"""The NVFP4 number format: `NVFP4Weight`, `quantize`, `dequantize`.
-Called by kernels, ops, nn, compilers and checkpoints; calls plain torch and nvfp4_layouts.
+"""The NVFP4 number format: `quantize`, `dequantize`.
+Called by kernels, weight_cache, quantize, checkpoint and integrations; calls plain torch, weight and checks.
 
-A weight value is ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]``: 4-bit floats (E2M1) in
-blocks of 16 along K, one E4M3 scale per block, one float32 multiplier per expert (or per row of an expert).
-
-Legend: E experts, N output features, K input features of the GEMM.
+`weight` has the formula of a value. Legend: E experts, N output features, K input features of the GEMM.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
-
 import torch
+from torch import Tensor
 
-from thunder_moe.formats.layouts import (
-    BLOCK_SIZE,
-    LAYOUTS,
-    block_shapes,
-    from_tiled,
-    layout_fits,
-    scale_shape,
-    swizzle_scale,
-    to_tiled,
-    unswizzle_scale,
-)
+from thunder_moe.formats.checks import require
+from thunder_moe.formats.layouts import BLOCK_SIZE, LAYOUTS, LINEAR, scale_shape
+from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["BLOCK_SIZE", "LAYOUTS", "WEIGHT_DTYPES", "NVFP4Weight", "dequantize", "quantize", "require", "scale_shape"]
+__all__ = [
+    "BLOCK_SIZE",
+    "E2M1_MAX",
+    "E4M3_MAX",
+    "LAYOUTS",
+    "WEIGHT_DTYPES",
+    "NVFP4Weight",
+    "dequantize",
+    "dequantize_expert",
+    "quantize",
+    "scale_shape",
+]
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -41,149 +39,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALE_STEPS = (-1, 1, 4, 5)
 
 
-@dataclass(frozen=True, eq=False)
-class NVFP4Weight:
-    """The 4-bit weights of E experts.
-
-    Attributes:
-        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layout
-            "tiled_64x64" the same bits in another order).
-        scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4);
-            "tiled_64x64": the bytes are of another code than E4M3.
-        global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
-        layout: how `qdata` and `scale` lie in memory, one of `LAYOUTS` (nvfp4_layouts describes them).
-
-    Raises:
-        ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
-    """
-
-    qdata: torch.Tensor
-    scale: torch.Tensor
-    global_scale: torch.Tensor
-    layout: str = "linear"
-
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout: got {self.layout!r}, wanted one of {LAYOUTS}")
-        require(self.qdata.dtype == torch.uint8, "qdata", self.qdata, "dtype uint8")
-        require(self.qdata.ndim == 3, "qdata", self.qdata, "shape (experts, out_features, in_features // 2)")
-        experts, n, k = self.shape
-        require(experts > 0, "qdata", self.qdata, "at least one expert in dim 0")
-        wanted_k = f"in_features a positive multiple of {BLOCK_SIZE}"
-        require(k % BLOCK_SIZE == 0 and k > 0, "qdata", self.qdata, wanted_k)
-        needs = layout_fits(n, k, self.layout)
-        require(needs is None, "qdata", self.qdata, f"{needs} in layout {self.layout!r}")
-        wanted = scale_shape(experts, n, k, self.layout)
-        require(self.scale.dtype == torch.float8_e4m3fn, "scale", self.scale, "dtype float8_e4m3fn")
-        require(tuple(self.scale.shape) == wanted, "scale", self.scale, f"shape {wanted} in layout {self.layout!r}")
-        require(self.global_scale.dtype == torch.float32, "global_scale", self.global_scale, "dtype float32")
-        shapes = ((experts,), (experts, n))
-        require(tuple(self.global_scale.shape) in shapes, "global_scale", self.global_scale, f"a shape of {shapes}")
-        for name in ("scale", "global_scale"):
-            tensor = getattr(self, name)
-            require(tensor.device == self.qdata.device, name, tensor, f"device {self.qdata.device}, that of qdata")
-
-    @classmethod
-    def unchecked(
-        cls, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, layout: str
-    ) -> NVFP4Weight:
-        """The same without the checks, for a caller that has made them: the operators, at every call."""
-        weight = object.__new__(cls)
-        # One by one: dynamo of torch 2.10 traces no update of __dict__.
-        object.__setattr__(weight, "qdata", qdata)
-        object.__setattr__(weight, "scale", scale)
-        object.__setattr__(weight, "global_scale", global_scale)
-        object.__setattr__(weight, "layout", layout)
-        return weight
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(E, N, K), the shape of the 16-bit weight."""
-        experts, n, half = self.qdata.shape
-        return experts, n, 2 * half
-
-    @property
-    def device(self) -> torch.device:
-        return self.qdata.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three tensors."""
-        return self.qdata.nbytes + self.scale.nbytes + self.global_scale.nbytes
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(qdata, scale, global_scale)."""
-        return self.qdata, self.scale, self.global_scale
-
-    @cached_property
-    def blocks(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tensors in the shapes that tell their layout (`nvfp4_layouts.block_shapes`), always the same objects."""
-        if self.layout == "linear":
-            return self.tensors()
-        codes, scales = block_shapes(*self.shape, self.layout)
-        return self.qdata.reshape(codes), self.scale.reshape(scales), self.global_scale
-
-    def to(self, device: torch.device | str) -> NVFP4Weight:
-        """The same weight on another device."""
-        qdata, scale, global_scale = (tensor.to(device) for tensor in self.tensors())
-        return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
-
-    def to_layout(self, layout: str) -> NVFP4Weight:
-        """The same weight in another layout of `LAYOUTS`; exact both ways ("tiled_64x64" clears codes whose block scale
-        is 0, which stand for 0 whatever they are).
-
-        Raises:
-            ValueError: the layout is unknown, or its kernels cannot take this shape.
-        """
-        if layout == self.layout:
-            return self
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
-        _, n, k = self.shape
-        needs = layout_fits(n, k, layout)
-        if needs is not None:
-            raise ValueError(f"layout: got {layout!r} for a weight of shape {self.shape}, which needs {needs}")
-        qdata, scale = self.qdata, self.scale
-        if self.layout == "swizzled_128x4":
-            scale = unswizzle_scale(scale, n, k)
-        elif self.layout == "tiled_64x64":
-            qdata, scale = from_tiled(qdata, scale)
-        if layout == "swizzled_128x4":
-            scale = swizzle_scale(scale)
-        elif layout == "tiled_64x64":
-            qdata, scale = to_tiled(qdata, scale)
-        return replace(self, qdata=qdata, scale=scale, layout=layout)
-
-    @staticmethod
-    def concatenate(*weights: NVFP4Weight) -> NVFP4Weight:
-        """Stacks the rows of "linear" weights, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ..., K).
-
-        The global scales become one per row, since each weight has its own. One weight alone comes back as it is.
-
-        Raises:
-            ValueError: a layout is not "linear", or the experts or in_features differ.
-        """
-        experts, _, k = weights[0].shape
-        for weight in weights:
-            if weight.layout != "linear":
-                raise ValueError(f"weights: got layout {weight.layout!r}, wanted 'linear'; use to_layout('linear')")
-            if (weight.shape[0], weight.shape[2]) != (experts, k):
-                raise ValueError(
-                    f"weights: got shape {weight.shape}, wanted experts and in_features of {weights[0].shape}"
-                )
-        if len(weights) == 1:
-            return weights[0]
-        qdata = torch.cat([weight.qdata for weight in weights], 1)
-        scale = torch.cat([weight.scale.view(torch.uint8) for weight in weights], 1).view(torch.float8_e4m3fn)
-        return NVFP4Weight(qdata, scale, torch.cat([weight.row_global_scale() for weight in weights], 1))
-
-    def row_global_scale(self) -> torch.Tensor:
-        """The global scale as (E, N), a view."""
-        experts, n, _ = self.shape
-        return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
-
-
-def quantize(weight: torch.Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
+def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     """Quantises expert weights to NVFP4, a chunk at a time (little memory beyond the result).
 
     Per expert ``global = amax / 2688`` (1 if amax is 0); per block of 16 along K
@@ -230,7 +86,7 @@ def quantize(weight: torch.Tensor, *, scale_search: str | None = None) -> NVFP4W
     return NVFP4Weight(qdata, scale, global_scale)
 
 
-def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The 16-bit (or float32) weight that an `NVFP4Weight` stands for.
 
     ``(e2m1 * (scale * global_scale)).to(dtype)``, both products in float32.
@@ -244,21 +100,21 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> torc
     """
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
-    weight = weight.to_layout("linear")
+    weight = weight.to_layout(LINEAR)
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for expert in range(weight.shape[0]):
         dequantize_expert(weight, expert, out[expert])
     return out
 
 
-def dequantize_expert(weight: NVFP4Weight, expert: int, out: torch.Tensor) -> None:
+def dequantize_expert(weight: NVFP4Weight, expert: int, out: Tensor) -> None:
     """Dequantises one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
     global_scale = weight.row_global_scale()
     for rows in _row_chunks(weight):
         _dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[rows])
 
 
-def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, out: torch.Tensor) -> None:
+def _dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, out: Tensor) -> None:
     """Dequantises some rows of one expert into `out`.
 
     Args:
@@ -274,11 +130,9 @@ def _dequantize_rows(qdata: torch.Tensor, scale: torch.Tensor, global_scale: tor
     torch.mul(pairs.view(blocks).float(), factor[..., None], out=out.view(blocks))
 
 
-def _quantize_rows(
-    rows: torch.Tensor, global_scale: torch.Tensor, search: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_rows(rows: Tensor, global_scale: Tensor, search: bool = False) -> tuple[Tensor, Tensor]:
     """(R, K) and a 0-d global scale -> uint8 (R, K // 2), float8_e4m3fn (R, K // 16)."""
-    blocks = rows.float().unflatten(-1, (-1, BLOCK_SIZE))  # [R, K // 16, 16]
+    blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 16, 16]
     magnitudes = blocks.abs()
     scale = (magnitudes.amax(-1) / (E2M1_MAX * global_scale)).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     if search:
@@ -290,9 +144,7 @@ def _quantize_rows(
     return codes[:, 0::2] | codes[:, 1::2] << 4, scale
 
 
-def _round_magnitudes(
-    magnitudes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
     """(R, K // 16, 16) and the scales of its blocks -> codes 0 to 7 as floats, and which blocks are not all zeros."""
     divisor = scale.float() * global_scale
     live = divisor > 0  # a block whose scale is 0 is all zeros, without signs
@@ -303,7 +155,7 @@ def _round_magnitudes(
     return torch.minimum(codes, scaled.mul_(0.5).round_().add_(4)), live
 
 
-def _least_error_scale(magnitudes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     """Of each block's scale and those `_SCALE_STEPS` away, the one of least squared error; ties keep the first."""
     usual = scale.view(torch.uint8).int()
     relative = magnitudes / global_scale  # at most 2688, so that no square leaves the floats
@@ -320,10 +172,10 @@ def _least_error_scale(magnitudes: torch.Tensor, scale: torch.Tensor, global_sca
     return best.view(torch.float8_e4m3fn)
 
 
-_PAIR_TABLES: dict[torch.device, torch.Tensor] = {}
+_PAIR_TABLES: dict[torch.device, Tensor] = {}
 
 
-def _pair_table(device: torch.device) -> torch.Tensor:
+def _pair_table(device: torch.device) -> Tensor:
     """int32 (256,): the two values of a byte as bfloat16, the low nibble first in memory.
 
     Made on the device (a copy from the host would synchronise), and kept unless a CUDA graph is being captured (its
@@ -343,14 +195,8 @@ def _pair_table(device: torch.device) -> torch.Tensor:
     return table
 
 
-def _row_chunks(weight: torch.Tensor | NVFP4Weight) -> list[slice]:
+def _row_chunks(weight: Tensor | NVFP4Weight) -> list[slice]:
     """Slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
     _, n, k = weight.shape
     step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
-
-
-def require(ok: bool, name: str, tensor: torch.Tensor, wanted: str) -> None:
-    """Raises the ValueError that names an argument, what it was and what is wanted."""
-    if not ok:
-        raise ValueError(f"{name}: got {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}, wanted {wanted}")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize_expert
+from thunder_moe.formats.nvfp4 import dequantize_expert
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import (
     PLAIN_SWIGLU,

@@ -15,8 +15,8 @@ from types import ModuleType
 
 import torch
 
-from thunder_moe.formats.layouts import layout_fits
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.layouts import LINEAR, preferred_on
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = [
     "BACKENDS",
@@ -35,8 +35,6 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
     "cuda": ("cuda",),
     "reference": None,
 }
-# What the backend "cuda" reads best on devices of a compute capability, where it fits; elsewhere "linear".
-_PREFERRED_ON_CUDA = {(9, 0): "tiled_64x64"}
 # These compute something else on purpose, and run when asked for.
 SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
@@ -74,14 +72,13 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
 def preferred_layout(device: torch.device, n: int, k: int) -> str:
     """The layout of (E, n, k) weights that the default backend of a device reads best.
 
-    "tiled_64x64" on CUDA devices of compute capability 9.0 where our kernels can run, for n and k that are multiples of
-    64; else "linear". Whoever quantises weights decides by it, `use_backend` makes no difference: weights stay, and
-    every backend takes both.
+    The one that `formats.layouts.REGISTRY` prefers on CUDA devices where our kernels can run ("tiled_64x64" on compute
+    capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they are
+    quantized; `use_backend` makes no difference, since every backend takes every layout.
     """
     if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
-        return "linear"
-    layout = _PREFERRED_ON_CUDA.get(torch.cuda.get_device_capability(device), "linear")
-    return layout if layout_fits(n, k, layout) is None else "linear"
+        return LINEAR
+    return preferred_on(torch.cuda.get_device_capability(device), n, k)
 
 
 def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:

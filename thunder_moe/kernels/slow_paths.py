@@ -7,7 +7,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["to_linear", "warn_once"]
 
@@ -28,7 +29,7 @@ def to_linear(weight: NVFP4Weight, reader: str = "the kernels") -> NVFP4Weight:
         weight: in any layout.
         reader: who reads it, for the warning.
     """
-    if weight.layout == "linear":
+    if weight.layout == LINEAR:
         return weight
     warn_once(
         ("layout", weight.layout, weight.device.type, reader),
@@ -36,4 +37,4 @@ def to_linear(weight: NVFP4Weight, reader: str = "the kernels") -> NVFP4Weight:
         " other, is converted to 'linear' at every call; convert it once, by to_layout_(model) or"
         " NVFP4Weight.to_layout('linear'), or quantize with layout='auto'",
     )
-    return weight.to_layout("linear")
+    return weight.to_layout(LINEAR)

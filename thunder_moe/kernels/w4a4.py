@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX, NVFP4Weight
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.routing import (
     PLAIN_SWIGLU,
@@ -59,7 +60,9 @@ def quantize_rows(
         (values of E2M1 as float32 (M, K), block scales float8_e4m3fn (M, K // 16), decode scale float32 0-d): a row is
         ``values * scale * decode``.
     """
-    blocks = activation.detach().float().unflatten(-1, (-1, BLOCK_SIZE))  # [M, K // 16, 16]
+    blocks = (
+        activation.detach().float().reshape(len(activation), activation.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
+    )  # [M, K // 16, 16]
     magnitudes = blocks.abs()
     if amax is not None:
         largest = blocks.new_tensor(amax)
@@ -82,7 +85,7 @@ def grouped_mm(
 ) -> torch.Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     values, scale, decode = quantize_rows(activation, amax, live_rows(offsets, activation.shape[0]))
-    rows = (values.unflatten(-1, (-1, BLOCK_SIZE)) * scale.float()[..., None]).flatten(-2)  # exact in float32
+    rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
     return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.nvfp4 import require
+from thunder_moe.formats.checks import require
 
 __all__ = ["GroupedLinear", "require_at_least"]
 

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.layouts import layout_of_blocks
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, NVFP4Weight, dequantize, require
+from thunder_moe.formats.checks import require
+from thunder_moe.formats.layouts import MODULE_LAYOUTS, layout_of_blocks
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, dequantize
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import grouped_swiglu  # noqa: F401  (registers the operator)
@@ -24,8 +26,6 @@ from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["MODULE_LAYOUTS", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU", "calls_only_its_class", "weights_to_fuse"]
 
-# Layouts of `nvfp4.LAYOUTS` that modules keep their weights in; nvFuser's route lays its own out.
-MODULE_LAYOUTS = ("linear", "tiled_64x64")
 _FIELDS = ("qdata", "scale", "global_scale")
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -33,7 +33,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class NVFP4GroupedLinear(nn.Module):
     """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
 
-    The shapes of qdata and scale tell their layout (`nvfp4_layouts.block_shapes`), so whoever holds the buffers, puts
+    The shapes of qdata and scale tell their layout (`formats.layouts.block_shapes`), so whoever holds the buffers, puts
     others in their place (``functional_call``) or keeps older ones has the layout with the bytes. State dicts hold
     layout "linear" whatever the module's, and load into any: they are converted on the way. Those of a module in
     another layout are copies then, which do not follow the module, and where modules share weights, one each.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight, require
+from thunder_moe.formats.checks import require
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from thunder_moe.formats.layouts import layout_fits
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, LAYOUTS, NVFP4Weight, require, scale_shape
+from thunder_moe.formats.checks import require
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight, check_weight
 from thunder_moe.kernels.select import select
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_NAMES = ("fp4_weight", "weight_scaling_factor", "weight_global_scale")
 
 
 @torch.library.custom_op("thunder_moe::f16a_nvfp4weight_scaled_grouped_mm", mutates_args=())
@@ -123,7 +125,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         offsets: int32 (E,), cumulative row ENDS; group 0 starts at row 0. Empty groups are legal.
         blockscale_offsets: read by nvFuser's CUTLASS kernel alone, which derives it when it is missing.
         problem_sizes: likewise.
-        layout: of the weight, one of `thunder_moe.formats.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
 
     Returns:
         (M, N) in the activation's dtype; rows at or past ``offsets[-1]`` are undefined.
@@ -192,29 +194,14 @@ def _check_rows_and_weight(
     layout: str,
 ) -> None:
     """Checks what `check_operands` and `_check_dgrad` have in common; `name` is what the operator calls the rows."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: got {layout!r}, wanted one of {LAYOUTS}")
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
-    dtypes = (torch.uint8, torch.float4_e2m1fn_x2)
-    require(fp4_weight.dtype in dtypes, "fp4_weight", fp4_weight, f"a dtype of {dtypes}")
-    experts, half, n = fp4_weight.shape
-    k = 2 * half
-    require(experts > 0, "fp4_weight", fp4_weight, "at least one expert in dim 0")
-    require(k % BLOCK_SIZE == 0 and k > 0, "fp4_weight", fp4_weight, f"in_features a positive multiple of {BLOCK_SIZE}")
-    needs = layout_fits(n, k, layout)
-    require(needs is None, "fp4_weight", fp4_weight, f"{needs} in layout {layout!r}")
-    scale, wanted = weight_scaling_factor, scale_shape(experts, n, k, layout)
-    require(scale.dtype == torch.float8_e4m3fn, "weight_scaling_factor", scale, "dtype float8_e4m3fn")
-    require(tuple(scale.shape) == wanted, "weight_scaling_factor", scale, f"shape {wanted} in layout {layout!r}")
-    require(weight_global_scale.dtype == torch.float32, "weight_global_scale", weight_global_scale, "dtype float32")
-    shapes = ((experts,), (experts, n))
-    ok = tuple(weight_global_scale.shape) in shapes
-    require(ok, "weight_global_scale", weight_global_scale, f"a shape of {shapes}")
+    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
+    check_weight(*packed, layout, names=WEIGHT_NAMES, transposed=True)
+    require(fp4_weight.device == rows.device, "fp4_weight", fp4_weight, f"device {rows.device}, that of {name}")
+    experts = fp4_weight.shape[0]
     require(offsets.dtype == torch.int32, "offsets", offsets, "dtype int32")
     require(tuple(offsets.shape) == (experts,), "offsets", offsets, f"shape ({experts},), one row end per expert")
-    others = dict(fp4_weight=fp4_weight, weight_scaling_factor=scale, weight_global_scale=weight_global_scale)
-    for other, tensor in {**others, "offsets": offsets}.items():
-        require(tensor.device == rows.device, other, tensor, f"device {rows.device}, that of {name}")
+    require(offsets.device == rows.device, "offsets", offsets, f"device {rows.device}, that of {name}")
 
 
 def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:

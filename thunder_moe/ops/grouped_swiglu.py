@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import require
+from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.grouped_mm import (
     check_index_values,
@@ -114,7 +114,7 @@ def f16a_nvfp4weight_grouped_swiglu(
         row_slot: int32 (M,) with M = T * A, as `moe_route` gives it: row r reads token ``row_slot[r] // A``.
         slot_scale: floating point (T, A) with row_slot, or (M,) without: multiplies the rows.
         bias: floating point (E, 2I).
-        layout: of the weight, one of `thunder_moe.formats.nvfp4.LAYOUTS`.
+        layout: of the weight, one of `thunder_moe.formats.layouts.LAYOUTS`.
         alpha: factor of the gate in the sigmoid.
         limit: of gate and up, positive; none when None.
         up_shift: added to up.

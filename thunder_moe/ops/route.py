@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import require
+from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
 
 __all__ = ["moe_route"]

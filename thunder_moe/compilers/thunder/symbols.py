@@ -32,7 +32,7 @@ from thunder.extend import OperatorExecutor  # noqa: E402
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, scale_shape  # noqa: E402
+from thunder_moe.formats.layouts import BLOCK_SIZE, scale_shape  # noqa: E402
 from thunder_moe.ops import grouped_mm_combine as _grouped_mm_combine  # noqa: E402
 from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402
 from thunder_moe.ops import route as _route  # noqa: E402, F401  (registers the operator)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike, unhooked
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,

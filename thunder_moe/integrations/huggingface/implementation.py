@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe.compilers.safety import is_hidden_training_forward
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, halves, require_form, stored_weights
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands

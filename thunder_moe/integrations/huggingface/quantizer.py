@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats import check_quantization, is_compressed_tensors_nvfp4
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights, put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.registration import StandIn

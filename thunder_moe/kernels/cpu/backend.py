@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, floats, pointer
 from thunder_moe.kernels.cuda import nvrtc

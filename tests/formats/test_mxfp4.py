@@ -7,7 +7,7 @@ from oracle import decode_e2m1
 from oracle import dequantize as oracle_dequantize
 
 from thunder_moe.checkpoint import Checkpoint
-from thunder_moe.checkpoint.mxfp4 import mxfp4_to_nvfp4
+from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 
 
 def decode_mxfp4(blocks, scales):

@@ -1,12 +1,12 @@
 """MXFP4 to NVFP4, exactly: blocks of 32 with a power-of-two scale become two blocks of 16 with a power-of-two scale.
-Called by formats; calls nvfp4.
+Called by checkpoint.decode; calls weight.
 """
 
 from __future__ import annotations
 
 import torch
 
-from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["mxfp4_to_nvfp4"]
 
