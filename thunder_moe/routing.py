@@ -1,5 +1,5 @@
-"""What surrounds the expert GEMMs of a layer, in plain torch: routing, gather of rows, SwiGLU, weighted combine.
-Called by kernels.reference and others around their GEMMs, and by the gradients in ops. Calls torch alone.
+"""Routing in plain torch: sort slots by expert, gather the rows of tokens, sum the rows of each token.
+Called by kernels, activations, nn and integrations.huggingface; calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
 Nothing here synchronises with the host, except `row_groups`. Indices out of range read another row, or count nothing.
@@ -7,81 +7,47 @@ Nothing here synchronises with the host, except `row_groups`. Indices out of ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 __all__ = [
-    "PLAIN_SWIGLU",
-    "SwiGLU",
     "combine",
     "expert_of_row",
     "gather_rows",
     "invert",
     "live_rows",
-    "pre_activation",
     "route",
     "row_groups",
     "scale_of_rows",
     "sort_by_expert",
-    "swiglu",
     "token_of_slot",
 ]
 
 
-@dataclass(frozen=True)
-class SwiGLU:
-    """``g * sigmoid(alpha * g) * (u + up_shift)`` with g = min(gate, limit), u = clamp(up, -limit, limit).
+def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sorts slots by expert, stably, in operations that Thunder and torch.compile trace.
 
-    The defaults are SwiGLU, ``silu(gate) * up``; GPT-OSS has alpha 1.702, limit 7 and up_shift 1.
+    Args:
+        ids_M: int64 (M,), the expert of each slot, in [0, E).
+        num_experts: E.
+
+    Returns:
+        (order, offsets): int64 (M,), the slot of each row; int32 (E,) row ends.
     """
-
-    alpha: float = 1.0
-    limit: float | None = None
-    up_shift: float = 0.0
-
-    def clamp(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        if self.limit is None:
-            return gate, up
-        return gate.clamp_max(self.limit), up.clamp(-self.limit, self.limit)
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = self.clamp(gate, up)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_shift)
-
-
-PLAIN_SWIGLU = SwiGLU()
+    order_M = torch.argsort(ids_M, stable=True)
+    ones_M = torch.ones_like(ids_M, dtype=torch.int32)
+    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=ids_M.device).scatter_add(0, ids_M, ones_M)
+    return order_M, torch.cumsum(counts_E, 0, dtype=torch.int32)
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """See ops.route.moe_route: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     ids = expert_ids.flatten().long()
     known = (ids >= 0) & (ids < num_experts)
-    ids = torch.where(known, ids, num_experts)
-    row_slot = torch.argsort(ids, stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
-    counts = counts.scatter_add(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    rows = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
-    slot_row = torch.empty_like(rows).scatter(0, row_slot, rows)
-    slot_row = torch.where(known, slot_row, -1).view(expert_ids.shape)
-    return row_slot.int(), counts[:-1].cumsum(0, dtype=torch.int32), slot_row
-
-
-def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """`moe_route` in what Thunder and torch.compile trace of torch itself, for 16-bit experts.
-
-    Args:
-        ids_M: int64 (M,), the expert of each slot.
-        num_experts: E.
-
-    Returns:
-        (order, offsets): the slot of each row, sorted by expert, stably; int32 (E,) row ends.
-    """
-    order_M = torch.argsort(ids_M, stable=True)
-    ones_M = torch.ones_like(ids_M, dtype=torch.int32)
-    counts_E = torch.zeros(num_experts, dtype=torch.int32, device=ids_M.device).scatter_add(0, ids_M, ones_M)
-    return order_M, torch.cumsum(counts_E, 0, dtype=torch.int32)
+    # Ids outside of [0, E) are those of one more expert, which no GEMM has.
+    order, ends = sort_by_expert(torch.where(known, ids, num_experts), num_experts + 1)
+    slot_row = torch.where(known, invert(order).int(), -1).view(expert_ids.shape)
+    return order.int(), ends[:-1], slot_row
 
 
 def invert(order_M: Tensor) -> Tensor:
@@ -103,7 +69,7 @@ def gather_rows(activation: Tensor, row_slot: Tensor | None) -> Tensor:
 
 
 def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor | None:
-    """float32 (M,) of a scale per slot (T, A), or per row (M,) where row_slot is None."""
+    """The scale of each row, float32 (M,), from one per slot (T, A), or per row (M,) where row_slot is None."""
     if slot_scale is None:
         return None
     flat = slot_scale.float().flatten()
@@ -112,23 +78,6 @@ def scale_of_rows(slot_scale: Tensor | None, row_slot: Tensor | None) -> Tensor 
 
 def _within(index: Tensor, size: int) -> Tensor:
     return index.clamp(0, max(size - 1, 0))
-
-
-def swiglu(
-    gate_up: Tensor, offsets: Tensor, form: SwiGLU, row_scale: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    """(M, 2I) -> (M, I) in the same dtype: times row_scale (M,), plus bias (E, 2I), then the activation, in float32."""
-    return form(*pre_activation(gate_up, offsets, row_scale, bias).chunk(2, -1)).to(gate_up.dtype)
-
-
-def pre_activation(gate_up: Tensor, offsets: Tensor, row_scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(M, 2I) -> float32 (M, 2I), times row_scale (M,), plus bias (E, 2I)."""
-    gate_up = gate_up.float()
-    if row_scale is not None:
-        gate_up = gate_up * row_scale[:, None]
-    if bias is not None:
-        gate_up = gate_up + bias[expert_of_row(offsets, gate_up.shape[0])]
-    return gate_up
 
 
 def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import select
@@ -322,7 +323,7 @@ def stacked_layout(*weights: Any, transposed: bool, device: torch.device | None 
 def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool, layout: str) -> NVFP4Weight:
     parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
     if interleaved:
-        parts = [torch.cat([part[:, 0::2], part[:, 1::2]], 1) for part in parts]
+        parts = [deinterleave(part) for part in parts]
     if layout == "swizzled_128x4":
         return _quantize_together(parts).to_layout(layout)
     return NVFP4Weight.concatenate(*map(quantize, parts)).to_layout(layout)

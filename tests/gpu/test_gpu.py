@@ -28,6 +28,7 @@ from thunder_moe import (
     quantize_,
     rewrite_report,
 )
+from thunder_moe.activations import SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
@@ -35,7 +36,6 @@ from thunder_moe.kernels.cuda import workspace as zeros
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.routing import PLAIN_SWIGLU
 from thunder_moe.routing import route as plain_route
 
 import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
@@ -221,7 +221,7 @@ def test_what_is_out_of_range_is_not_touched(kernel_layout, ends):
     slots = torch.randint(-(2**31), 2**31 - 1, (42,), device="cuda", dtype=torch.int32)
     scale = torch.rand(21, 2, device="cuda")
     hidden = cuda.grouped_swiglu(rows[:21], weight, offsets, slots, scale)
-    cuda.swiglu(out, offsets, slots, scale, None, PLAIN_SWIGLU)
+    cuda.swiglu(out, offsets, slots, scale, None, SWIGLU)
     summed = cuda.combine(hidden, slots.view(21, 2), scale)
     torch.cuda.synchronize()
     assert not summed.any()

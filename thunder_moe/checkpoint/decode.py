@@ -12,11 +12,12 @@ import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats import ExpertBlock, Module
+from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, dequantize
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["ExpertWeights", "decode_dense", "decode_experts", "gates_first"]
+__all__ = ["ExpertWeights", "decode_dense", "decode_experts"]
 
 _FLOATS = ("F32", "BF16", "F16")
 _E4M3_NAN = 0x7F
@@ -92,11 +93,6 @@ def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device:
     return dequantize(weight.to(device), dtype)[0]
 
 
-def gates_first(tensor: torch.Tensor) -> torch.Tensor:
-    """(E, 2I, ...) whose rows alternate, gate and up -> the same with the gate's rows first."""
-    return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-
-
 def _stack(
     files: TensorFiles, block: ExpertBlock, parts: tuple[str, ...], experts: range
 ) -> tuple[NVFP4Weight, torch.Tensor | None]:
@@ -140,7 +136,7 @@ def _decode_fused(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> 
             info = module.fields["bias"]
             info.require(_FLOATS, weights[part].shape[:2])
             bias = files.read(info.name)
-            biases[part] = gates_first(bias) if alternates else bias.clone()
+            biases[part] = deinterleave(bias) if alternates else bias.clone()
     if "gate_up" not in weights:
         weights["gate_up"] = NVFP4Weight.concatenate(weights["gate"], weights["up"])
         if "gate" in biases and "up" in biases:
@@ -170,8 +166,8 @@ def _decode_fused_weight(files: TensorFiles, module: Module, alternates: bool) -
         elif global_scale.shape != (experts, n):
             raise infos[2].error(f"has shape {infos[2].shape}, wanted (), {(experts,)} or {(experts, n)}")
     if alternates:
-        qdata, scale = gates_first(qdata), gates_first(scale)
-        global_scale = gates_first(global_scale) if global_scale.ndim == 2 else global_scale
+        qdata, scale = deinterleave(qdata), deinterleave(scale)
+        global_scale = deinterleave(global_scale) if global_scale.ndim == 2 else global_scale
     # Until here views of the mapped file, or one projection at most.
     qdata, scale, global_scale = (t.clone(memory_format=torch.contiguous_format) for t in (qdata, scale, global_scale))
     return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale)

@@ -9,9 +9,10 @@ from math import inf, log10
 
 import torch
 
-from thunder_moe.checkpoint.decode import ExpertWeights, gates_first
+from thunder_moe.checkpoint.decode import ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats import ExpertBlock
+from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.formats.weight import NVFP4Weight
 
@@ -84,9 +85,9 @@ def quantize_experts(
             weight = _per_expert(files, block, parts, experts, device, scale_search, noise)
         bias = _bias(files, block, parts, weight, experts)
         if interleaved and parts == ("gate_up",):
-            scale = gates_first(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-            weight = NVFP4Weight(gates_first(weight.qdata), scale, weight.global_scale)
-            bias = bias if bias is None else gates_first(bias)
+            scale = deinterleave(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+            weight = NVFP4Weight(deinterleave(weight.qdata), scale, weight.global_scale)
+            bias = bias if bias is None else deinterleave(bias)
         results.append((weight, bias, noise.decibels()))
     (gate_up, gate_up_bias, gate_up_error), (down, down_bias, down_error) = results
     wanted = (gate_up.shape[0], gate_up.shape[2], gate_up.shape[1] // (2 if block.gated else 1))

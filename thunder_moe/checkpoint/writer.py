@@ -22,6 +22,7 @@ import torch
 from thunder_moe.checkpoint.decode import ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats import ExpertsLayout
+from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 
@@ -98,8 +99,8 @@ def _encode_fused(
         if global_scale.ndim:
             logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
         if part == "gate_up" and layout.interleaved:
-            qdata, scale, bias = _alternate(qdata), _alternate(scale), bias if bias is None else _alternate(bias)
-            global_scale = _alternate(global_scale) if global_scale.ndim == 2 else global_scale
+            qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)
+            global_scale = interleave(global_scale) if global_scale.ndim == 2 else global_scale
         yield name, qdata.mT
         yield f"{name}_weight_scale", scale.mT.contiguous().view(torch.float8_e4m3fn)
         yield f"{name}_weight_scale_2", global_scale
@@ -111,11 +112,6 @@ def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
     """The global scale in as few numbers as hold it: (), or as the weight has it."""
     scale = weight.global_scale
     return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
-
-
-def _alternate(tensor: torch.Tensor) -> torch.Tensor:
-    """(E, 2I, ...) with the gate's rows first -> the rows alternate, gate and up."""
-    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 @dataclass

@@ -12,19 +12,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import dequantize_expert
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import (
-    PLAIN_SWIGLU,
-    SwiGLU,
-    combine,
-    gather_rows,
-    route,
-    row_groups,
-    scale_of_rows,
-    swiglu,
-)
+from thunder_moe.routing import combine, gather_rows, route, row_groups, scale_of_rows
 
 __all__ = ["grouped_mm", "grouped_mm_combine", "grouped_mm_dgrad", "grouped_swiglu", "route", "unavailable_reason"]
 
@@ -51,7 +43,7 @@ def grouped_swiglu(
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    form: SwiGLU = PLAIN_SWIGLU,
+    form: GLU = SWIGLU,
 ) -> torch.Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)

@@ -9,19 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
-from thunder_moe.routing import (
-    PLAIN_SWIGLU,
-    SwiGLU,
-    combine,
-    gather_rows,
-    live_rows,
-    route,
-    scale_of_rows,
-    swiglu,
-)
+from thunder_moe.routing import combine, gather_rows, live_rows, route, scale_of_rows
 
 __all__ = [
     "grouped_mm",
@@ -101,7 +93,7 @@ def grouped_swiglu(
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    form: SwiGLU = PLAIN_SWIGLU,
+    form: GLU = SWIGLU,
     *,
     amax: float | None = None,
 ) -> torch.Tensor:

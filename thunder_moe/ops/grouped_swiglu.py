@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe.activations import GLU, pre_activation
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.grouped_mm import (
@@ -22,14 +23,7 @@ from thunder_moe.ops.grouped_mm import (
     refuse_weight_gradients,
     weight_from_operands,
 )
-from thunder_moe.routing import (
-    SwiGLU,
-    expert_of_row,
-    gather_rows,
-    live_rows,
-    pre_activation,
-    scale_of_rows,
-)
+from thunder_moe.routing import expert_of_row, gather_rows, live_rows, scale_of_rows
 
 __all__ = ["f16a_nvfp4weight_grouped_swiglu", "swiglu_backward"]
 
@@ -56,7 +50,7 @@ def _grouped_swiglu(
     _check_values(activation, offsets, row_slot)
     weight = weight_from_operands(*packed, layout)
     kernel = select(activation.device).grouped_swiglu
-    return kernel(activation, weight, offsets, row_slot, slot_scale, bias, SwiGLU(alpha, limit, up_shift))
+    return kernel(activation, weight, offsets, row_slot, slot_scale, bias, GLU(alpha, limit, up_shift))
 
 
 @_grouped_swiglu.register_fake
@@ -179,11 +173,11 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`swiglu_backward` of arguments that the operator has checked. Dead rows have zero gradients."""
     packed = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
-    swiglu, rows = SwiGLU(**form), grad.shape[0]
+    activation_form, rows = GLU(**form), grad.shape[0]
     row_scale = scale_of_rows(slot_scale, row_slot)
     forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
     gate_up = forward(gather_rows(activation, row_slot), *packed, layout=layout)
-    grad_pre = _activation_grad(grad, pre_activation(gate_up, offsets, row_scale, bias), swiglu)  # [M, 2I]
+    grad_pre = activation_form.gradient(grad, pre_activation(gate_up, offsets, row_scale, bias))  # [M, 2I]
     # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
     live = live_rows(offsets, rows)
     if row_slot is not None:
@@ -214,19 +208,6 @@ def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:
     """Puts what each row (M, ...) has in its slot; of rows with the same slot the sum."""
     slot = row_slot.clamp(0, max(row_slot.shape[0] - 1, 0))
     return torch.zeros_like(of_row).index_add(0, slot, of_row)
-
-
-def _activation_grad(grad: Tensor, gate_up: Tensor, form: SwiGLU) -> Tensor:
-    """Gradient (M, I) of the activation's output, float32 gate_up (M, 2I) -> float32 (M, 2I)."""
-    raw_gate, raw_up = gate_up.chunk(2, -1)
-    gate, up = form.clamp(raw_gate, raw_up)
-    sigmoid = torch.sigmoid(form.alpha * gate)
-    grad_gate = grad * (up + form.up_shift) * sigmoid * (1 + form.alpha * gate * (1 - sigmoid))
-    grad_up = grad * gate * sigmoid
-    if form.limit is not None:
-        grad_gate = torch.where(raw_gate <= form.limit, grad_gate, 0)
-        grad_up = torch.where(raw_up.abs() <= form.limit, grad_up, 0)
-    return torch.cat([grad_gate, grad_up], -1)
 
 
 def _check_values(activation: Tensor, offsets: Tensor, row_slot: Tensor | None) -> None:

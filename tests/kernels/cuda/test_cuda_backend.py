@@ -10,6 +10,7 @@ import torch
 from emulator.guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, moe_experts, relative_error
 
+from thunder_moe.activations import GLU
 from thunder_moe.formats import nvfp4
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
@@ -17,7 +18,6 @@ from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
 from thunder_moe.kernels.cuda import workspace as zeros
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config
-from thunder_moe.routing import SwiGLU
 from thunder_moe.routing import route as plain_route
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -110,7 +110,7 @@ def test_grouped_mm_of_tiles(emulated, hopper, config, k, dtype):
 def test_grouped_swiglu_of_tiles(emulated, hopper, config, dtype):
     """Tokens are gathered and scaled; gate and up have different global scales."""
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
-    form = SwiGLU(1.702, 1.5, 1.0)
+    form = GLU(1.702, 1.5, 1.0)
     for n, k in ((64, 64), (192, 320)):
         weight, _ = make(4, 2 * n, k, halves=2)
         tokens, row_slot = torch.randn(21, k).to(dtype), torch.randperm(42).int()
@@ -191,7 +191,7 @@ def test_a_whole_layer(layout, tokens, weight_on_input):
     )
     row_slot, offsets, slot_row = cuda.route(ids, experts)
     on_input, on_output = (scores, None) if weight_on_input else (None, scores)
-    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], SwiGLU(1.702, 1.5, 1.0))
+    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot, on_input, biases[0], GLU(1.702, 1.5, 1.0))
     out = cuda.grouped_mm_combine(rows, down, offsets, slot_row, on_output, biases[1])
     exact = [dequantize(*weight.tensors()) for weight in linear]
     form = dict(alpha=1.702, limit=1.5, up_shift=1.0)

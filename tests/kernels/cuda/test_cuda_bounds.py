@@ -9,11 +9,11 @@ import torch
 from emulator.guarded_memory import guarded
 from oracle import dequantize, grouped_mm, relative_error
 
+from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda.configs import GemmConfig
-from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU
 
 LEAST, MOST = -(2**31), 2**31 - 1
 CONFIGS = [
@@ -84,9 +84,9 @@ def test_row_slot(config):
 def test_row_slot_of_the_activation_behind_a_gemm():
     gate_up, scale = guarded(torch.randn(4, 32, dtype=torch.bfloat16)), guarded(torch.rand(4))
     offsets, wrong = torch.tensor([1, 9, 2, 4], dtype=torch.int32), ints([LEAST, 3, MOST, 4])
-    out = cuda.swiglu(gate_up, offsets, wrong, scale, None, PLAIN_SWIGLU)
+    out = cuda.swiglu(gate_up, offsets, wrong, scale, None, SWIGLU)
     gate, up = (gate_up[1].float() * scale[3]).chunk(2)
-    assert relative_error(out[1], SwiGLU()(gate, up)) < 5e-3
+    assert relative_error(out[1], GLU()(gate, up)) < 5e-3
 
 
 @pytest.mark.parametrize("n", [16, 12])

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike, unhooked
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,
     form_of,
-    halves,
     has_experts,
-    interleave,
     not_plain_experts,
     require_form,
     stored_weights,
@@ -240,15 +239,15 @@ def quantized_experts(
     def pack_first(parameter: nn.Parameter) -> NVFP4Weight:
         weight = pack_linear(parameter)
         if form.interleaved:
-            scale = halves(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-            weight = NVFP4Weight(halves(weight.qdata), scale, weight.global_scale)
+            scale = deinterleave(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+            weight = NVFP4Weight(deinterleave(weight.qdata), scale, weight.global_scale)
         return lay_out(weight, layout)
 
     def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
         return lay_out(pack_linear(parameter), layout)
 
     if biases and form.interleaved:
-        biases[0] = once(biases[0], lambda bias: nn.Parameter(halves(bias), requires_grad=bias.requires_grad))
+        biases[0] = once(biases[0], lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad))
     weights = once(first, pack_first), once(second, pack_second)
     return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
 

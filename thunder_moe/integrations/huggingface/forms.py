@@ -13,18 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.activations import GLU
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.replaceable import has_own_forward, impure, not_plain
-from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU
 
 __all__ = [
     "ExpertsForm",
     "apply_gate",
     "form_of",
-    "halves",
     "has_experts",
-    "interleave",
     "not_plain_experts",
     "require_form",
     "stored_weights",
@@ -58,13 +56,13 @@ class ExpertsForm:
     transposed: bool
     interleaved: bool
     weight_on_input: bool
-    swiglu: SwiGLU | None
+    swiglu: GLU | None
     post_norm: bool
 
     def __str__(self) -> str:
         text = "own gate" if self.gated else "own activation"
         if self.swiglu is not None:
-            text = "fused SwiGLU" if self.swiglu == PLAIN_SWIGLU else f"fused {self.swiglu}"
+            text = f"fused {self.swiglu}"
         return f"{text}, own norm" if self.post_norm else text
 
 
@@ -176,7 +174,7 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
 
 
 @torch.no_grad()
-def _fused(module: Any, interleaved: bool) -> SwiGLU | None:
+def _fused(module: Any, interleaved: bool) -> GLU | None:
     """The fused form that agrees with the module's own gate at all probes, to the rounding of float32."""
     tensors = [name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())]
     if not all(name.startswith(_KNOWN_TENSORS) for name in tensors):
@@ -191,7 +189,7 @@ def _fused(module: Any, interleaved: bool) -> SwiGLU | None:
         return None  # a gate that knows the sizes of its layer
     alphas = {1.0, 1.702} | {float(getattr(module, name, 1.0)) for name in ("alpha", "swiglu_alpha")}
     for alpha, limit, up_shift in itertools.product(sorted(alphas), limits, (0.0, 1.0)):
-        form = SwiGLU(alpha, limit, up_shift)
+        form = GLU(alpha, limit, up_shift)
         if torch.allclose(form(gate, up), own, rtol=1e-5, atol=1e-6):
             return form
     return None
@@ -203,13 +201,3 @@ def _finite(limit: Any) -> float | None:
 
 def _key(cls: type) -> tuple[str, str]:
     return cls.__module__, cls.__qualname__
-
-
-def halves(rows: Tensor) -> Tensor:
-    """(E, 2I, ...) with gate and up in turns -> the gates, then the ups."""
-    return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
-
-
-def interleave(rows: Tensor) -> Tensor:
-    """The inverse of `halves`."""
-    return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)

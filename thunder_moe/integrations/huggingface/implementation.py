@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, halves, require_form, stored_weights
+from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, require_form, stored_weights
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
@@ -109,7 +110,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
     gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
     down = WEIGHT_CACHE.get(second, transposed=form.transposed, layout=layouts[1])
     if biases and form.interleaved:
-        biases[0] = halves(biases[0])
+        biases[0] = deinterleave(biases[0])
     return run_experts(self, type(self), form, inputs, gate_up, down, *(biases or (None, None)))
 
 

@@ -27,17 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import (
-    PLAIN_SWIGLU,
-    SwiGLU,
-    gather_rows,
-    route,
-    row_groups,
-    scale_of_rows,
-)
+from thunder_moe.routing import gather_rows, route, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -116,7 +110,7 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: SwiGLU = PLAIN_SWIGLU,
+    form: GLU = SWIGLU,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     offsets = offsets.contiguous()

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, floats, pointer
@@ -32,7 +33,7 @@ from thunder_moe.kernels.cuda.arguments import (
 )
 from thunder_moe.kernels.cuda.configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import PLAIN_SWIGLU, SwiGLU, gather_rows
+from thunder_moe.routing import gather_rows
 
 __all__ = [
     "combine",
@@ -85,7 +86,7 @@ def grouped_swiglu(
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
     bias: Tensor | None = None,
-    form: SwiGLU = PLAIN_SWIGLU,
+    form: GLU = SWIGLU,
     *,
     config: GemmConfig | None = None,
 ) -> Tensor:
@@ -159,7 +160,7 @@ def swiglu(
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
     bias: Tensor | None,
-    form: SwiGLU,
+    form: GLU,
 ) -> Tensor:
     """(M, 2I) of a GEMM -> (M, I): times slot_scale, plus bias (E, 2I), then the activation, in float32."""
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
@@ -256,7 +257,7 @@ def _gemm(
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
     bias: Tensor | None,
-    form: SwiGLU | None,
+    form: GLU | None,
     config: GemmConfig | None = None,
 ) -> Tensor:
     experts, n, k = weight.shape
@@ -269,7 +270,7 @@ def _gemm(
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = 1 if row_slot is None else rows // activation.shape[0]
-    swiglu, form = features != n, form or PLAIN_SWIGLU
+    swiglu, form = features != n, form or SWIGLU
     multiprocessors, capability = _device_facts(activation.device)
     layout = TILED if weight.layout == TILED else "linear"
     weight = weight if layout == TILED else to_linear(weight)
