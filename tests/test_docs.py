@@ -1,4 +1,4 @@
-"""Runs the Python code of README.md and of docs/, and checks the links and the `make` targets that the pages name.
+"""Runs the Python code of README.md and of docs/; checks the links, `make` targets and benchmarks that the pages name.
 Called by pytest; calls what the pages call.
 
 The ```python blocks of a page run in order in one namespace, in an empty working directory. A block is left out only
@@ -88,3 +88,15 @@ def test_make_targets_of_a_page_exist(page):
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"(?:`|^)make (?:[A-Z]+=\S+ )*([a-z][\w-]*)", page.read_text(), re.MULTILINE)
     assert set(named) <= targets
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if "python -m benchmarks" in page.read_text()], ids=lambda p: p.name
+)
+def test_benchmarks_of_a_page_exist(page):
+    text = page.read_text().replace("\\\n", "")
+    for command, options in re.findall(r"python -m benchmarks ([a-z]+)\b([^`\n]*)", text):
+        sources = [ROOT / "benchmarks" / name for name in (f"suites/{command}.py", "harness/report.py")]
+        known = "".join(source.read_text() for source in sources)
+        for option in re.findall(r"--[\w-]+", options.replace("--help", "")):
+            assert f'"{option}"' in known, f"{command} {option}"
