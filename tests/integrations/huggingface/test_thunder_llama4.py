@@ -12,6 +12,7 @@ from oracle import relative_error
 transformers = pytest.importorskip("transformers")
 
 import thunder  # noqa: E402
+from transformers.models.llama4 import modeling_llama4  # noqa: E402
 from transformers.models.llama4.configuration_llama4 import Llama4TextConfig  # noqa: E402
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe  # noqa: E402
 
@@ -71,10 +72,13 @@ def test_trainable_layer_gets_the_gradients_of_the_dense_one():
 def test_eager_and_other_compilers_run_the_stock_layer(monkeypatch):
     monkeypatch.setattr(llama4, "run_routed", None)
     layer = make_layer().requires_grad_(False)
+    assert Llama4TextMoe.forward.__code__.co_filename == modeling_llama4.__file__, "transformers' own"
+    others = thunder.jit(layer, executors=thunder.get_default_executors())
     x = torch.randn(1, 3, 64, dtype=BF16)
     out, _ = layer(x)
     compiled, _ = torch.compile(layer, backend="eager", fullgraph=True)(x)
     assert torch.equal(compiled, out)
+    assert relative_error(others(x)[0], out) < 0.01
 
 
 def test_a_router_of_ones_own_is_not_routed():

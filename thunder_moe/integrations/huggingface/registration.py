@@ -1,6 +1,7 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
-Called by thunder_moe on import; calls experts_function once transformers has its registry of experts functions,
-thunder_llama4 with Thunder's executor, and hf_quantizer when transformers meets the first NVFP4 checkpoint.
+Called by thunder_moe on import; calls implementation.py once transformers has its registry of experts functions,
+thunder_llama4.py and thunder_outputs.py with Thunder's executor, and quantizer.py when transformers meets the first
+NVFP4 checkpoint.
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ __all__ = ["StandIn", "install"]
 _REGISTRY = "transformers.quantizers.auto"
 _EXPERTS = "transformers.integrations.moe"
 _LLAMA4 = "transformers.models.llama4.modeling_llama4"
+_OUTPUTS = "transformers.utils.output_capturing"
 _EXECUTOR = "thunder_moe.compilers.thunder.executor"
 
 
 def install() -> None:
     """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors, and know
-    ``experts_implementation="thunder_moe"``; makes Thunder route Llama 4's layers. Once is enough."""
+    ``experts_implementation="thunder_moe"``; lets moe_executor route Llama 4's layers. Once is enough."""
     after_import(_REGISTRY, _add_stand_ins)
     after_import(_EXPERTS, _register_experts)
-    after_import(_EXECUTOR, lambda _: after_import(_LLAMA4, _register_llama4))
+    after_import(_EXECUTOR, _add_lookasides)
 
 
 def _register_experts(_: ModuleType) -> None:
-    importlib.import_module("thunder_moe.integrations.huggingface.implementation")
+    _import("implementation")
 
 
-def _register_llama4(_: ModuleType) -> None:
-    importlib.import_module("thunder_moe.integrations.huggingface.thunder_llama4")
+def _add_lookasides(_: ModuleType) -> None:
+    after_import(_LLAMA4, lambda _: _import("thunder_llama4"))
+    after_import(_OUTPUTS, lambda _: _import("thunder_outputs"))
+
+
+def _import(name: str) -> None:
+    importlib.import_module(f"thunder_moe.integrations.huggingface.{name}")
 
 
 def _add_stand_ins(registry: Any) -> None:

@@ -1,14 +1,17 @@
-"""Makes moe_executor route Llama 4's stock layer while Thunder traces it, so that its expert GEMMs can be rewritten.
-Called by hf_plugin once both Thunder's executor and transformers' Llama 4 are imported; calls integrations.llama4.
+"""A lookaside of moe_executor: Llama 4's stock layer is routed while Thunder traces it, so that its expert GEMMs can be
+rewritten. Imported by registration.py once both Thunder's executor and transformers' Llama 4 are imported; calls
+run_routed of llama4.py.
 
-The layer's forward asks whether it is being traced, which the executor answers; outside of it nothing changes.
+Only functions compiled with moe_executor among their executors see it: eager execution, torch.compile and Thunder with
+other executors run `Llama4TextMoe.forward` as transformers has it.
 """
 
 from __future__ import annotations
 
-import functools
+import types
+from typing import Any
 
-from torch import Tensor
+from thunder.core.interpreter import _interpret_call, wrap_const
 from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextExperts, Llama4TextMoe
 
 from thunder_moe.compilers.thunder.executor import moe_executor
@@ -17,21 +20,23 @@ from thunder_moe.nn.quantized import calls_only_its_class
 
 __all__: list[str] = []
 
-_stock_forward = Llama4TextMoe.forward
+_forward: Any = Llama4TextMoe.forward
+# The same code as another function: the lookaside for `_forward` would meet itself.
+_stock_forward = types.FunctionType(
+    _forward.__code__, _forward.__globals__, _forward.__name__, _forward.__defaults__, _forward.__closure__
+)
 
 
-def _traced_by_moe_executor() -> bool:
-    return False
+def _traced_forward(layer: Llama4TextMoe, *args: Any, **kwargs: Any) -> Any:
+    """Has Thunder's interpreter go on with `run_routed`, or with the stock code.
 
-
-@functools.wraps(_stock_forward)
-def _forward(self: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    Lookasides get the values behind the interpreter's wrappers, which `wrap_const` finds again: they know where the
+    layer comes from, so that its parameters become arguments of the trace."""
     # Others' routers and experts, and hooks on them, may do anything; quantize_'s experts have a layer of their own.
-    plain = calls_only_its_class(self.router, Llama4Router) and calls_only_its_class(self.experts, Llama4TextExperts)
-    if plain and _traced_by_moe_executor():
-        return run_routed(self, hidden_states)
-    return _stock_forward(self, hidden_states)
+    plain = calls_only_its_class(layer.router, Llama4Router) and calls_only_its_class(layer.experts, Llama4TextExperts)
+    wrapped = [wrap_const(argument) for argument in (layer, *args)]
+    named = {name: wrap_const(argument) for name, argument in kwargs.items()}
+    return _interpret_call(run_routed if plain else _stock_forward, *wrapped, **named)
 
 
-Llama4TextMoe.forward = _forward  # type: ignore[method-assign]
-moe_executor._lookasides[_traced_by_moe_executor] = lambda: True
+moe_executor._lookasides[_forward] = _traced_forward
