@@ -3,6 +3,7 @@ What users import; each name loads its module on first use, so that `import thun
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from thunder_moe.compilers import registration
@@ -97,5 +98,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-registration.install()
-hf_plugin.install()
+if os.environ.get("THUNDER_MOE_AUTO_REGISTER") != "0":  # compilers/registration.py says what it is about
+    registration.install()
+    hf_plugin.install()

@@ -1,12 +1,28 @@
-"""Cures for Thunder 0.2.6 on newer torch, each with the version that makes it unnecessary.
-Called by compilers.registration when somebody imports thunder, by the modules that need it, and by the torch.compile
-backend; calls nothing of the package but report, for its warning.
-"""
+"""All that the package changes in Thunder 0.2.6, or in torch for Thunder: what, when, why, and until which version.
+Called by compilers.registration when somebody imports thunder, by the modules of compilers.thunder, and by the
+torch.compile backend; calls nothing of the package but report, for its warning.
+
+| what is changed | when, for how long | why | unnecessary from the first Thunder release |
+|---|---|---|---|
+| Tensor.rename, has_names, refine_names, align_to, align_as exist | while thunder is imported | Thunder lists them by name; torch 2.13 removed them | that imports on torch 2.13 |
+| autograd.Function.apply is a Python method | while thunder is imported | Thunder reads its `__func__`; torch 2.14 wrote it in C | that imports on torch 2.14 |
+| a module `nvfuser` of one function | once nvfuser_direct is imported, to stay | wheels from 0.2.36 on lack that package, Thunder calls its compute_tensor_descriptor | that takes it from nvfuser_direct |
+| BaseRecipe.setup_executors leaves out None | once thunder.recipes is imported, to stay | without nvFuser, Thunder prints how to install it and then fails on an executor None | whose default recipe runs without nvFuser |
+| SDPAMaskTransform of the Hugging Face recipe has no lookaside | once thunder.recipes is imported, to stay; where transformers has no sdpa_mask_recent_torch | transformers 5 has no such function: the recipe could not be made | whose recipe takes transformers 5 |
+| a compilation's list of transforms is a copy with the rewrite in front | each compilation with moe_executor | an executor has no transforms of its own; the list is the user's | in which executors bring transforms |
+| torch.zeros takes dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask has one | that takes them |
+| ThunderCompiler does not send grouped_mm to inductor | while the inner backend "thunder" compiles a graph | Thunder's own grouped_mm has no gradient | whose grouped_mm has one |
+| no lazy recompilation of graph modules | while the inner backend "thunder" compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
+
+`import thunder_moe` arranges for the changes tied to imports; with THUNDER_MOE_AUTO_REGISTER=0 in the environment it does
+not (compilers/registration.py), and they are made when compilers.thunder.executor is imported.
+"""  # noqa: E501
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import sys
 import types
@@ -17,6 +33,7 @@ from typing import Any
 import torch
 
 from thunder_moe.compilers.report import RewriteWarning
+from thunder_moe.import_hooks import after_import
 
 __all__ = [
     "alias_nvfuser",
@@ -25,6 +42,8 @@ __all__ = [
     "put_first",
     "refuse_delayed_changes",
     "thunderfx_compile",
+    "without_gradient",
+    "zeros",
 ]
 
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
@@ -38,12 +57,13 @@ def import_thunder() -> None:
             it has failed.
     """
     try:
-        import thunder  # noqa: F401  (under importing_thunder: compilers/registration.py)
+        with contextlib.nullcontext() if "thunder" in sys.modules else importing_thunder():
+            import thunder  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "thunder":
             raise
         raise ImportError("moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'") from error
-    alias_nvfuser()
+    _cure_imported()
 
 
 @contextlib.contextmanager
@@ -61,7 +81,19 @@ def importing_thunder() -> Iterator[None]:
     with _removed_tensor_methods(), _apply_as_python_method(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="transformer_engine module not found")
         yield
+    _cure_imported()
+
+
+def _cure_imported() -> None:
+    """The changes that stay. Again does nothing, but for an nvFuser that was imported in between."""
     alias_nvfuser()
+    _cure_recipes()
+
+
+@functools.cache
+def _cure_recipes() -> None:
+    after_import("thunder.recipes.base", _recipe_without_nvfuser)
+    after_import("thunder.recipes.hf_transformers", _recipe_on_transformers_5)
 
 
 @contextlib.contextmanager
@@ -94,6 +126,47 @@ def _apply_as_python_method() -> Iterator[None]:
         yield
     finally:
         function.apply = original  # type: ignore[method-assign]
+
+
+def _recipe_without_nvfuser(recipes: Any) -> None:
+    """Thunder 0.2.6's default recipe prints how to install nvFuser where it is missing, and fails on an executor None.
+    Unnecessary from the first Thunder release whose default recipe runs without nvFuser."""
+    original = recipes.BaseRecipe.setup_executors
+
+    @functools.wraps(original)
+    def setup_executors(self: Any) -> list[Any]:
+        return [executor for executor in original(self) if executor is not None]
+
+    recipes.BaseRecipe.setup_executors = setup_executors
+
+
+def _recipe_on_transformers_5(recipes: Any) -> None:
+    """Thunder 0.2.6's recipe for Hugging Face replaces `sdpa_mask_recent_torch`, which transformers 5 no longer has. It
+    replaces nothing there, as before transformers 4.55: Thunder can trace the masks of transformers 5.
+    Unnecessary from the first Thunder release whose recipe takes transformers 5."""
+    original = recipes.SDPAMaskTransform.__init__
+
+    @functools.wraps(original)
+    def init(self: Any) -> None:
+        import thunder.extend
+        import transformers.masking_utils
+
+        if hasattr(transformers.masking_utils, "sdpa_mask_recent_torch"):
+            original(self)
+        else:
+            self.executor = thunder.extend.OperatorExecutor("sdpa_mask_transform_ex")
+            thunder.extend.register_executor(self.executor)
+
+    recipes.SDPAMaskTransform.__init__ = init
+
+
+def zeros(*shape: Any, dtype: Any = None, **options: Any) -> Any:
+    """torch.zeros for Thunder's traces. Thunder 0.2.6 passes a Python type on to where only its own dtypes are known.
+    Unnecessary from the first Thunder release that takes Python types."""
+    import thunder.torch as ltorch
+
+    by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    return ltorch.zeros(*shape, dtype=by_type.get(dtype, dtype), **options)
 
 
 def put_first(compile_data: Any, transform: Any) -> None:

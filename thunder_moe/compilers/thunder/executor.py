@@ -1,5 +1,5 @@
 """`moe_executor`, the Thunder executor: what it intercepts while Thunder traces a model.
-Called by users as ``thunder.jit(model, executors=[moe_executor])``; calls thunder_symbols and thunder_transform.
+Called by users as ``thunder.jit(model, executors=[moe_executor])``, and by plugin.py; calls symbols.py and rewrite.py.
 
 A call of grouped_mm while tracing -> the executor's own differentiable symbol, and the rewrite joins the compilation
 that is under way. Thunder runs a compilation's transforms after tracing, so the rewrite sees the whole trace.
@@ -7,10 +7,14 @@ that is under way. Thunder runs a compilation's transforms after tracing, so the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
-from thunder_moe.compilers.thunder.compat import import_thunder, put_first
+from thunder_moe.compilers.registration import register_plugin
+from thunder_moe.compilers.thunder.compat import import_thunder, put_first, zeros
 
 import_thunder()
 
@@ -29,30 +33,32 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_grouped_swiglu,
 )
 
-__all__ = ["moe_executor"]
+__all__ = ["moe_executor", "nvfp4_rewrite"]
 
 moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
-_REWRITE = NVFP4Rewrite()
+register_plugin()
+nvfp4_rewrite = NVFP4Rewrite()
 
 
 def _join_compilation() -> None:
     """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks)."""
     data = get_compile_data()
     if data is not None:
-        moe_executor.attached(data)
-        put_first(data, _REWRITE)
+        put_first(data, nvfp4_rewrite)
 
 
-def _grouped_mm_lookaside(mat_a, mat_b, offs=None, bias=None, out_dtype=None):
+def _grouped_mm_lookaside(
+    mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Any:
     if mat_a.ndim != 2 or mat_b.ndim != 3 or offs is None or bias is not None:
         return ltorch._grouped_mm(mat_a, mat_b, offs, bias, out_dtype)
     _join_compilation()
     return grouped_mm(mat_a, mat_b, offs, out_dtype)
 
 
-def _lookaside(symbol):
-    def call(*args, **kwargs):
+def _lookaside(symbol: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         _join_compilation()
         return symbol(*args, **kwargs)
 
@@ -63,6 +69,7 @@ moe_executor._lookasides.update(
     {
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
+        torch.zeros: zeros,
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
             for symbol in (moe_route, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine)

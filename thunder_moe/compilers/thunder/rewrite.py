@@ -39,6 +39,7 @@ from thunder_moe.compilers.thunder.sites import (  # noqa: E402
     trained_weights,
 )
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+    EXECUTOR,
     check_grad_mode,
     check_memory,
     declare_changed,
@@ -92,6 +93,7 @@ class NVFP4Rewrite(Transform):
             _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
         ]
         decisions += [(q.gemm, q.decision, f"quantised beforehand{routes[id(q)]}") for q in before]
+        EXECUTOR.recorded(get_compile_data())
         record(get_compile_data(), decisions)
         checks, declarations = _conditions(computation, sites, list(packs.values()))
         arguments = computation_trace.args

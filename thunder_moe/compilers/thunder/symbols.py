@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,10 +60,10 @@ class MoEExecutor(OperatorExecutor):
 
     def __init__(self) -> None:
         super().__init__("thunder_moe", version=__version__)
-        self._seen: weakref.WeakSet = weakref.WeakSet()
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def attached(self, compile_data) -> None:
-        """The rewrite is part of this compilation and will record what it does."""
+    def recorded(self, compile_data: Any) -> None:
+        """The rewrite is a part of this compilation and records what it does."""
         self._seen.add(compile_data)
 
     def can_execute(self, bsym: BoundSymbol) -> bool:

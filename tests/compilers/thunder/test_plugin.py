@@ -1,0 +1,124 @@
+"""``thunder.compile(model, plugins="nvfp4-moe")``: whole models under Thunder's recipes equal thunder.jit with the
+executor; what makes the name known, and what does not.
+Called by pytest; calls tiny transformers models, and fresh interpreters for the order of imports.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from oracle import relative_error
+
+import thunder_moe
+
+pytest.importorskip("transformers")
+
+import thunder
+import thunder.plugins
+import thunder.recipes
+from tiny_models import tiny_config, tiny_model, tokens
+
+from thunder_moe import RewriteWarning, moe_executor, rewrite_report
+from thunder_moe.compilers.thunder.executor import nvfp4_rewrite
+from thunder_moe.compilers.thunder.plugin import NVFP4MoE
+
+BF16 = torch.bfloat16
+FAMILIES = {"llama4": {}, "qwen3_moe": dict(experts_implementation="thunder_moe")}
+# What thunder.compile is told besides the plugin.
+RECIPES = {
+    "default": lambda: {},
+    "default by name": lambda: dict(recipe="default"),
+    "Hugging Face": lambda: dict(recipe=thunder.recipes.HFTransformers()),
+    "Hugging Face by name": lambda: dict(recipe="hf-transformers"),
+}
+
+
+def make_model(name, **options):
+    config = tiny_config(name)
+    config.num_hidden_layers = 1  # Thunder traces a second one as long as the first
+    return tiny_model(name, BF16, config, **options).requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """(model, its logits and its report under thunder.jit)."""
+    model = make_model(request.param, **FAMILIES[request.param])
+    compiled = thunder.jit(model, executors=[moe_executor])
+    with torch.no_grad():
+        logits = compiled(tokens(), use_cache=False).logits
+    return model, logits, rewrite_report(compiled)
+
+
+def test_whole_models_are_right(family):
+    model, logits, report = family
+    assert [entry.decision for entry in report] == ["nvfp4 + swiglu", "nvfp4"]
+    rows = tokens().numel() * model.config.num_experts_per_tok
+    assert {entry.gemm.rows for entry in report} == {rows}, "each token by its own experts"
+    quantized = thunder_moe.quantize_(make_model(model.config.model_type.removesuffix("_text")))
+    with torch.no_grad():
+        expected = thunder_moe.dequantize_(quantized)(tokens(), use_cache=False).logits
+    assert relative_error(logits, expected) < 0.03
+
+
+@pytest.mark.parametrize("recipe", ["default", "Hugging Face"])
+def test_equals_thunder_jit(family, recipe):
+    model, logits, report = family
+    compiled = thunder.compile(model, **RECIPES[recipe](), plugins="nvfp4-moe")
+    with torch.no_grad():
+        out = compiled(tokens(), use_cache=False).logits
+    assert torch.equal(out, logits)
+    assert list(rewrite_report(compiled)) == list(report)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_stands_ahead_of_the_recipe(recipe):
+    plugin = thunder.plugins.get_plugin("nvfp4-moe")()
+    assert type(plugin) is NVFP4MoE
+    compiled = thunder.compile(make_model("qwen3_moe"), **recipe(), plugins=[plugin])
+    transforms = thunder.list_transforms(compiled)
+    assert transforms[0] is nvfp4_rewrite
+    assert len(transforms) > 1, "the recipe has some too"
+    # Before it, two that thunder.jit and the recipe make for lookasides.
+    executors = [ex for ex in compiled._lc_cd.executors_list if type(ex).__name__ != "TemporaryExecutor"]
+    assert executors[0] is moe_executor
+
+
+def test_other_functions_warn_once():
+    compiled = thunder.compile(torch.nn.Linear(4, 4), plugins="nvfp4-moe")
+    with pytest.warns(RewriteWarning, match="rewrote no expert GEMM") as caught:
+        compiled(torch.ones(1, 4))
+    assert len([warning for warning in caught if warning.category is RewriteWarning]) == 1
+
+
+def python(code, **environment):
+    given = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=given).stdout
+
+
+@pytest.mark.parametrize("order", ["import thunder_moe, thunder", "import thunder_moe, thunder.plugins"])
+def test_import_of_the_package_makes_the_name_known_and_loads_nothing(order):
+    code = f"""
+{order}
+import sys, thunder.plugins
+print("nvfp4-moe" in thunder.plugins.get_plugin_names(), "thunder_moe.compilers.thunder.executor" in sys.modules)
+print(type(thunder.plugins.get_plugin("nvfp4-moe")()).__name__)
+"""
+    assert python(code).split() == ["True", "False", "NVFP4MoE"]
+
+
+def test_registration_can_be_switched_off():
+    code = """
+import sys
+finders = list(sys.meta_path)
+import thunder_moe, torch._dynamo
+print(sys.meta_path == finders, "thunder_moe" in torch._dynamo.backends.registry._BACKENDS)
+from thunder_moe import moe_executor
+import thunder.plugins
+print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(__import__("torch").ones(1)).item())
+print("nvfp4-moe" in thunder.plugins.get_plugin_names())
+"""
+    out = python(code, THUNDER_MOE_AUTO_REGISTER="0").splitlines()
+    assert out[0].split()[0] == "True"
+    assert out[1:] == ["2.0", "True"]

@@ -1,0 +1,37 @@
+"""The Thunder plugin "nvfp4-moe": ``thunder.compile(model, plugins="nvfp4-moe")``, with any recipe.
+Made by thunder.compile (compilers/registration.py tells it the name); calls nothing: it hands moe_executor and its
+rewrite to the recipe.
+
+It compiles as ``thunder.jit(model, executors=[moe_executor, ...])`` does, with the recipe's executors and transforms
+behind. `import thunder_moe`, before or after thunder, makes the name known; on torch >= 2.13 thunder_moe has to come
+first, as always.
+"""
+
+from __future__ import annotations
+
+from thunder_moe.compilers.thunder.compat import import_thunder
+
+import_thunder()
+
+from thunder.core.recipe import Plugin, PluginPolicy  # noqa: E402
+from thunder.core.transform_common import Transform  # noqa: E402
+from thunder.extend import Executor  # noqa: E402
+
+from thunder_moe.compilers.thunder.executor import moe_executor, nvfp4_rewrite  # noqa: E402
+
+__all__ = ["NVFP4MoE"]
+
+
+class NVFP4MoE(Plugin):
+    """Runs frozen expert GEMMs with NVFP4 weights, ahead of the recipe's transforms and executors.
+
+    The transform comes first because pruning transforms would drop the checks that it adds to the prologue, the
+    executor because Thunder gives an operation to the first executor that takes it."""
+
+    policy = PluginPolicy.PRE
+
+    def setup_executors(self) -> list[Executor]:
+        return [moe_executor]
+
+    def setup_transforms(self) -> list[Transform]:
+        return [nvfp4_rewrite]
