@@ -5,6 +5,7 @@ Called by pytest; judged by tests/oracle.py.
 import copy
 import gc
 import io
+import sys
 import weakref
 
 import pytest
@@ -20,11 +21,13 @@ from thunder_moe import (
     NVFP4GroupedLinear,
     NVFP4GroupedSwiGLU,
     dequantize_,
+    families,
     quantize_,
     to_layout_,
 )
 from thunder_moe import quantize as quantize_module
 from thunder_moe.formats.nvfp4 import dequantize, quantize
+from thunder_moe.grouped_experts import GroupedExperts
 from thunder_moe.nn import MODULE_LAYOUTS
 
 BF16 = torch.bfloat16
@@ -55,7 +58,7 @@ def test_swaps_and_computes(dtype):
         assert back.dtype == dtype
 
 
-def test_quantising_twice_changes_nothing():
+def test_quantizing_twice_changes_nothing():
     once = dequantize_(quantize_(model(dtype=torch.float32)))
     twice = dequantize_(quantize_(copy.deepcopy(once)))
     for a, b in zip(once.parameters(), twice.parameters(), strict=True):
@@ -73,6 +76,74 @@ def test_frees_the_16_bit_weights():
     assert all(ref() is None for ref in dead)
     after = expert_bytes(quantized[0].routed_experts)
     assert after / before == pytest.approx(4.5 / 16, rel=0.2)  # the row scales of a small gate_up weigh
+
+
+def test_frees_the_16_bit_weights_module_by_module(monkeypatch):
+    quantized = model(3)
+    weights = [weakref.ref(block.routed_experts.gate_proj.weight) for block in quantized]
+    alive = []
+    convert = GroupedExperts.convert
+
+    def spy(self, module, run):
+        alive.append(sum(weight() is not None for weight in weights))
+        return convert(self, module, run)
+
+    monkeypatch.setattr(GroupedExperts, "convert", spy)
+    quantize_(quantized)
+    assert alive == [3, 2, 1]
+
+
+THEIR_FAMILIES = """
+from torch import nn
+from thunder_moe.families import ExpertFamily
+
+class Family(ExpertFamily):
+    description = "theirs"
+
+    def match(self, module):
+        return type(module).__module__ == "their.models"
+
+    def match_quantized(self, module):
+        return isinstance(module, nn.Identity)
+
+    def obstacle(self, module):
+        return "it has no bias" if isinstance(module, nn.Linear) and module.bias is None else None
+
+    def weights(self, module):
+        return [(module.weight, module.weight[None])]
+
+    def convert(self, module, run):
+        return run.memo.setdefault(id(module.weight), nn.Identity())
+
+    def restore(self, module, memo):
+        return memo.setdefault(id(module), nn.Linear(16, 16))
+
+FAMILIES = [Family()]
+"""
+
+
+def test_families_of_other_packages_are_imported_with_their_first_model(tmp_path, monkeypatch):
+    (tmp_path / "their_families.py").write_text(THEIR_FAMILIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(families, "_MODULES", {**families._MODULES})
+    families.register("their_families", packages=("their",))
+
+    class Theirs(nn.Linear):
+        __module__ = "their.models"
+
+    with pytest.raises(ValueError, match="found no GroupedLinear or GroupedSwiGLU to quantize in Sequential"):
+        quantize_(nn.Sequential(nn.Linear(16, 16)))
+    assert "their_families" not in sys.modules
+    first = Theirs(16, 16)
+    mixed = nn.Sequential(first, Theirs(16, 16, bias=False), GroupedLinear(1, 16, 16), nn.Sequential(first))
+    quantize_(mixed)
+    assert [type(part) for part in mixed] == [nn.Identity, Theirs, NVFP4GroupedLinear, nn.Sequential]
+    assert mixed[3][0] is mixed[0]
+    dequantize_(mixed)
+    assert [type(part) for part in mixed] == [nn.Linear, Theirs, GroupedLinear, nn.Sequential]
+    assert mixed[3][0] is mixed[0]
+    with pytest.raises(ValueError, match="found no GroupedLinear or GroupedSwiGLU, or theirs to quantize"):
+        quantize_(mixed, filter=lambda module, name: False)
 
 
 def test_filter():
@@ -186,7 +257,7 @@ def test_progress_bar_on_big_models(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(quantize_module, "_PROGRESS_WEIGHTS", 1)
     quantize_(model(2))
-    assert "quantising experts: 100%" in capfd.readouterr().err
+    assert "quantizing experts: 100%" in capfd.readouterr().err
 
 
 def test_refuses_and_leaves_the_model_unchanged():
@@ -197,9 +268,9 @@ def test_refuses_and_leaves_the_model_unchanged():
     tied[1].routed_experts = GroupedSwiGLU(4, 64, 32, dtype=BF16)
     tied[1].routed_experts.up_proj.weight = tied[0].routed_experts.up_proj.weight
     bad = [
-        (nn.Linear(2, 2), None, "found no GroupedLinear or GroupedSwiGLU to quantise in Linear"),
+        (nn.Linear(2, 2), None, "found no GroupedLinear or GroupedSwiGLU to quantize in Linear"),
         (model(), lambda module, name: False, "declined by the filter"),
-        (quantize_(model()), None, "quantised already"),
+        (quantize_(model()), None, "quantized already"),
         (GroupedLinear(2, 16, 16), None, "got a bare GroupedLinear, which cannot be replaced in place"),
         (odd, None, "'0' has in_features 24, wanted a multiple of 16"),
         (broken, None, "'0.routed_experts' has NaN or Inf"),
@@ -230,7 +301,7 @@ def layout(request):
 
 
 def both(original, layout):
-    """(the model quantised in layout "linear", in another one)."""
+    """(the model quantized in layout "linear", in another one)."""
     return tuple(quantize_(copy.deepcopy(original), layout=name) for name in ("linear", layout))
 
 
@@ -380,7 +451,7 @@ def test_scale_search_lessens_the_error():
     assert isinstance(block[0], GroupedSwiGLU), "the model is unchanged"
 
 
-def test_to_layout_of_a_quantised_model_and_back(layout):
+def test_to_layout_of_a_quantized_model_and_back(layout):
     linear, laid_out = both(wide_model(), layout)
     model = copy.deepcopy(linear)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

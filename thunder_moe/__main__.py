@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(errors: Sequence[LayerError]) -> str:
-    """A table of the layers: signal to quantisation noise of both projections, bytes."""
+    """A table of the layers: signal to quantization noise of both projections, bytes."""
     width = max(len("experts"), *(len(error.name) for error in errors))
     lines = [f"{'experts':{width}}  {'gate, up':>9}  {'down':>9}  {'MB':>9}"]
     for error in errors:
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to make; until it is whole, work lies in DESTINATION.partial")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
-    command.add_argument("--device", default="cpu", help="where to quantise (default: %(default)s)")
+    command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
     command.add_argument("--quiet", action="store_true", help="no progress and no table")
     return parser

@@ -1,41 +1,48 @@
 """quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
-Called by users; calls nn's modules, nvfp4, kernels.select for the layout, replaceable for what may be swapped, and
-integrations.transformers where the model holds modules of its.
+Called by users; loops over the families of thunder_moe.families, which know the kinds of modules; calls replaceable for
+what wraps them, formats.nvfp4 to quantize and kernels.select for the layout.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from thunder_moe import grouped_experts
+from thunder_moe.families import ExpertFamily, Quantization, families_of, register
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, quantize
-from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import lay_out, resolve_layout
-from thunder_moe.nn import MODULE_LAYOUTS, GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.replaceable import not_plain, wrapped
+from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.nn import MODULE_LAYOUTS, NVFP4GroupedLinear
+from thunder_moe.replaceable import wrapped
 
 __all__ = ["dequantize_", "quantize_", "to_layout_"]
 
 Filter = Callable[[nn.Module, str], bool]
-_Chosen = dict[nn.Module, str]  # what is replaced, and its qualified name
-_Left = dict[nn.Module, tuple[str, str]]  # what is not, its qualified name and why
 Model = TypeVar("Model", bound=nn.Module)
+register(grouped_experts.__name__)
 _LOGGER = logging.getLogger("thunder_moe")
-# Packages of Hugging Face models: transformers, and transformers_modules for the code that comes with a checkpoint.
-_FOREIGN = ("transformers", "thunder_moe.integrations.huggingface.experts")
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
+
+
+class _Place(NamedTuple):
+    """Qualified name and family of a module that is replaced."""
+
+    name: str
+    family: ExpertFamily
+
+
+_Chosen = dict[nn.Module, _Place]
+_Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified name and why
 
 
 @torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
@@ -46,9 +53,9 @@ def quantize_(
     """Replaces the experts of a model by their NVFP4 form, in place.
 
     Knows `GroupedSwiGLU` and `GroupedLinear`, and the experts modules of transformers' models
-    (`integrations.transformers.expert_blocks` lists them). The 16-bit weights are freed module by module. Modules and
-    weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by ``model.to``.
-    The logger "thunder_moe" tells at level INFO what became of each layer.
+    (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed module by module.
+    Modules and weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by
+    ``model.to``. The logger "thunder_moe" tells at level INFO what became of each layer.
 
     Replaces only what is nothing but its class and its parameters. A module that has anything of its own stays 16-bit,
     as a whole, and the logger tells at level WARNING which and why: a subclass, a forward or another method replaced on
@@ -72,7 +79,7 @@ def quantize_(
         The same model.
 
     Raises:
-        ValueError: nothing to quantise, or nothing that can be (the message names what there is, and why not),
+        ValueError: nothing to quantize, or nothing that can be (the message names what there is, and why not),
             in_features that are no multiple of 16, a dtype other than bfloat16, float16 and float32, NaN or Inf, no
             data (the "meta" device), gate and up on several devices, two tied weights of which only one is taken or can
             be, an unknown layout, or one that a weight's shape does not fit. The model is unchanged then.
@@ -84,49 +91,21 @@ def quantize_(
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
     _require_layout(layout)
-    foreign = _integration(model)
-    chosen, left = _choose(model, filter, foreign)
-    _check_choice(model, chosen, left, foreign)
-    fusible = _fusible(chosen)
-    _check_layout(layout, chosen, fusible, foreign)
-    packed: dict[tuple[int, ...], NVFP4Weight] = {}
-    memo: dict[int, Any] = {}
-
-    def convert(*linears: GroupedLinear) -> NVFP4GroupedLinear:
-        # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
-        weights = [linear.weight for linear in linears]
-        key = tuple(map(id, weights))
-        if key not in packed:
-            packed[key] = lay_out(NVFP4Weight.concatenate(*map(pack, weights)), layout)
-        module = NVFP4GroupedLinear(
-            packed[key],
-            weight_dtype=[weight.dtype for weight in weights],
-            weight_requires_grad=[weight.requires_grad for weight in weights],
-            auto_layout=layout == "auto",
-        )
-        return module.train(linears[0].training)
-
-    def replace(module: nn.Module) -> nn.Module:
-        if isinstance(module, GroupedLinear):
-            return convert(module)
-        if not isinstance(module, GroupedSwiGLU):
-            assert foreign is not None
-            return foreign.quantized_experts(module, memo, pack, layout)
-        if module in fusible:
-            gate_up = convert(module.gate_proj, module.up_proj)
-            return NVFP4GroupedSwiGLU(gate_up, convert(module.down_proj)).train(module.training)
-        for name, linear in _projections(module):
-            setattr(module, name, convert(linear))
-        return module
-
-    _swap(model, chosen, replace, "quantising experts", foreign)
+    families = families_of(model)
+    chosen, left = _choose(model, filter, families)
+    _check_choice(model, chosen, left, families)
+    run = Quantization(pack, layout)
+    for family in families:
+        family.prepare((module for module, place in chosen.items() if place.family is family), run)
+    _check_layout(layout, chosen, run)
+    _swap(model, chosen, lambda module, family: family.convert(module, run), "quantizing experts")
     return model
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_(model: Model) -> Model:
-    """The inverse of `quantize_`: 16-bit modules with the dequantised weights (the rounding to 4 bits remains).
+    """The inverse of `quantize_`: 16-bit modules with the dequantized weights (the rounding to 4 bits remains).
 
     Each weight has the dtype (or that of a later ``model.to(dtype)``) and the requires_grad that it had. Modules that
     have anything of their own (hooks, wrapped projections, ..., as in `quantize_`) stay 4-bit, which is logged.
@@ -134,65 +113,31 @@ def dequantize_(model: Model) -> Model:
     Raises:
         ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
     """
-    foreign = _integration(model)
-    kinds = (NVFP4GroupedSwiGLU, NVFP4GroupedLinear, *((foreign.NVFP4Experts,) if foreign is not None else ()))
+    families = families_of(model)
     chosen: _Chosen = {}
     left: _Left = {}
     inner: set[nn.Module] = set()
     outside = wrapped(model)
     for name, module in model.named_modules():
-        if isinstance(module, kinds) and module not in inner:
+        family = next((family for family in families if family.match_quantized(module)), None)
+        if family is not None and module not in inner:
             inner.update(module.modules())
-            reason = outside.get(module) or _obstacle(module, foreign)
-            if reason is None:
-                chosen[module] = name
-            else:
-                left[module] = name, reason
+            _sort(module, _Place(name, family), outside, chosen, left)
     if not chosen and not left:
-        raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantise")
+        raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
     _report(model, chosen, left, "4-bit")
     _refuse_root(model, chosen)
-    parameters: dict[int, list[nn.Parameter]] = {}
-    memo: dict[int, nn.Parameter] = {}
-
-    def convert(module: NVFP4GroupedLinear) -> list[GroupedLinear]:
-        key = id(module.qdata)  # these all live when the first is converted
-        if key not in parameters:
-            weights = zip(module.dequantized(), module.weights_require_grad, strict=True)
-            parameters[key] = [nn.Parameter(weight, requires_grad=requires_grad) for weight, requires_grad in weights]
-        linears = []
-        for parameter in parameters[key]:
-            experts, n, k = parameter.shape
-            linear = GroupedLinear(experts, k, n, device="meta", dtype=parameter.dtype)
-            linear.weight = parameter
-            linears.append(linear.train(module.training))
-        return linears
-
-    def replace(module: nn.Module) -> nn.Module:
-        if isinstance(module, NVFP4GroupedLinear):
-            (linear,) = convert(module)
-            return linear
-        if foreign is not None and isinstance(module, foreign.NVFP4Experts):
-            return module.dequantized(memo)
-        assert isinstance(module, NVFP4GroupedSwiGLU)
-        gate, up = convert(module.gate_up_proj)
-        (down,) = convert(module.down_proj)
-        block = GroupedSwiGLU(
-            gate.num_experts, gate.in_features, gate.out_features, device="meta", dtype=gate.weight.dtype
-        )
-        block.gate_proj, block.up_proj, block.down_proj = gate, up, down
-        return block.train(module.training)
-
-    _swap(model, chosen, replace, "dequantising experts", foreign)
+    memo: dict[Any, Any] = {}
+    _swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing experts")
     return model
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def to_layout_(model: Model, layout: str = "auto") -> Model:
-    """Lays the weights of a quantised model out for other kernels, exactly, in place.
+    """Lays the weights of a quantized model out for other kernels, exactly, in place.
 
-    For quantised models that are to run on other kernels, or that were quantized with a layout of their own and have
+    For quantized models that are to run on other kernels, or that were quantized with a layout of their own and have
     moved to another device (those of layout "auto" lay themselves out). The modules get other memory: compiled models
     compile again, state dicts that were taken before keep their own, CUDA graphs have to be captured again. The buffers
     tell their layout by their shapes, so nothing reads one layout as another.
@@ -238,40 +183,29 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _integration(model: nn.Module) -> ModuleType | None:
-    """integrations.transformers, if anything in the model comes from there or from code written for it."""
-    if not any(type(module).__module__.startswith(_FOREIGN) for module in model.modules()):
-        return None
-    return importlib.import_module("thunder_moe.integrations.huggingface.experts")
-
-
-def _choose(model: nn.Module, filter: Filter | None, foreign: ModuleType | None) -> tuple[_Chosen, _Left]:
+def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily]) -> tuple[_Chosen, _Left]:
     """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
     chosen: _Chosen = {}
     left: _Left = {}
     covered: set[nn.Module] = set()
     outside = wrapped(model)
     for name, module in model.named_modules():
-        if module in covered or not (
-            isinstance(module, GroupedSwiGLU | GroupedLinear) or (foreign is not None and foreign.has_experts(module))
-        ):
+        family = next((family for family in families if family.match(module)), None)
+        if family is None or module in covered:
             continue
         if filter is None or filter(module, name):
             covered.update(module.modules())
-            reason = outside.get(module) or _obstacle(module, foreign)
-            if reason is None:
-                chosen[module] = name
-            else:
-                left[module] = name, reason
+            _sort(module, _Place(name, family), outside, chosen, left)
     return chosen, left
 
 
-def _obstacle(module: nn.Module, foreign: ModuleType | None) -> str | None:
-    """Why a module cannot be replaced, whatever is around it."""
-    if isinstance(module, GroupedSwiGLU | GroupedLinear | NVFP4GroupedSwiGLU | NVFP4GroupedLinear):
-        return not_plain(module)
-    assert foreign is not None
-    return foreign.not_plain_experts(module)
+def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chosen: _Chosen, left: _Left) -> None:
+    """Into `chosen`, or into `left` when something around the module or of its own is in the way."""
+    reason = outside.get(module) or place.family.obstacle(module)
+    if reason is None:
+        chosen[module] = place
+    else:
+        left[module] = place.name, reason
 
 
 def _report(model: nn.Module, chosen: _Chosen, left: _Left, bits: str) -> None:
@@ -287,19 +221,19 @@ def _report(model: nn.Module, chosen: _Chosen, left: _Left, bits: str) -> None:
         _LOGGER.warning("stays %s: %s", bits, reason)
 
 
-def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, foreign: ModuleType | None) -> None:
+def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, families: list[ExpertFamily]) -> None:
     if not chosen and not left:
-        experts = "experts of transformers" if foreign is not None else "GroupedLinear or GroupedSwiGLU"
+        experts = ", or ".join(dict.fromkeys(family.description for family in families))
         unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
         others = f"; it has {', '.join(unknown)}" if unknown else ""
         raise ValueError(
-            f"model: found no {experts} to quantise in {type(model).__name__}"
-            f" (none there, quantised already, or all declined by the filter{others})"
+            f"model: found no {experts} to quantize in {type(model).__name__}"
+            f" (none there, quantized already, or all declined by the filter{others})"
         )
     _refuse_root(model, chosen)
     names: dict[nn.Parameter, str] = {}
-    for module, name in chosen.items():
-        weights = _weights(module, foreign)
+    for module, (name, family) in chosen.items():
+        weights = family.weights(module)
         for parameter, weight in weights:
             names[parameter] = name
             _check_weight(name, weight)
@@ -317,10 +251,9 @@ def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, foreign: Modul
                     f"model: {name!r} is tied to {names[parameter]!r} and has to stay 16-bit: {why[module]}"
                 )
             raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
-        if foreign is not None:
-            for child in module.children():
-                if child in chosen and not isinstance(child, GroupedSwiGLU | GroupedLinear):
-                    foreign.check_place(module, child)
+        for child in module.children():
+            if child in chosen:
+                chosen[child].family.check_place(module, child)
     _report(model, chosen, left, "16-bit")
 
 
@@ -330,7 +263,7 @@ def _check_weight(name: str, weight: Tensor) -> None:
     if weight.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"model: {name!r} has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}")
     if weight.is_meta:
-        raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantise")
+        raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantize")
     if weight.shape[-1] % BLOCK_SIZE:
         k = weight.shape[-1]
         raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
@@ -338,14 +271,9 @@ def _check_weight(name: str, weight: Tensor) -> None:
         raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
 
 
-def _check_layout(
-    layout: str, chosen: dict[nn.Module, str], fusible: set[nn.Module], foreign: ModuleType | None
-) -> None:
-    for module, name in chosen.items():
-        for parameter, weight in _weights(module, foreign):
-            _, n, k = weight.shape
-            if isinstance(module, GroupedSwiGLU) and module in fusible and parameter is not module.down_proj.weight:
-                n *= 2  # gate and up become one
+def _check_layout(layout: str, chosen: _Chosen, run: Quantization) -> None:
+    for module, (name, family) in chosen.items():
+        for n, k in family.sizes(module, run):
             if layout != "auto":  # which fits all
                 _require_fit(layout, name, n, k)
 
@@ -364,55 +292,22 @@ def _require_fit(layout: str, name: str, n: int, k: int) -> None:
         )
 
 
-def _refuse_root(model: nn.Module, modules: dict[nn.Module, str]) -> None:
-    if model in modules:
+def _refuse_root(model: nn.Module, chosen: _Chosen) -> None:
+    if model in chosen:
         raise ValueError(
             f"model: got a bare {type(model).__name__}, which cannot be replaced in place: pass a module that holds it"
         )
 
 
-def _fusible(chosen: dict[nn.Module, str]) -> set[nn.Module]:
-    """The blocks whose gate and up projections can become one: neither weight is tied to another place alone."""
-    partners: dict[nn.Parameter, set[tuple[int, ...]]] = defaultdict(set)
-    for module in chosen:
-        for linear in _linears(module):
-            key: tuple[int, ...] = (id(linear.weight),)
-            if isinstance(module, GroupedSwiGLU) and linear is not module.down_proj:
-                key = (id(module.gate_proj.weight), id(module.up_proj.weight))
-            partners[linear.weight].add(key)
-    blocks = (module for module in chosen if isinstance(module, GroupedSwiGLU))
-    return {b for b in blocks if len(partners[b.gate_proj.weight]) == len(partners[b.up_proj.weight]) == 1}
-
-
-def _projections(block: GroupedSwiGLU) -> list[tuple[str, GroupedLinear]]:
-    return [("gate_proj", block.gate_proj), ("up_proj", block.up_proj), ("down_proj", block.down_proj)]
-
-
-def _linears(module: nn.Module) -> list[GroupedLinear]:
-    return [child for child in module.modules() if isinstance(child, GroupedLinear)]
-
-
-def _weights(module: nn.Module, foreign: ModuleType | None) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters to quantise, each with its view as (E, N, K)."""
-    if isinstance(module, GroupedSwiGLU | GroupedLinear):
-        return [(linear.weight, linear.weight) for linear in _linears(module)]
-    assert foreign is not None
-    return foreign.expert_weights(module)
-
-
 def _swap(
-    model: nn.Module,
-    chosen: dict[nn.Module, str],
-    replace: Callable[[Any], nn.Module],
-    label: str,
-    foreign: ModuleType | None,
+    model: nn.Module, chosen: _Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str
 ) -> None:
-    """Puts `replace(module)` wherever the module hangs, dropping the old one at once; a bar on big models."""
-    put = foreign.put_experts if foreign is not None else setattr
+    """Puts `replace(module, family)` into every parent of each module, and frees the old one at once; a bar on big
+    models."""
     places = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():  # named_children gives a child of two names once
-            if child is not None:
+            if child is not None and child in chosen:  # others would keep the blocks above them alive
                 places[child].append((parent, name))
     weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
     modules = [*chosen.items()]
@@ -421,11 +316,11 @@ def _swap(
     bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
     with bar:
         while modules:
-            module, where = modules.pop()
+            module, (where, family) = modules.pop()
             before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
-            new = replace(module)
+            new = replace(module, family)
             for parent, name in places.pop(module):
-                put(parent, name, new)
+                family.put(parent, name, new)
             after = sum(tensor.nbytes for tensor in _tensors(new))
             sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
             detail = f"({new.extra_repr()})" if new.extra_repr() else ""

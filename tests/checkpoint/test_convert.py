@@ -167,7 +167,7 @@ def test_mse_has_less_error(tmp_path):
 
 
 @pytest.mark.parametrize("export", EXPORTS)
-def test_quantised_experts_are_taken_over_exactly(tmp_path, export):
+def test_quantized_experts_are_taken_over_exactly(tmp_path, export):
     errors = convert(DATA / export, tmp_path / "out")
     assert [(error.gate_up, error.down) for error in errors] == [(inf, inf)]
     before, after = Checkpoint(DATA / export), Checkpoint(tmp_path / "out")
@@ -196,7 +196,7 @@ def test_names_that_look_like_ours_are_not(tmp_path):
         assert torch.equal(once[name], tensor)
     convert(tmp_path / "once", tmp_path / "twice")
     twice = load_tensors(tmp_path / "twice")
-    assert once.keys() - twice.keys() == {"z.k_scale"}  # of a quantised cache, in a quantised checkpoint
+    assert once.keys() - twice.keys() == {"z.k_scale"}  # of a quantized cache, in a quantized checkpoint
     assert all(torch.equal(bits(twice[name]), bits(once[name])) for name in twice)
     assert len(tensors) > 0
 
@@ -352,7 +352,7 @@ def test_broken_sources_leave_nothing(tmp_path):
     cases = {
         rf"{where.name}: tensor '{name}' has dtype BF16 and shape \(7, 32\), wanted": torch.zeros(7, 32, dtype=BF16),
         rf"{where.name}: tensor '{name}' has dtype I64": torch.zeros(INTERMEDIATE, HIDDEN, dtype=torch.int64),
-        rf"{where.name}: tensor .* cannot be quantised: weight: got NaN or Inf": torch.full(
+        rf"{where.name}: tensor .* cannot be quantized: weight: got NaN or Inf": torch.full(
             (INTERMEDIATE, HIDDEN), torch.nan
         ).to(BF16),
     }
@@ -373,7 +373,7 @@ def test_in_features_that_are_no_blocks(tmp_path):
     tensors = {"l.experts.0.up_proj.weight": torch.zeros(8, 24), "l.experts.0.down_proj.weight": torch.zeros(24, 8)}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tensor 'l.experts.0.up_proj.weight' cannot be quantised: .*multiple of 16"):
+    with pytest.raises(ValueError, match=r"tensor 'l.experts.0.up_proj.weight' cannot be quantized: .*multiple of 16"):
         convert(tmp_path / "source", tmp_path / "out")
 
 

@@ -169,7 +169,7 @@ TENSOR_ERRORS = {
             [t.pop(f"{UP}.{n}") for n in ("weight_scale", "weight_scale_2", "input_scale")]
             and t.update({f"{UP}.weight": torch.zeros(64, 32, dtype=torch.bfloat16)})
         ),
-        rf"'{UP}.weight' belongs to model.layers.0.mlp.experts, where some weights are quantised and others not",
+        rf"'{UP}.weight' belongs to model.layers.0.mlp.experts, where some weights are quantized and others not",
     ),
     "an expert is missing": (
         lambda t: [t.pop(name) for name in list(t) if name.startswith("model.layers.0.mlp.experts.1.up_proj")],
@@ -265,17 +265,17 @@ CONFIG_ERRORS = {
 
 
 @pytest.mark.parametrize(("export", "edit", "message"), CONFIG_ERRORS.values(), ids=CONFIG_ERRORS)
-def test_unknown_quantisation(tmp_path, export, edit, message):
+def test_unknown_quantization(tmp_path, export, edit, message):
     copy = copy_export(tmp_path, export)
     edit_json(copy / "config.json", lambda config: edit(config["quantization_config"]))
     with pytest.raises(ValueError, match=message):
         Checkpoint(copy)
 
 
-def test_quantised_without_a_config(tmp_path):
+def test_quantized_without_a_config(tmp_path):
     copy = copy_export(tmp_path, "mxfp4_gpt_oss")
     edit_json(copy / "config.json", lambda config: config.pop("quantization_config"))
-    with pytest.raises(ValueError, match="is quantised, but neither config.json nor hf_quant_config.json says how"):
+    with pytest.raises(ValueError, match="is quantized, but neither config.json nor hf_quant_config.json says how"):
         Checkpoint(copy)
 
 

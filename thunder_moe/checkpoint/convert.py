@@ -46,11 +46,11 @@ _NOT_COMPANIONS = ("config.json", "hf_quant_config.json", "model.safetensors.ind
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantising the experts of a layer cost.
+    """What quantizing the experts of a layer cost.
 
     Attributes:
         name: path of the experts.
-        gate_up: signal to quantisation noise of gate and up in decibels; infinite where the source was 4-bit already.
+        gate_up: signal to quantization noise of gate and up in decibels; infinite where the source was 4-bit already.
         down: the same of the down projection.
         nbytes: of the result.
     """
@@ -73,7 +73,7 @@ def convert(
 ) -> list[LayerError]:
     """Writes a checkpoint whose experts are NVFP4 in ModelOpt's form; everything else stays as it is.
 
-    16-bit experts are quantised; experts that are NVFP4 or MXFP4 already are taken over exactly. Dense modules that are
+    16-bit experts are quantized; experts that are NVFP4 or MXFP4 already are taken over exactly. Dense modules that are
     4-bit become 16-bit. In memory are one layer, and one shard twice.
 
     What is done lies in ``<destination>.partial`` until all is; the destination appears whole. After an interruption
@@ -84,7 +84,7 @@ def convert(
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
         scale_search: as in `nvfp4.quantize`.
-        device: where to quantise.
+        device: where to quantize.
         max_shard_size: of a file, in bytes or as "5GB".
         progress: show a bar.
 
@@ -195,7 +195,7 @@ def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     """What is converted one after the other, in the order of the files, and the modules that are 16-bit in the end."""
     first = {name: block.any() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
-    if checkpoint.method is None:  # in a quantised checkpoint, layers were left 16-bit on purpose
+    if checkpoint.method is None:  # in a quantized checkpoint, layers were left 16-bit on purpose
         first |= {name: block.any() for name, block in checkpoint.plain_blocks.items()}
         others -= {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
     ignore = [*checkpoint.dense]
@@ -206,7 +206,7 @@ def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         first[name] = info
     dense = checkpoint.dense
     if dense:
-        logger.warning("%d quantised modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
+        logger.warning("%d quantized modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
     return sorted(first, key=lambda name: order[first[name].name]), ignore
 
@@ -214,7 +214,7 @@ def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 def _layer(
     checkpoint: Checkpoint, name: str, device: torch.device, scale_search: str | None
 ) -> tuple[ExpertWeights, LayerError]:
-    """The experts of a layer: taken over when they are 4-bit, quantised when not."""
+    """The experts of a layer: taken over when they are 4-bit, quantized when not."""
     if name in checkpoint.blocks:
         weights = checkpoint.read_experts(name)
         return weights, LayerError(name, inf, inf, weights.nbytes)

@@ -83,7 +83,7 @@ def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) ->
 
 
 def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """The weight (N, K) of a module that is no expert, dequantised from NVFP4, or from FP8 with one scale."""
+    """The weight (N, K) of a module that is no expert, dequantized from NVFP4, or from FP8 with one scale."""
     if "weight" in module.fields and module.fields["weight"].dtype == "F8_E4M3":
         info, scale_info = module.require("weight", "scale")
         value = _scalar(files, scale_info).to(device)

@@ -149,7 +149,7 @@ class ExpertBlock:
         """The numbers of the experts.
 
         Raises:
-            ValueError: a projection of an expert is missing, or quantised and 16-bit ones are mixed.
+            ValueError: a projection of an expert is missing, or quantized and 16-bit ones are mixed.
         """
         parts = {part for part, _ in self.modules}
         numbers = {expert for _, expert in self.modules if expert is not None}
@@ -164,7 +164,7 @@ class ExpertBlock:
                 if module is None:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 if module.is_quantized != self.is_quantized:
-                    raise module.any().error(f"belongs to {self.name}, where some weights are quantised and others not")
+                    raise module.any().error(f"belongs to {self.name}, where some weights are quantized and others not")
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
@@ -204,8 +204,8 @@ class Modules:
     """The tensors of a checkpoint, sorted.
 
     Attributes:
-        experts: module path -> the experts of a layer, quantised or not.
-        dense: module path -> a quantised module that is no expert.
+        experts: module path -> the experts of a layer, quantized or not.
+        dense: module path -> a quantized module that is no expert.
         others: names of all other tensors.
     """
 
@@ -241,7 +241,7 @@ def sort_modules(files: TensorFiles) -> Modules:
 
 
 def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a checkpoint says of its quantisation, None when nothing.
+    """What a checkpoint says of its quantization, None when nothing.
 
     Args:
         config: config.json.
@@ -254,7 +254,7 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
 
 
 def check_quantization(found: dict[str, Any]) -> str:
-    """What quantised a checkpoint: "modelopt", "compressed-tensors" or "mxfp4".
+    """What quantized a checkpoint: "modelopt", "compressed-tensors" or "mxfp4".
 
     Args:
         found: its quantization_config.

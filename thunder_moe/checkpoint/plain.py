@@ -1,5 +1,5 @@
-"""The 16-bit experts of a checkpoint quantised, one expert at a time, with the error that this makes.
-Called by convert; calls files to read, nvfp4 to quantise.
+"""The 16-bit experts of a checkpoint quantized, one expert at a time, with the error that this makes.
+Called by convert; calls files to read, nvfp4 to quantize.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class QuantizedExperts:
 
     Attributes:
         weights: on the CPU.
-        gate_up_error: signal to quantisation noise in decibels, of gate and up.
+        gate_up_error: signal to quantization noise in decibels, of gate and up.
         down_error: the same of the down projection.
     """
 
@@ -57,7 +57,7 @@ class _Noise:
 def quantize_experts(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
 ) -> QuantizedExperts:
-    """Quantises the experts of a layer as the format of their checkpoint wants it.
+    """Quantizes the experts of a layer as the format of their checkpoint wants it.
 
     Gate and up of an expert share a global scale, which other readers assume; fused projections have one for all
     experts where ModelOpt's fused form is going to hold them.
@@ -66,11 +66,11 @@ def quantize_experts(
         files: where the tensors are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
-        device: where to quantise.
+        device: where to quantize.
         scale_search: as in `nvfp4.quantize`.
 
     Raises:
-        ValueError: a tensor is missing, has the wrong dtype or shape, or cannot be quantised; names file and tensor.
+        ValueError: a tensor is missing, has the wrong dtype or shape, or cannot be quantized; names file and tensor.
     """
     experts = block.experts()
     first = ("gate_up",) if ("gate_up", None) in block.modules else ("gate", "up") if block.gated else ("up",)
@@ -151,7 +151,7 @@ def _quantize(weight: torch.Tensor, info: TensorInfo, scale_search: str | None) 
     try:
         return quantize(weight, scale_search=scale_search)
     except ValueError as error:
-        raise info.error(f"cannot be quantised: {error}") from error
+        raise info.error(f"cannot be quantized: {error}") from error
 
 
 def _bias(

@@ -48,13 +48,13 @@ class Checkpoint:
         config: config.json.
         quantization: the quantization_config, or None.
         method: "modelopt", "compressed-tensors", "mxfp4", or None for a 16-bit checkpoint.
-        experts: paths of the quantised blocks of experts, in the order of the files.
-        dense: paths of the quantised modules that are no experts.
-        others: names of the other tensors, without the scales of a quantised key-value cache.
+        experts: paths of the quantized blocks of experts, in the order of the files.
+        dense: paths of the quantized modules that are no experts.
+        others: names of the other tensors, without the scales of a quantized key-value cache.
 
     Raises:
         FileNotFoundError: no checkpoint there.
-        ValueError: a truncated or inconsistent file, or a quantisation that is not read here; names file and tensor.
+        ValueError: a truncated or inconsistent file, or a quantization that is not read here; names file and tensor.
     """
 
     def __init__(self, path: str | Path, *, interleaved: bool | None = None) -> None:
@@ -72,8 +72,8 @@ class Checkpoint:
         self._dense = modules.dense
         if self.method is None and (self.blocks or self._dense):
             quantized: list[ExpertBlock | Module] = [*self.blocks.values(), *self._dense.values()]
-            raise quantized[0].any().error("is quantised, but neither config.json nor hf_quant_config.json says how")
-        # Blocks of 16-bit experts, which a caller may want to quantise; their tensors are among the others as well.
+            raise quantized[0].any().error("is quantized, but neither config.json nor hf_quant_config.json says how")
+        # Blocks of 16-bit experts, which a caller may want to quantize; their tensors are among the others as well.
         self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
         plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
         self.others = modules.others + plain
@@ -89,7 +89,7 @@ class Checkpoint:
         return list(self._dense)
 
     def layout(self, name: str) -> ExpertsLayout:
-        """How the experts of a layer, quantised or not, are laid out here."""
+        """How the experts of a layer, quantized or not, are laid out here."""
         return (self.blocks.get(name) or self.plain_blocks[name]).layout(self.interleaved)
 
     def dense_infos(self) -> dict[str, TensorInfo]:
@@ -107,7 +107,7 @@ class Checkpoint:
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """The dequantised weight (N, K) of a quantised module that is no expert, by its path."""
+        """The dequantized weight (N, K) of a quantized module that is no expert, by its path."""
         return decode_dense(self.files, self._dense[name], dtype, device)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -124,12 +124,12 @@ class Checkpoint:
         """Everything, file after file: at any time one layer is held beside what the caller keeps.
 
         Args:
-            dtype: of dense modules that are dequantised.
+            dtype: of dense modules that are dequantized.
             device: of all, or a function of the name.
             progress: show a bar.
 
         Yields:
-            (path, ExpertWeights) of each quantised block; (name of the weight, tensor) of each dequantised module and
+            (path, ExpertWeights) of each quantized block; (name of the weight, tensor) of each dequantized module and
             of each other tensor.
         """
         place = device if callable(device) else lambda _: device
@@ -142,7 +142,7 @@ class Checkpoint:
         for name in self.others:
             reads.append((self.files[name], name, partial(self.read, name, place(name))))
         if self._dense:
-            logger.info("%s: %d quantised dense modules are dequantised to %s", self.path, len(self._dense), dtype)
+            logger.info("%s: %d quantized dense modules are dequantized to %s", self.path, len(self._dense), dtype)
         order = {name: number for number, name in enumerate(self.files.infos)}
         reads.sort(key=lambda read: order[read[0].name])
         for _, name, read in tqdm(reads, desc="reading checkpoint", unit="module", disable=not progress):

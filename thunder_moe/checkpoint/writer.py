@@ -202,7 +202,7 @@ def write_checkpoint(
 
     Args:
         path: a directory that does not exist yet.
-        config: for config.json; what it says of a quantisation is replaced.
+        config: for config.json; what it says of a quantization is replaced.
         tensors: (name, tensor) as they are, and (path, ExpertWeights) of blocks of experts; taken one by one.
         layout: how the architecture lays out experts; per expert when None.
         max_shard_size: of a file, in bytes or as "5GB".

@@ -134,7 +134,7 @@ def test_saving_a_loaded_model_is_bit_exact(tmp_path, export):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_saving_a_quantised_model_is_bit_exact(tmp_path, name):
+def test_saving_a_quantized_model_is_bit_exact(tmp_path, name):
     tiny_model(name, BF16).save_pretrained(tmp_path / "source")
     model = quantize_(from_pretrained(tmp_path / "source", dtype="auto"))
     save_checkpoint(model, tmp_path / "out", max_shard_size="50KB")
@@ -339,7 +339,7 @@ def test_sizes_that_are_not_the_models(tmp_path):
 
 def test_what_is_refused(tmp_path, monkeypatch):
     tiny_model("qwen3_moe", BF16).save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="plain is a 16-bit checkpoint, wanted a quantised one; load it with"):
+    with pytest.raises(ValueError, match="plain is a 16-bit checkpoint, wanted a quantized one; load it with"):
         load_checkpoint(tmp_path / "plain")
     with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
         load_checkpoint(tmp_path / "nowhere")

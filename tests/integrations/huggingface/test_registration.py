@@ -10,7 +10,7 @@ from checkpoint_files import DATA
 
 pytest.importorskip("transformers")
 
-INSTALL = "from thunder_moe.integrations import hf_plugin; hf_plugin.install()"
+INSTALL = "from thunder_moe.integrations.huggingface import registration; registration.install()"
 LOAD = """
 name = "thunder_moe.integrations.huggingface.quantizer"
 early = name in sys.modules
@@ -34,7 +34,7 @@ def test_order_of_imports(order):
     assert python(order + LOAD) == ["False 1", "False 1", ""]
 
 
-def test_the_quantiser_itself_first():
+def test_the_quantizer_itself_first():
     code = f"import thunder_moe.integrations.huggingface.quantizer, transformers\n{INSTALL}\n"
     assert python(code + LOAD) == ["True 1", "True 1", ""]
 
@@ -80,3 +80,16 @@ model = Qwen3MoeForCausalLM._from_config(config, experts_implementation="thunder
 print(model.config._experts_implementation)
 """
     assert python(order + code) == ["thunder_moe", ""]
+
+
+def test_quantize_knows_the_experts_of_transformers_without_registration():
+    code = """
+import os
+os.environ["THUNDER_MOE_AUTO_REGISTER"] = "0"
+import thunder_moe, transformers
+sizes = dict(hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, vocab_size=32)
+heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2)
+model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **heads))
+print(sum(type(module).__name__ == "NVFP4Experts" for module in thunder_moe.quantize_(model).modules()))
+"""
+    assert python(code) == ["1", ""]

@@ -40,8 +40,8 @@ def load_checkpoint(
     """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized, and GPT-OSS's MXFP4 (exactly, where
-    ``from_pretrained`` would dequantise it). Experts go to their device layer by layer, in the layout that its kernels
-    read best; 4-bit modules that are no experts are dequantised.
+    ``from_pretrained`` would dequantize it). Experts go to their device layer by layer, in the layout that its kernels
+    read best; 4-bit modules that are no experts are dequantized.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
@@ -51,14 +51,14 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: no checkpoint there.
-        ValueError: a file is truncated or inconsistent (names file and tensor), the quantisation is not read here, or
-            the checkpoint is not quantised.
+        ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, or
+            the checkpoint is not quantized.
         ImportError: a device is given and accelerate is missing.
     """
     checkpoint = Checkpoint(path)
     if checkpoint.method is None:
         raise ValueError(
-            f"path: {checkpoint.path} is a 16-bit checkpoint, wanted a quantised one; load it with from_pretrained and"
+            f"path: {checkpoint.path} is a 16-bit checkpoint, wanted a quantized one; load it with from_pretrained and"
             " call quantize_(model), or convert it with python -m thunder_moe convert"
         )
     config = transformers.AutoConfig.from_pretrained(checkpoint.path)

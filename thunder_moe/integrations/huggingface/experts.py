@@ -1,14 +1,13 @@
-"""Experts of Hugging Face models in NVFP4: `NVFP4Experts`, what makes it and hangs it into a model.
-Called by quantize, loaders of checkpoints and users. Importing it registers the experts implementation "thunder_moe".
+"""`NVFP4Experts`: the 4-bit form of the experts modules of Hugging Face models, made of their weights or of others.
+Called by families, quantizer, checkpoint and users; calls implementation to run, forms for how the weights lie.
+Importing it registers the experts implementation "thunder_moe".
 
 Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Container
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike, unhooked
+from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,
     form_of,
-    has_experts,
     not_plain_experts,
     require_form,
     stored_weights,
@@ -32,20 +30,10 @@ from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.replaceable import has_own_forward
 
-__all__ = [
-    "NVFP4Experts",
-    "check_place",
-    "expert_blocks",
-    "expert_weights",
-    "has_experts",
-    "not_plain_experts",
-    "put_experts",
-    "quantized_experts",
-]
+__all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "quantized_experts"]
 
 # Torch's own bookkeeping in a module's __dict__; all else is the module's.
 _TORCH_STATE = frozenset(vars(nn.Module()))
-_LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
 
 
 class NVFP4Experts(nn.Module):
@@ -53,7 +41,8 @@ class NVFP4Experts(nn.Module):
 
     Called as that module is: ``(hidden_states (T, H), top_k_index (T, A), top_k_weights (T, A)) -> (T, H)``; ids
     outside [0, E) (expert parallelism's sentinels) contribute nothing. What else the module had (its configuration,
-    activation, norm) it has under the same names. `from_weights` makes one, `put_experts` hangs it into a model.
+    activation, norm) it has under the same names. `from_weights` makes one, `families.put_experts` puts it into
+    a model.
 
     Attributes:
         gate_up_proj: `NVFP4GroupedLinear` (E, 2I, H), gate rows first, then up rows; (E, I, H) for experts without a
@@ -138,7 +127,7 @@ class NVFP4Experts(nn.Module):
         )
 
     def dequantized(self, memo: dict[int, nn.Parameter]) -> nn.Module:
-        """The 16-bit module of `experts_class` with the dequantised weights; `memo` keeps tied weights tied."""
+        """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
         form = self.form
         experts = self.experts_class.__new__(self.experts_class)
         nn.Module.__init__(experts)
@@ -168,7 +157,7 @@ class NVFP4Experts(nn.Module):
 
 
 def expert_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of transformers in a model that can be quantised, by qualified name; each module once."""
+    """The experts modules of transformers in a model that can be quantized, by qualified name; each module once."""
     return {name: module for name, module in model.named_modules() if form_of(module) is not None}
 
 
@@ -177,32 +166,6 @@ def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
     form = require_form(experts)
     parameters = [*stored_weights(experts, form).values()][:2]
     return [(parameter, parameter.transpose(1, 2) if form.transposed else parameter) for parameter in parameters]
-
-
-def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
-    """Hangs an experts module (`NVFP4Experts`, or the 16-bit one again) into the layer that calls it.
-
-    The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
-    made to route here.
-
-    Raises:
-        TypeError: the experts are those of Llama 4 and the layer is not its own.
-    """
-    llama4 = _llama4(experts)
-    if llama4 is not None:
-        llama4.check_layer(parent)
-        with unhooked(parent):
-            routed = isinstance(experts, NVFP4Experts)
-            parent.__class__ = llama4.RoutedLlama4TextMoe if routed else llama4.Llama4TextMoe
-    setattr(parent, name, experts)
-
-
-def check_place(parent: nn.Module, experts: nn.Module) -> None:
-    """Raises what `quantized_experts` and `put_experts` would raise, ahead of any change."""
-    _require_plain(experts)
-    llama4 = _llama4(experts)
-    if llama4 is not None:
-        llama4.check_layer(parent)
 
 
 @torch.no_grad()
@@ -217,7 +180,7 @@ def quantized_experts(
     Args:
         experts: one of `expert_blocks`.
         memo: of all calls for a model.
-        pack: quantises (E, N, K).
+        pack: quantizes (E, N, K).
         layout: of the module's weights, as in `quantize_`.
 
     Raises:
@@ -272,14 +235,6 @@ def _require_plain(module: nn.Module) -> None:
     reason = not_plain_experts(module)
     if reason is not None:
         raise ValueError(f"hf_experts_module: cannot replace this {type(module).__name__}: {reason}")
-
-
-def _llama4(experts: nn.Module) -> ModuleType | None:
-    """integrations.llama4 for the experts of Llama 4, in 16 or 4 bits."""
-    own_class = experts.experts_class if isinstance(experts, NVFP4Experts) else type(experts)
-    if all((base.__module__, base.__name__) != _LLAMA4 for base in own_class.__mro__):
-        return None
-    return importlib.import_module("thunder_moe.integrations.huggingface.llama4")
 
 
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:

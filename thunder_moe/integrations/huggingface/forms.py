@@ -155,7 +155,7 @@ def require_form(module: nn.Module) -> ExpertsForm:
 
 
 def stored_weights(module: nn.Module, form: ExpertsForm) -> dict[str, nn.Parameter]:
-    """The module's own parameters that quantisation replaces, by name: first projection, down_proj, then the biases."""
+    """The module's own parameters that quantization replaces, by name: first projection, down_proj, then the biases."""
     first = "gate_up_proj" if form.gated else "up_proj"
     names = (first, "down_proj", f"{first}_bias", "down_proj_bias")
     return {name: parameter for name in names if (parameter := module._parameters.get(name)) is not None}

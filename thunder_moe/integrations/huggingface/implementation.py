@@ -85,7 +85,7 @@ _SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", 
 def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts implementation "thunder_moe" of transformers, on a module that keeps its 16-bit weights.
 
-    Frozen weights (or any, while gradients are disabled) are quantised on first use, and again when they have changed;
+    Frozen weights (or any, while gradients are disabled) are quantized on first use, and again when they have changed;
     weights that are being trained, or parametrized, run in 16 bits through transformers' own grouped_mm. Under
     torch.compile the backend "thunder_moe" decides the same, under Thunder its moe_executor.
 

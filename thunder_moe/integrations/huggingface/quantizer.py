@@ -1,4 +1,4 @@
-"""transformers' quantiser plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
+"""transformers' quantizer plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
 Called by transformers once `register` has run (on import), by hf_plugin and hf_checkpoint; calls checkpoint.
 
 Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts` on "meta" -> transformers loads all else, allocates
@@ -21,9 +21,10 @@ from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats import check_quantization, is_compressed_tensors_nvfp4
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights, put_experts
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
+from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
-from thunder_moe.integrations.huggingface.registration import StandIn
+from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
 
 try:
@@ -92,7 +93,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
         layouts: path of each block of experts in the model -> its path and layout in the checkpoint.
     """
 
-    requires_calibration = True  # transformers' word for: of quantised checkpoints alone
+    requires_calibration = True  # transformers' word for: of quantized checkpoints alone
 
     def __init__(self, quantization_config: NVFP4CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -171,7 +172,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self._dense:
-            logger.info("%d dense 4-bit modules are dequantised to 16 bits", len(self._dense))
+            logger.info("%d dense 4-bit modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._dense)
         with tqdm(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
             for place in self._places.values():

@@ -1,7 +1,7 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
-Called by thunder_moe on import; calls implementation.py once transformers has its registry of experts functions,
-thunder_llama4.py and thunder_outputs.py with Thunder's executor, and quantizer.py when transformers meets the first
-NVFP4 checkpoint.
+Called by thunder_moe on import; has imported: implementation, once transformers has its registry of experts functions;
+thunder_llama4 and thunder_outputs, with Thunder's executor; quantizer, at the first NVFP4 checkpoint; families, at the
+first model.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from thunder_moe.families import register
 from thunder_moe.import_hooks import after_import
+from thunder_moe.integrations.huggingface.stand_in import StandIn
 
-__all__ = ["StandIn", "install"]
+__all__ = ["install"]
 
 _REGISTRY = "transformers.quantizers.auto"
 _EXPERTS = "transformers.integrations.moe"
 _LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _OUTPUTS = "transformers.utils.output_capturing"
+_QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"
 _EXECUTOR = "thunder_moe.compilers.thunder.executor"
+
+# quantize_ knows experts in models of transformers, of transformers_modules (the code that comes with a checkpoint),
+# and NVFP4Experts. Known without `install`, since nothing of another package is told.
+register(
+    "thunder_moe.integrations.huggingface.families", packages=("transformers", "thunder_moe.integrations.huggingface")
+)
 
 
 def install() -> None:
@@ -31,41 +40,31 @@ def install() -> None:
 
 
 def _register_experts(_: ModuleType) -> None:
-    _import("implementation")
+    importlib.import_module("thunder_moe.integrations.huggingface.implementation")
 
 
 def _add_lookasides(_: ModuleType) -> None:
-    after_import(_LLAMA4, lambda _: _import("thunder_llama4"))
-    after_import(_OUTPUTS, lambda _: _import("thunder_outputs"))
+    after_import(_LLAMA4, _route_llama4)
+    after_import(_OUTPUTS, _trace_outputs)
 
 
-def _import(name: str) -> None:
-    importlib.import_module(f"thunder_moe.integrations.huggingface.{name}")
+def _route_llama4(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.huggingface.thunder_llama4")
+
+
+def _trace_outputs(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.huggingface.thunder_outputs")
 
 
 def _add_stand_ins(registry: Any) -> None:
-    """Puts a `StandIn` where hf_quantizer is going to register, unless it has done so."""
-    if "thunder_moe.integrations.huggingface.quantizer" in sys.modules:
+    """Puts a `StandIn` where quantizer is going to register, unless it has done so."""
+    if _QUANTIZER in sys.modules:
         return
     mapping = registry.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method in ("modelopt", "compressed-tensors"):
         if not isinstance(mapping.get(method), StandIn):
-            mapping[method] = StandIn(mapping, method, mapping.get(method))
+            mapping[method] = StandIn(mapping, method, _load_quantizer)
 
 
-class StandIn:
-    """In the place of a quantization config class of transformers: imports hf_quantizer when a checkpoint is met."""
-
-    def __init__(self, mapping: dict[str, Any], method: str, original: Any) -> None:
-        self.mapping, self.method, self.original = mapping, method, original
-
-    def from_dict(self, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        importlib.import_module("thunder_moe.integrations.huggingface.quantizer")  # registers, and so withdraws this
-        return self.mapping[self.method].from_dict(config_dict, **kwargs)
-
-    def withdraw(self) -> None:
-        """Puts back what was there."""
-        if self.original is None:
-            del self.mapping[self.method]
-        else:
-            self.mapping[self.method] = self.original
+def _load_quantizer() -> None:
+    importlib.import_module(_QUANTIZER)  # registers, and withdraws the stand-ins

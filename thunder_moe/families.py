@@ -1,0 +1,107 @@
+"""The registry of expert families: kinds of modules that quantize_ replaces, each with its match, convert and restore.
+Called by quantize, which loops over it, and by integrations, which add theirs; calls nothing of the package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from thunder_moe.formats.weight import NVFP4Weight
+
+__all__ = ["ExpertFamily", "Quantization", "families_of", "register"]
+
+
+@dataclass
+class Quantization:
+    """One call of `quantize_`, as the families' `convert` sees it.
+
+    Attributes:
+        pack: quantizes (E, N, K).
+        layout: of the 4-bit weights, as in `quantize_`.
+        memo: of the families, by keys of their own: what they have converted, so that tied weights stay tied.
+    """
+
+    pack: Callable[[Tensor], NVFP4Weight]
+    layout: str
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+
+class ExpertFamily:
+    """A kind of expert modules, and how they become 4-bit and 16-bit again.
+
+    Families are asked in the order of `FAMILIES` and of registration; the first one that matches has the module.
+
+    Attributes:
+        description: of its modules, in the error that finds none.
+    """
+
+    description: str
+
+    def match(self, module: nn.Module) -> bool:
+        """Whether this is a 16-bit module of the family, whatever has become of it."""
+        raise NotImplementedError
+
+    def match_quantized(self, module: nn.Module) -> bool:
+        """Whether this is a 4-bit module of the family."""
+        raise NotImplementedError
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        """Why a module, 16-bit or 4-bit, cannot be replaced, whatever is around it; None when it can."""
+        raise NotImplementedError
+
+    def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters to quantize, each with its view as (E, N, K)."""
+        raise NotImplementedError
+
+    def prepare(self, modules: Iterable[nn.Module], run: Quantization) -> None:
+        """Sees all modules that are going to be converted, ahead of the first. Keep no reference: each is freed once
+        it is converted."""
+
+    def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
+        """(N, K) of each 4-bit weight that `convert` is going to make."""
+        return [(view.shape[1], view.shape[2]) for _, view in self.weights(module)]
+
+    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
+        """Raises a TypeError if `put` could not put the converted module into this parent."""
+
+    def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
+        """The 4-bit form of a module without `obstacle`."""
+        raise NotImplementedError
+
+    def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+        """The 16-bit form of a 4-bit module; `memo` is that of all calls for a model, as in `Quantization`."""
+        raise NotImplementedError
+
+    def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        """Makes a converted or restored module the child of a parent."""
+        setattr(parent, name, module)
+
+
+# Module -> the packages of the classes that its families are asked about; all where there are none.
+_MODULES: dict[str, tuple[str, ...]] = {}
+
+
+def register(module: str, *, packages: tuple[str, ...] = ()) -> None:
+    """Adds the families of a module, which has them as `FAMILIES`; once is enough.
+
+    Args:
+        module: the name of one, imported with the first model that it is asked about.
+        packages: it is asked only about models that hold a module whose class is of one of these; about all when empty.
+    """
+    _MODULES[module] = packages
+
+
+def families_of(model: nn.Module) -> list[ExpertFamily]:
+    """The families to ask about a model."""
+    homes = {type(module).__module__ for module in model.modules()}
+    found: list[ExpertFamily] = []
+    for module, packages in _MODULES.items():
+        if not packages or any(home.startswith(packages) for home in homes):
+            found += importlib.import_module(module).FAMILIES
+    return found

@@ -1,0 +1,125 @@
+"""The expert family of this package's own modules: GroupedSwiGLU and GroupedLinear, to NVFP4 and back.
+Called by quantize through families; calls nn, replaceable for what may be replaced, and kernels.select for the layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from thunder_moe.families import ExpertFamily, Quantization
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.select import lay_out
+from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.replaceable import not_plain
+
+__all__ = ["FAMILIES", "GroupedExperts"]
+
+
+class GroupedExperts(ExpertFamily):
+    """`GroupedSwiGLU`, whose gate and up projections become one 4-bit weight, and `GroupedLinear`."""
+
+    description = "GroupedLinear or GroupedSwiGLU"
+
+    def match(self, module: nn.Module) -> bool:
+        return isinstance(module, GroupedSwiGLU | GroupedLinear)
+
+    def match_quantized(self, module: nn.Module) -> bool:
+        return isinstance(module, NVFP4GroupedSwiGLU | NVFP4GroupedLinear)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        return not_plain(module)
+
+    def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        return [(linear.weight, linear.weight) for linear in _linears(module)]
+
+    def prepare(self, modules: Iterable[nn.Module], run: Quantization) -> None:
+        run.memo[self] = _fusible(modules)
+
+    def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
+        fused: tuple[GroupedLinear, ...] = ()
+        if isinstance(module, GroupedSwiGLU) and module in run.memo[self]:
+            fused = module.gate_proj, module.up_proj
+        return [
+            (linear.out_features * (2 if linear in fused else 1), linear.in_features) for linear in _linears(module)
+        ]
+
+    def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
+        if isinstance(module, GroupedLinear):
+            return _quantized(run, module)
+        assert isinstance(module, GroupedSwiGLU)
+        if module in run.memo[self]:
+            gate_up, down = _quantized(run, module.gate_proj, module.up_proj), _quantized(run, module.down_proj)
+            return NVFP4GroupedSwiGLU(gate_up, down).train(module.training)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(module, name, _quantized(run, getattr(module, name)))
+        return module
+
+    def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+        if isinstance(module, NVFP4GroupedLinear):
+            (linear,) = _dequantized(module, memo)
+            return linear
+        assert isinstance(module, NVFP4GroupedSwiGLU)
+        gate, up = _dequantized(module.gate_up_proj, memo)
+        (down,) = _dequantized(module.down_proj, memo)
+        block = GroupedSwiGLU(
+            gate.num_experts, gate.in_features, gate.out_features, device="meta", dtype=gate.weight.dtype
+        )
+        block.gate_proj, block.up_proj, block.down_proj = gate, up, down
+        return block.train(module.training)
+
+
+def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear:
+    """One 4-bit linear of the stacked rows of these."""
+    # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
+    weights = [linear.weight for linear in linears]
+    key = tuple(map(id, weights))
+    if key not in run.memo:
+        run.memo[key] = lay_out(NVFP4Weight.concatenate(*map(run.pack, weights)), run.layout)
+    module = NVFP4GroupedLinear(
+        run.memo[key],
+        weight_dtype=[weight.dtype for weight in weights],
+        weight_requires_grad=[weight.requires_grad for weight in weights],
+        auto_layout=run.layout == "auto",
+    )
+    return module.train(linears[0].training)
+
+
+def _dequantized(module: NVFP4GroupedLinear, memo: dict[Any, Any]) -> list[GroupedLinear]:
+    """The 16-bit linears that a 4-bit one stands for."""
+    key = GroupedLinear, id(module.qdata)  # these all live when the first is converted
+    if key not in memo:
+        weights = zip(module.dequantized(), module.weights_require_grad, strict=True)
+        memo[key] = [nn.Parameter(weight, requires_grad=requires_grad) for weight, requires_grad in weights]
+    linears = []
+    for parameter in memo[key]:
+        experts, n, k = parameter.shape
+        linear = GroupedLinear(experts, k, n, device="meta", dtype=parameter.dtype)
+        linear.weight = parameter
+        linears.append(linear.train(module.training))
+    return linears
+
+
+def _linears(module: nn.Module) -> list[GroupedLinear]:
+    return [child for child in module.modules() if isinstance(child, GroupedLinear)]
+
+
+def _fusible(modules: Iterable[nn.Module]) -> WeakSet[nn.Module]:
+    """The blocks whose gate and up projections can become one: neither weight is tied to another place alone."""
+    modules = list(modules)
+    partners: dict[nn.Parameter, set[tuple[int, ...]]] = defaultdict(set)
+    for module in modules:
+        for linear in _linears(module):
+            key: tuple[int, ...] = (id(linear.weight),)
+            if isinstance(module, GroupedSwiGLU) and linear is not module.down_proj:
+                key = (id(module.gate_proj.weight), id(module.up_proj.weight))
+            partners[linear.weight].add(key)
+    blocks = (module for module in modules if isinstance(module, GroupedSwiGLU))
+    return WeakSet(b for b in blocks if len(partners[b.gate_proj.weight]) == len(partners[b.up_proj.weight]) == 1)
+
+
+FAMILIES = (GroupedExperts(),)

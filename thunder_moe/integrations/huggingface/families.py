@@ -1,0 +1,90 @@
+"""The expert families of transformers' models: their experts interface, and Llama 4's layer, which has to route.
+Called by quantize through thunder_moe.families, and by quantizer; calls experts and forms, and llama4 where needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from thunder_moe.families import ExpertFamily, Quantization
+from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
+from thunder_moe.integrations.huggingface.forms import has_experts, not_plain_experts
+
+__all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
+
+_LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
+
+
+class TransformersExperts(ExpertFamily):
+    """Modules of transformers' experts interface, or whose weights lie as there, and `NVFP4Experts`."""
+
+    description = "experts of transformers"
+
+    def match(self, module: nn.Module) -> bool:
+        return has_experts(module)
+
+    def match_quantized(self, module: nn.Module) -> bool:
+        return isinstance(module, NVFP4Experts)
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        return not_plain_experts(module)
+
+    def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        return expert_weights(module)
+
+    def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
+        return quantized_experts(module, run.memo, run.pack, run.layout)
+
+    def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+        assert isinstance(module, NVFP4Experts)
+        return module.dequantized(memo)
+
+
+class Llama4Experts(TransformersExperts):
+    """The experts of Llama 4, whose layer runs all of them on all tokens: with 4-bit ones it is made to route."""
+
+    def match(self, module: nn.Module) -> bool:
+        return _is_llama4(type(module))
+
+    def match_quantized(self, module: nn.Module) -> bool:
+        return isinstance(module, NVFP4Experts) and _is_llama4(module.experts_class)
+
+    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
+        from thunder_moe.integrations.huggingface.llama4 import check_layer
+
+        check_layer(parent)
+
+    def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        from thunder_moe.integrations.huggingface.llama4 import Llama4TextMoe, RoutedLlama4TextMoe, check_layer
+
+        check_layer(parent)
+        with unhooked(parent):
+            parent.__class__ = RoutedLlama4TextMoe if isinstance(module, NVFP4Experts) else Llama4TextMoe
+        setattr(parent, name, module)
+
+
+FAMILIES = (Llama4Experts(), TransformersExperts())
+
+
+def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
+    """Makes an experts module (`NVFP4Experts`, or the 16-bit one again) a child of the layer that calls it.
+
+    The same as ``setattr(parent, name, experts)``, but for Llama 4: its layer runs all experts on all tokens, and is
+    made to route here.
+
+    Raises:
+        TypeError: the experts are those of Llama 4 and the layer is not its own.
+    """
+    family: ExpertFamily = ExpertFamily()
+    for known in FAMILIES:
+        if known.match(experts) or known.match_quantized(experts):
+            family = known
+            break
+    family.put(parent, name, experts)
+
+
+def _is_llama4(experts_class: type) -> bool:
+    return any((base.__module__, base.__name__) == _LLAMA4 for base in experts_class.__mro__)
