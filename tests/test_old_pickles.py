@@ -1,0 +1,83 @@
+"""Models that version 0.1 pickled whole (torch.save(model)) load: the modules that their classes were in still exist.
+Called by pytest; reads tests/data/model_0_1.pt, which version 0.1 wrote as `HOW` says.
+"""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from thunder_moe import GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, NVFP4GroupedSwiGLU
+from thunder_moe.activations import GLU
+from thunder_moe.formats.weight import NVFP4Weight
+
+HOW = """
+bf16 = torch.bfloat16
+moe = torch.nn.Sequential(Llama4MoE(Llama4MoEConfig(16, 16, 2, top_k=2), dtype=bf16))
+layers = {"block": GroupedSwiGLU(2, 16, 16, dtype=bf16), "layer": torch.nn.Sequential(quantize_(moe)[0])}
+model = torch.nn.ModuleDict(layers)
+model.weight = NVFP4Weight(*moe[0].routed_experts.down_proj.nvfp4_weight.tensors())
+x, offsets = torch.randn(1, 3, 16, dtype=bf16), torch.tensor([1, 3], dtype=torch.int32)
+block, layer = model["block"](x[0], offsets), model["layer"](x)
+torch.save(dict(model=model, x=x, offsets=offsets, block=block, layer=layer), "model_0_1.pt")
+"""
+# The classes that pickles of version 0.1 name, and where they are now.
+MOVED = {
+    "nn": {
+        "GroupedLinear": "nn.grouped_linear", "GroupedSwiGLU": "nn.swiglu", "Llama4MoE": "nn.llama4",
+        "Llama4MoEConfig": "nn.llama4", "SwiGLU": "nn.swiglu",
+    },
+    "nvfp4": {"NVFP4Weight": "formats.weight"},
+    "nvfp4_modules": dict.fromkeys(["NVFP4GroupedLinear", "NVFP4GroupedSwiGLU"], "nn.quantized"),
+}  # fmt: skip
+MOVED_WITH_TRANSFORMERS = {
+    "checkpoint.files": dict.fromkeys(["TensorFiles", "TensorInfo"], "checkpoint.files"),
+    "checkpoint.formats": dict.fromkeys(["ExpertBlock", "ExpertsLayout", "Module"], "checkpoint.formats"),
+    "checkpoint.reader": {"Checkpoint": "checkpoint.reader"},
+    "integrations.experts_form": {"ExpertsForm": "integrations.huggingface.forms"},
+    "integrations.hf_quantizer": dict.fromkeys(
+        ["NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer"], "integrations.huggingface.quantizer"
+    ),
+    "integrations.llama4": {"RoutedLlama4TextMoe": "integrations.huggingface.llama4"},
+    "integrations.transformers": {"NVFP4Experts": "integrations.huggingface.experts"},
+}
+
+
+def test_a_model_of_version_0_1_computes_the_same():
+    saved = torch.load(Path(__file__).parent / "data" / "model_0_1.pt", weights_only=False)
+    block, (layer,) = saved["model"]["block"], saved["model"]["layer"]
+    assert type(block) is GroupedSwiGLU
+    assert type(layer) is Llama4MoE
+    assert type(layer.routed_experts) is NVFP4GroupedSwiGLU
+    assert layer.config == Llama4MoEConfig(16, 16, num_experts=2, top_k=2)
+    assert type(saved["model"].weight) is NVFP4Weight
+    torch.testing.assert_close(block(saved["x"][0], saved["offsets"]), saved["block"])
+    torch.testing.assert_close(layer(saved["x"]), saved["layer"])
+    new = Llama4MoE(Llama4MoEConfig(16, 16, 2))
+    assert new.shared_expert.load_state_dict(layer.shared_expert.state_dict())
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_old_names_are_the_new_classes(old):
+    assert_same(old, MOVED[old])
+
+
+def test_the_gated_activation_has_its_old_name_and_fields():
+    old = importlib.import_module("thunder_moe.kernels.epilogues").SwiGLU
+    assert old is GLU
+    # What a pickle of version 0.1 puts into it.
+    assert {field.name for field in dataclasses.fields(old)} == {"alpha", "limit", "up_shift"}
+
+
+@pytest.mark.parametrize("old", MOVED_WITH_TRANSFORMERS)
+def test_old_names_of_transformers_models(old):
+    pytest.importorskip("transformers")
+    assert_same(old, MOVED_WITH_TRANSFORMERS[old])
+
+
+def assert_same(old, names):
+    for name, new in names.items():
+        old_class = getattr(importlib.import_module(f"thunder_moe.{old}"), name)
+        assert old_class is getattr(importlib.import_module(f"thunder_moe.{new}"), name)
