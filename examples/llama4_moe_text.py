@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +36,13 @@ try:
 except ImportError as error:
     raise ImportError(f"this example needs pip install 'thunder_moe[bench]': {error}") from error
 
-WINDOW = 128  # bytes of context
-NEAR = 4  # bytes whose embeddings are added up at each position
+WINDOW = 128  # bytes that the model sees
+NEAR = 4  # bytes that the embedding sees at once
 BATCH = 16
 EXPERTS = 8
 HELD_OUT_BATCHES = 32
 HELD_OUT_BYTES = HELD_OUT_BATCHES * BATCH * WINDOW  # 65,536
-# Not read: tests, character tables, installed packages; nor _sysconfigdata, which differs between machines.
+# Left out: tests, tables of characters, other people's packages; and _sysconfigdata, which differs between machines.
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 COLUMNS = {
     "eager_bf16": "eager bf16",
@@ -58,7 +57,7 @@ COLUMNS = {
 
 
 def source_files(root: Path) -> list[Path]:
-    """The .py files below a directory, sorted, without `SKIPPED_DIRECTORIES`."""
+    """The .py files below a directory in a fixed order, without `SKIPPED_DIRECTORIES`."""
     files = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
     kept = [path for path in files if not SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts)]
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
@@ -71,7 +70,7 @@ def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def read_bytes(files: Iterable[Path]) -> Tensor:
-    """All files in one uint8 tensor, separated by a zero byte."""
+    """All files in one uint8 tensor, parted by an empty byte."""
     return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
@@ -85,7 +84,7 @@ def windows(text: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor,
 
 
 class Block(nn.Module):
-    """Causal attention and a `Llama4MoE`, each preceded by an RMSNorm."""
+    """Causal attention and a `Llama4MoE`, each behind an RMSNorm."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -100,8 +99,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        out: Tensor = x + self.moe(self.moe_norm(x))
-        return out
+        return x + self.moe(self.moe_norm(x))
 
 
 class ByteModel(nn.Module):
@@ -116,12 +114,11 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
-        near = [F.pad(text, (k, 0))[:, :WINDOW] + 256 * k for k in range(NEAR)]  # each byte and the NEAR - 1 before it
+        near = [F.pad(text, (k, 0))[:, :WINDOW] + 256 * k for k in range(NEAR)]  # each byte and the ones before it
         x = self.embedding(torch.stack(near, -1)).sum(-2) + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits.float()
+        return self.head(self.norm(x)).float()
 
 
 # ---- training
@@ -144,7 +141,6 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         for master, parameter in zip(self.masters, self.parameters, strict=True):
-            assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
@@ -154,22 +150,20 @@ class MasterAdamW:
             parameter.copy_(master)
 
 
-def train(
-    compiled: Callable[[Tensor], Tensor], model: ByteModel, text: Tensor, args: argparse.Namespace
-) -> list[float]:
+def train(compiled: Callable, model: ByteModel, text: Tensor, args: argparse.Namespace) -> list[float]:
     """Trains all parameters through Thunder; returns the loss of each step in bits per byte."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = MasterAdamW(model.parameters(), args.steps, peak_rate=5e-3)
     losses: list[float] = []
     bar = tqdm(range(args.steps), desc="training", unit="step")
-    # The executor leaves experts that train in 16 bits and warns that nothing was rewritten, as intended here.
+    # While the experts train, the executor keeps them 16-bit and warns that nothing was rewritten: just what we want.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RewriteWarning)
         for _ in bar:
             starts = torch.randint(len(text) - WINDOW, (BATCH,), generator=generator)
             inputs, targets = windows(text, starts, args.device)
             loss = F.cross_entropy(compiled(inputs).flatten(0, 1), targets.flatten())
-            torch.autograd.backward(loss)
+            loss.backward()
             optimizer.step()
             losses.append(loss.item() / math.log(2))
             bar.set_postfix(bits_per_byte=f"{statistics.fmean(losses[-20:]):.3f}")
@@ -180,23 +174,21 @@ def train(
 
 
 def held_out_batches(text: Tensor, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """`HELD_OUT_BATCHES` batches of windows at equal distances in the held-out text."""
+    """`HELD_OUT_BATCHES` batches of windows, evenly spread over the held-out text."""
     starts = torch.linspace(0, len(text) - WINDOW - 1, HELD_OUT_BATCHES * BATCH, dtype=torch.float64).long()
-    return [windows(text, part, device) for part in torch.split(starts, BATCH)]
+    return [windows(text, part, device) for part in starts.split(BATCH)]
 
 
-def compare(
-    columns: dict[str, Callable[[Tensor], Tensor]], batches: list[tuple[Tensor, Tensor]]
-) -> dict[str, dict[str, float]]:
+def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
     """Held-out bits per byte and median tokens per second; all columns run on each batch in turn."""
     nats: dict[str, list[float]] = {name: [] for name in columns}
     seconds: dict[str, list[float]] = {name: [] for name in columns}
     shuffle = random.Random(0)
-    synchronize: Callable[[], None] = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
+    synchronize = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
     for function in columns.values():
         function(batches[0][0])  # compiles
     for inputs, targets in tqdm(batches, desc="comparing", unit="batch"):
-        # In a new order each time, because each column finds the caches as the previous one left them.
+        # In a new order each time, since what ran before leaves its traces in the caches.
         for name in shuffle.sample(list(columns), len(columns)):
             synchronize()
             start = time.perf_counter()
@@ -204,7 +196,7 @@ def compare(
             synchronize()
             seconds[name].append(time.perf_counter() - start)
             nats[name].append(F.cross_entropy(logits.detach().flatten(0, 1), targets.flatten()).item())
-            del logits  # else the time to free the tensors saved for backward counts for the next column
+            del logits  # or the next column pays for freeing what this one kept for a backward
     return {
         name: {
             "bits_per_byte": statistics.fmean(nats[name]) / math.log(2),
@@ -215,12 +207,12 @@ def compare(
 
 
 def inner_compiler(device: torch.device) -> str:
-    """ "inductor" where it works (on a CPU it needs a C++ compiler), else "aot_eager", and a line that says why."""
+    """ "inductor" where it works, which takes a C++ compiler on a CPU; else "aot_eager"."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64, device=device))
-    except Exception as error:  # no compiler, no Python headers, no Triton, ...
+    except Exception as error:  # no compiler, one without Python's headers, no Triton, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"torch.compile: inductor does not work here ({reason}), aot_eager replaces it")
+        print(f"torch.compile: inductor does not work here ({reason}), aot_eager takes its place")
         return "aot_eager"
     return "inductor"
 
@@ -232,13 +224,11 @@ def expert_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def generate(
-    compiled: Callable[[Tensor], Tensor], prompt: bytes, length: int, device: torch.device, seed: int
-) -> bytes:
+def generate(compiled: Callable, prompt: bytes, length: int, device: torch.device, seed: int) -> bytes:
     """Continues a prompt by `length` bytes at temperature 0.5.
 
-    The model always gets WINDOW bytes, because Thunder traces again for each new length: a short text is padded on the
-    right, which causal attention does not read.
+    The model always gets WINDOW bytes, since Thunder traces again for each new length: a short text is filled up on
+    the right, where causal attention does not look.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -253,7 +243,7 @@ def generate(
 
 
 def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
-    """The numbers of all columns, aligned."""
+    """The columns side by side."""
     columns = [results[name] for name in labels]
     rows = [
         ["", *labels.values()],
@@ -324,8 +314,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs everything; returns the content of the JSON file."""
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Runs everything; returns what the JSON holds."""
     started = time.perf_counter()
     args = parse(argv)
     root = Path(sysconfig.get_path("stdlib"))
@@ -356,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     labels = dict(COLUMNS)
     if inner != "inductor":
         labels["compile_nvfp4"] += f" ({inner})"
-    options: dict[str, Any] = {"thunder_moe.inner": inner}
+    options = {"thunder_moe.inner": inner}
     optimized = torch.compile(fixed, backend="thunder_moe", dynamic=False, options=options)
     inference = torch.no_grad()
     functions = (inference(fixed), trained, inference(rewritten), inference(optimized), inference(quantized))

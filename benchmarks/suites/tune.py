@@ -114,7 +114,7 @@ def _fastest(
         for config in configs:
             log_seconds[config] += math.log(timings[str(config)].median) / len(loads)
     best = min(configs, key=log_seconds.__getitem__)
-    alone = replace(best, shared=False)
+    alone = replace(best, stream_k=False)
     if log_seconds[alone] - log_seconds[best] < WORTH_SHARING:
         best = alone
     return point, best, math.exp(log_seconds[best])

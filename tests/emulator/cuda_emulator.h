@@ -73,7 +73,7 @@ struct Pending {
 // ---- bulk copies and their barriers ----
 
 // An mbarrier: a phase is over when all have arrived and all bytes that were announced have come.
-struct Barrier {  // as large as an mbarrier
+struct Mbarrier {  // as large as an mbarrier
   uint8_t arrivals, left;
   uint16_t phase;
   int bytes;
@@ -88,7 +88,7 @@ struct BulkCopy {
   void* to;
   const void* from;
   int bytes;
-  Barrier* barrier;
+  Mbarrier* barrier;
   uint4 value;  // where `from` is null
 };
 static std::deque<BulkCopy> bulk_copies;  // issued and not done
@@ -340,11 +340,11 @@ static void copy_bytes(void* to_shared, const void* from, size_t bytes, bool val
   if (adversary.late_copies) fibers[threadIdx.x].copies.open.push_back(copy);
   else copy();
 }
-static void copy16(uint4* to_shared, const void* from, bool valid) { copy_bytes(to_shared, from, 16, valid); }
-static void copy4(uint32_t* to_shared, const void* from) { copy_bytes(to_shared, from, 4, true); }
-static void commit_copies() { fibers[threadIdx.x].copies.commit(); }
+static void cp_async16(uint4* to_shared, const void* from, bool valid) { copy_bytes(to_shared, from, 16, valid); }
+static void cp_async4(uint32_t* to_shared, const void* from) { copy_bytes(to_shared, from, 4, true); }
+static void cp_async_commit() { fibers[threadIdx.x].copies.commit(); }
 template <int PENDING>
-static void wait_for_copies() {
+static void cp_async_wait() {
   fibers[threadIdx.x].copies.wait(PENDING, [](const Copy& copy) { copy(); });
 }
 
@@ -359,20 +359,20 @@ static void perform(const BulkCopy& copy) {
   copy.barrier->settle();
 }
 
-typedef Barrier* BarrierAt;
-static Barrier* barrier_at(void* barrier) { return static_cast<Barrier*>(barrier); }
+typedef Mbarrier* MbarrierAddress;
+static Mbarrier* mbarrier_address(void* barrier) { return static_cast<Mbarrier*>(barrier); }
 
-static void init_barrier(Barrier* barrier, int arrivals) {
+static void mbarrier_init(Mbarrier* barrier, int arrivals) {
   *barrier = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
 }
-static void fence_barriers() {}
-static void check(const Barrier* barrier) {
+static void fence_mbarrier_init() {}
+static void check(const Mbarrier* barrier) {
   if (barrier->arrivals == 0xFF) {  // as all of shared memory at first
     std::fprintf(stderr, "cuda_emulator: a barrier that has not been initialised\n");
     std::abort();
   }
 }
-static void arrive(Barrier* barrier) {
+static void mbarrier_arrive(Mbarrier* barrier) {
   check(barrier);
   if (barrier->left == 0) {
     std::fprintf(stderr, "cuda_emulator: more arrivals at a barrier than it was made for\n");
@@ -381,13 +381,13 @@ static void arrive(Barrier* barrier) {
   --barrier->left;
   barrier->settle();
 }
-static void arrive_and_expect(Barrier* barrier, int bytes) {
+static void mbarrier_arrive_expect_tx(Mbarrier* barrier, int bytes) {
   barrier->bytes += bytes;
-  arrive(barrier);
+  mbarrier_arrive(barrier);
 }
 
 // Late copies come one at a time, when somebody waits for them; until then their place holds NaNs.
-static void wait(Barrier* barrier, int parity) {
+static void mbarrier_wait(Mbarrier* barrier, int parity) {
   check(barrier);
   while (barrier->phase % 2 == parity) {
     const auto mine = [&](const BulkCopy& copy) { return copy.barrier == barrier; };
@@ -400,7 +400,7 @@ static void wait(Barrier* barrier, int parity) {
   }
 }
 
-static void copy_piece(uint4* to, const void* from, Barrier* barrier) {  // 16 bytes; zeros where `from` is null
+static void copy_piece(uint4* to, const void* from, Mbarrier* barrier) {  // 16 bytes; zeros where `from` is null
   if (adversary.late_copies) {
     std::memset(to, 0xFF, 16);
     bulk_copies.push_back({to, from, 16, barrier, {}});
@@ -411,9 +411,9 @@ static void copy_piece(uint4* to, const void* from, Barrier* barrier) {  // 16 b
 
 typedef bool CachePolicy;
 static CachePolicy cache_policy(bool read_once) { return read_once; }
-static bool is_elected() { return threadIdx.x % 32 == 31; }  // not the one that a kernel may have in mind
+static bool elect_one() { return threadIdx.x % 32 == 31; }  // not the one that a kernel may have in mind
 
-static void copy_bulk(void* to_shared, const void* from, int bytes, Barrier* barrier, CachePolicy) {
+static void copy_bulk(void* to_shared, const void* from, int bytes, Mbarrier* barrier, CachePolicy) {
   if (reinterpret_cast<uintptr_t>(from) % 16 || reinterpret_cast<uintptr_t>(to_shared) % 16 || bytes % 16 || bytes <= 0) {
     std::fprintf(stderr, "cuda_emulator: a bulk copy of %d bytes, or between misaligned addresses\n", bytes);
     std::abort();
@@ -432,8 +432,8 @@ struct alignas(64) TensorMap {
   int64_t rows, k, box_rows;
   int64_t unused[12];
 };
-static void prefetch_map(const TensorMap*) {}
-static void copy_box(void* to_shared, const TensorMap* map, int k, int row, Barrier* barrier) {
+static void prefetch_tensor_map(const TensorMap*) {}
+static void tma_load_box(void* to_shared, const TensorMap* map, int k, int row, Mbarrier* barrier) {
   if (reinterpret_cast<uintptr_t>(map->matrix) % 16 || reinterpret_cast<uintptr_t>(to_shared) % 1024 || map->k % 8) {
     std::fprintf(stderr, "cuda_emulator: a box of a misaligned matrix, or to a misaligned address\n");
     std::abort();
@@ -452,16 +452,16 @@ template <int REGISTERS>
 static void grow_registers() {}
 
 static Meeting named_meetings[16];
-static void meet(int id, int threads) {
+static void named_barrier_sync(int id, int threads) {
   named_meetings[id].wait(threads);
   const int group = threadIdx.x / 128, groups = blockDim.x / 128;
   if (adversary.order == 3 && fibers[threadIdx.x].meetings++ % groups == group)
     for (int i = 0; i < 600; ++i) yield();
 }
 
-static float load_other(const float* p) { return *p; }
-static void raise_flag(int* flag) { *flag = 1; }
-static void take_flag(int* flag) {
+static float load_l2(const float* p) { return *p; }
+static void semaphore_release(int* flag) { *flag = 1; }
+static void semaphore_acquire(int* flag) {
   while (*flag == 0) yield();
   *flag = 0;
 }
@@ -475,25 +475,25 @@ static uint32_t multiply_by_half(uint32_t pair, uint32_t scale) {
   return multiply2<BF16>(pair, permute_bytes(scale, 0, HIGH ? 0x3232 : 0x1010));
 }
 
-static void load_matrices(uint32_t (&out)[4], const uint4* row) {
+static void ldmatrix_x4(uint32_t (&out)[4], const uint4* row) {
   const uint4* const* rows = exchange(row);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int j = 0; j < 4; ++j) out[j] = reinterpret_cast<const uint32_t*>(rows[8 * j + g])[t];
   __syncwarp();  // nobody goes on to overwrite what another lane still reads
 }
 
-static void fence_registers() {}
-static void commit_products() { fibers[threadIdx.x].products.commit(); }
+static void wgmma_fence() {}
+static void wgmma_commit() { fibers[threadIdx.x].products.commit(); }
 template <int PENDING>
-static void wait_for_products() {
+static void wgmma_wait() {
   fibers[threadIdx.x].products.wait(PENDING, [](const std::function<void()>& product) { product(); });
 }
-static void fence_shared() {}
+static void fence_proxy_async() {}
 
 template <int NUMBER>
 static void keep_apart() {}
-typedef const uint4* TileDescriptor;
-static TileDescriptor describe(const uint4* tile) { return tile; }
+typedef const uint4* MatrixDescriptor;
+static MatrixDescriptor matrix_descriptor(const uint4* tile) { return tile; }
 
 // A warp's 16 of 64 rows times the first 8 * N tokens of a swizzled tile in shared memory.
 template <bool BF16, int N, int C>
@@ -515,7 +515,7 @@ static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint
 }
 
 template <bool BF16, int N, int C>
-static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor tile, int step) {
+static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], MatrixDescriptor tile, int step) {
   if (adversary.late_products)
     fibers[threadIdx.x].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, N>(acc, a, tile, step); });
   else

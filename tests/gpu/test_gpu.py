@@ -31,9 +31,9 @@ from thunder_moe import (
 from thunder_moe.activations import SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.cuda import workspace as zeros
+from thunder_moe.kernels.cuda import nvrtc, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
+from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import route as plain_route
@@ -71,7 +71,7 @@ def kernel_layout(request, backend, monkeypatch):
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
         pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
     if config is not None:
-        monkeypatch.setattr(cuda, "choose_config", lambda rows, experts, features, k, *others: config.fitted(k))
+        monkeypatch.setattr(cuda, "plan_gemm", lambda *shape: plan_gemm(*shape[:-1], shape[-1] or config))
     return layout
 
 
@@ -150,7 +150,7 @@ def check_cuda_graphs(layout, n=256, k=1024):
 
 def test_the_first_call_of_a_stream_that_is_busy(kernel_layout, monkeypatch):
     """Zeros that its kernels need are there for other streams too, which do not wait for it."""
-    monkeypatch.setattr(zeros, "_ZEROS", {})
+    monkeypatch.setattr(workspace, "_POOLS", {})
     weight, exact = make(256, 1024)
     packed = operands(weight.to_layout(kernel_layout))
     x, ends = torch.randn(12, 1024, device="cuda", dtype=BF16), torch.tensor([3, 6, 9, 12], dtype=torch.int32).cuda()
@@ -187,7 +187,7 @@ def test_a_thread_without_a_context(kernel_layout):
 
 def test_the_first_call_in_the_warm_up_of_a_cuda_graph(kernel_layout, monkeypatch):
     """What kernels keep between calls is not in the memory pool of torch.compile's graphs, which is reused."""
-    monkeypatch.setattr(zeros, "_ZEROS", {})
+    monkeypatch.setattr(workspace, "_POOLS", {})
     model = torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16, device="cuda"))
     model = quantize_(model, layout=kernel_layout)
     x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.cuda import workspace as zeros
+from thunder_moe.kernels.cuda import nvrtc, workspace
 
 EMULATOR = Path(__file__).parents[1] / "emulator"
 
@@ -82,8 +81,8 @@ def emulated(emulator, adversary, monkeypatch):
 
     monkeypatch.setattr(cuda, "_launch", launch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(zeros, "_is_capturing", lambda device: False)
-    monkeypatch.setattr(zeros, "_filled", lambda size, device: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(zeros, "_ZEROS", {})
-    monkeypatch.setattr(nvrtc, "matrix_map", lambda *matrix: bytes(MatrixMap(*matrix)))
+    monkeypatch.setattr(workspace, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(workspace, "_filled", lambda size, device: torch.zeros(size, dtype=torch.int32))
+    monkeypatch.setattr(workspace, "_POOLS", {})
+    monkeypatch.setattr(nvrtc, "tensor_map", lambda *matrix: bytes(MatrixMap(*matrix)))
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))

@@ -16,7 +16,7 @@ from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import workspace as zeros
+from thunder_moe.kernels.cuda import workspace
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config
 from thunder_moe.routing import route as plain_route
 
@@ -275,7 +275,7 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     first = cuda.grouped_mm(rows, weight, offsets, config=config)
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (9, 0)))
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
-    assert not zeros.zeros_of(rows.device).row().any()  # nothing that blocks have counted is left
+    assert not workspace.semaphore_pool(rows.device).take().any()  # nothing that blocks have counted is left
 
 
 @pytest.mark.parametrize(("tiles", "stages", "shared"), SHARED_TILES)
@@ -298,7 +298,7 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages
     monkeypatch.setattr(torch, "empty", nans)
     out = cuda.grouped_mm(rows, weight, offsets, config=config)
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
-    assert not zeros.zeros_of(rows.device).row().any()
+    assert not workspace.semaphore_pool(rows.device).take().any()
     pieces = 0 if shared == 0 else blocks if tiles > blocks else min(blocks // tiles, stages) * tiles
     # Who does not have the end of a tile leaves sums for who has.
     wanted = sum((block + 1) * shared * stages // pieces % stages > 0 for block in range(pieces))
@@ -362,8 +362,7 @@ def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     ]
     file.write_text(json.dumps(dict(entries=entries)))
     monkeypatch.setattr(cuda_configs, "MEASURED", file)
-    for function in (cuda_configs._measured, choose_config):
-        function.cache_clear()
+    cuda_configs._measured.cache_clear()
     shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
     assert choose_config(8, 128, **shape) == GemmConfig(*few)
     assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
@@ -371,8 +370,7 @@ def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     assert choose_config(8 * 9, 8, **shape) == GemmConfig(*many)  # nearer to `few`, which would take two tiles
     assert choose_config(8, 128, **{**shape, "k": 128}) == GemmConfig(*many)  # `few` has two warps along K
     assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
-    for function in (cuda_configs._measured, choose_config):
-        function.cache_clear()
+    cuda_configs._measured.cache_clear()
 
 
 @pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("*.cu")), ids=lambda file: file.stem)
@@ -396,4 +394,4 @@ def test_more_blocks_than_work(emulated, hopper, monkeypatch, config):
     rows, offsets = torch.randn(40, 512, dtype=torch.bfloat16), torch.tensor([0, 40, 40, 40], dtype=torch.int32)
     out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
-    assert not zeros.zeros_of(rows.device).row().any()
+    assert not workspace.semaphore_pool(rows.device).take().any()

@@ -100,7 +100,7 @@ def test_every_kernel_and_struct_is_compiled_above():
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
     assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows"})
-    gemm_structs = {"Arguments", "TiledArguments", "GatherArguments"}
+    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

@@ -1,4 +1,4 @@
-"""Rows of zeros: which kernels share one. Called by pytest; streams and captures are pretended on a CPU."""
+"""The workspace: which kernels share semaphores. Called by pytest; streams and captures are simulated on a CPU."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thunder_moe.kernels.cuda import workspace as zeros
+from thunder_moe.kernels.cuda import workspace
 
 CPU = torch.device("cpu")
 
@@ -17,21 +17,21 @@ def now(monkeypatch):
     """What the thread runs on: a stream, which may be captured."""
     now = SimpleNamespace(cuda_stream=1, capturing=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
-    monkeypatch.setattr(zeros, "_is_capturing", lambda device: now.capturing)
-    monkeypatch.setattr(zeros, "_ZEROS", {})
+    monkeypatch.setattr(workspace, "_is_capturing", lambda device: now.capturing)
+    monkeypatch.setattr(workspace, "_POOLS", {})
     return now
 
 
 def make(size):
-    return zeros.Zeros(CPU, torch.zeros(size, dtype=torch.int32))
+    return workspace.SemaphorePool(CPU, torch.zeros(size, dtype=torch.int32))
 
 
 def test_kernels_that_may_run_at_once_have_rows_of_their_own(now):
-    all_rows = make(5 * zeros.ROW_SIZE)
+    all_rows = make(5 * workspace.STREAM_SIZE)
 
     def row(stream, capturing=False):
         now.cuda_stream, now.capturing = stream, capturing
-        return all_rows.row()
+        return all_rows.take()
 
     first, again, other = row(1), row(1), row(2)
     assert first.data_ptr() == again.data_ptr()
@@ -43,20 +43,20 @@ def test_kernels_that_may_run_at_once_have_rows_of_their_own(now):
 
 def test_a_captured_call_takes_no_more_than_it_needs(now):
     now.capturing = True
-    all_rows = make(zeros.ROW_SIZE)
-    rows = [all_rows.row(32) for _ in range(zeros.ROW_SIZE // 32)]
+    all_rows = make(workspace.STREAM_SIZE)
+    rows = [all_rows.take(32) for _ in range(workspace.STREAM_SIZE // 32)]
     taken = {index for row in rows for index in range(row.data_ptr(), row.data_ptr() + 4 * 32, 4)}
-    assert len(taken) == zeros.ROW_SIZE  # apart from each other
-    assert all_rows.row(32).data_ptr() not in taken
+    assert len(taken) == workspace.STREAM_SIZE  # apart from each other
+    assert all_rows.take(32).data_ptr() not in taken
 
 
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize("room", [1, 8])
 def test_a_row_is_as_long_as_was_asked_for(now, room, capturing):
     now.capturing = capturing
-    all_rows = make(room * zeros.ROW_SIZE)
-    small, large = all_rows.row(32), all_rows.row(2 * zeros.ROW_SIZE)
-    assert large.numel() >= 2 * zeros.ROW_SIZE
+    all_rows = make(room * workspace.STREAM_SIZE)
+    small, large = all_rows.take(32), all_rows.take(2 * workspace.STREAM_SIZE)
+    assert large.numel() >= 2 * workspace.STREAM_SIZE
     assert small.numel() >= 32
     assert not large.any()
 
@@ -78,12 +78,12 @@ def test_threads_never_get_the_same_row(monkeypatch, now):
             return self.tensor[index]
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: local)
-    all_rows = zeros.Zeros(CPU, Interrupted(20 * threads * zeros.ROW_SIZE))
+    all_rows = workspace.SemaphorePool(CPU, Interrupted(20 * threads * workspace.STREAM_SIZE))
 
     def ask(thread):
         for i in range(20):
             local.cuda_stream = thread * 1000 + i
-            rows.append(all_rows.row().data_ptr())
+            rows.append(all_rows.take().data_ptr())
 
     workers = [threading.Thread(target=ask, args=(i,)) for i in range(threads)]
     for worker in workers:
@@ -101,14 +101,14 @@ def test_a_device_has_one_set_but_under_capture(now, monkeypatch):
         time.sleep(0.05)
         return torch.zeros(size, dtype=torch.int32)
 
-    monkeypatch.setattr(zeros, "_filled", filled)
+    monkeypatch.setattr(workspace, "_filled", filled)
     now.capturing = True
-    assert zeros.zeros_of(CPU) is not zeros.zeros_of(CPU)
-    assert zeros.zeros_of(CPU).row(4 * zeros.ROW_SIZE).numel() == 4 * zeros.ROW_SIZE
+    assert workspace.semaphore_pool(CPU) is not workspace.semaphore_pool(CPU)
+    assert workspace.semaphore_pool(CPU).take(4 * workspace.STREAM_SIZE).numel() == 4 * workspace.STREAM_SIZE
     assert not made
     now.capturing = False
     found = []
-    workers = [threading.Thread(target=lambda: found.append(zeros.zeros_of(CPU))) for _ in range(4)]
+    workers = [threading.Thread(target=lambda: found.append(workspace.semaphore_pool(CPU))) for _ in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -134,5 +134,5 @@ def test_the_device_of_the_tensor_is_asked_whether_it_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
-    assert [zeros._is_capturing(torch.device("cuda", i)) for i in range(3)] == [False, True, False]
+    assert [workspace._is_capturing(torch.device("cuda", i)) for i in range(3)] == [False, True, False]
     assert current == [0]

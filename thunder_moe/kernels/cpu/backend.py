@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -319,10 +320,10 @@ def _ninja_on_path() -> Iterator[None]:
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-    weight: list = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
+    weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
     library.thunder_moe_grouped_mm.argtypes = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
-    bias: list = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
+    bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
     library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
     library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None

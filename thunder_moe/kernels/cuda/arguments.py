@@ -1,5 +1,5 @@
-"""The structs that CUDA kernels take, as ctypes: each has the name and the fields of its C++ twin.
-Called by kernels.cuda and kernels.cuda_configs; kernels.nvrtc compares them with C++ whenever it compiles a kernel.
+"""The CUDA kernels' argument structs as ctypes: each has the name and the fields of a C++ struct in src/.
+Called by kernels/cuda/backend.py and configs.py; nvrtc.py asserts that both agree whenever it compiles a kernel.
 """
 
 from __future__ import annotations
@@ -7,43 +7,43 @@ from __future__ import annotations
 import ctypes
 
 __all__ = [
-    "Arguments",
     "CombineArguments",
     "DequantizeArguments",
     "GatherArguments",
+    "GemmArguments",
     "RouteArguments",
     "RowStartsArguments",
     "SwigluArguments",
-    "TiledArguments",
+    "TmaGemmArguments",
 ]
 
 
-class Arguments(ctypes.Structure):
-    """Of the grouped GEMMs, in grouped_mm.cuh."""
+class GemmArguments(ctypes.Structure):
+    """Of the grouped GEMMs; in grouped_mm.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "sums", "sums_left")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "n", "k", "top_k")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "partial_sums", "semaphores")),
+        *((name, ctypes.c_int) for name in ("rows", "num_experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
-        ("tiles_asked", ctypes.c_void_p),
+        ("tile_counter", ctypes.c_void_p),
         ("read_once", ctypes.c_int),
     )
 
 
-class TiledArguments(ctypes.Structure):
-    """In tiled_wgmma.cu, where it is aligned to 64 bytes."""
+class TmaGemmArguments(ctypes.Structure):
+    """In tiled_wgmma.cu, aligned to the 64 bytes of its tensor map."""
 
     _fields_ = (
         ("x", ctypes.c_byte * 128),
-        ("gemm", Arguments),
-        ("padding_", ctypes.c_byte * (-ctypes.sizeof(Arguments) % 64)),
+        ("gemm", GemmArguments),
+        ("padding_", ctypes.c_byte * (-ctypes.sizeof(GemmArguments) % 64)),
     )
 
 
 class GatherArguments(ctypes.Structure):
-    """In wgmma.cuh."""
+    """In grouped_mm.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
@@ -56,7 +56,7 @@ class RouteArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
-        *((name, ctypes.c_int) for name in ("slots", "experts", "wide_ids", "slots_per_block")),
+        *((name, ctypes.c_int) for name in ("slots", "num_experts", "wide_ids", "slots_per_block")),
     )
 
 
@@ -74,7 +74,7 @@ class RowStartsArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("offsets", "starts")),
-        *((name, ctypes.c_int) for name in ("experts", "rows")),
+        *((name, ctypes.c_int) for name in ("num_experts", "rows")),
     )
 
 
@@ -84,7 +84,7 @@ class SwigluArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("gate_up", "offsets", "row_slot", "slot_scale")),
         *((name, ctypes.c_void_p) for name in ("bias", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "experts", "features", "slot_scale_dtype", "bias_dtype")),
+        *((name, ctypes.c_int) for name in ("rows", "num_experts", "features", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
     )
 

@@ -1,10 +1,11 @@
-"""The CUDA backend: our own kernels for 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
-Called through kernels.select with validated operands; calls kernels.nvrtc with cuda_*.cu.
+"""The CUDA backend: grouped GEMMs of 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
+Called through kernels/select.py with validated operands; calls plan.py, workspace.py and nvrtc.py beside it, which
+compiles src/*.cu.
 
-Float32 rows run on kernels.reference, with a warning. The gradient of bf16 rows is torch's grouped GEMM with weights
-that are decoded for it (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronises with the host.
-Offsets, row_slot and slot_row are never trusted: what is out of range is not read or written (`count_tiles` of
-grouped_mm.cuh, `slot_of_row` of common.cuh), and its results are undefined.
+Float32 rows run on kernels/reference.py, with a warning. The gradient of bf16 rows is torch's grouped GEMM with
+dequantized weights (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronizes with the host.
+Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
+`slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, floats, pointer
 from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.cuda import workspace as zeros
 from thunder_moe.kernels.cuda.arguments import (
-    Arguments,
     CombineArguments,
     DequantizeArguments,
     GatherArguments,
+    GemmArguments,
     RouteArguments,
     RowStartsArguments,
     SwigluArguments,
-    TiledArguments,
+    TmaGemmArguments,
 )
-from thunder_moe.kernels.cuda.configs import CHUNK, COMMON, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
+from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
+from thunder_moe.kernels.cuda.workspace import semaphore_pool
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.routing import gather_rows
 
@@ -53,13 +55,9 @@ _ROUTE = (COMMON, COMMON.with_name("route.cu"))
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
 _ROUTE_THREADS = 256
-# Weights that are the first to leave the L2 cache spare the time to write out what they would drive from it. Beyond so
-# many bytes that time is hidden, and the copies themselves are slower, unless the products are the limit (H200).
-_READ_ONCE_BYTES = 300_000_000
-_COUNTERS = 32  # of a row of zeros, in front of the flags: a cache line for the tiles that have been taken
 _ELEMENTWISE_THREADS = 256
-_ELEMENTWISE_BLOCKS = 1 << 20  # at most: the threads loop
-_ROUTE_SLOTS = 2048  # of a block; one block alone takes up to twice as many
+_ELEMENTWISE_BLOCKS = 1 << 20  # at most: threads loop over items
+_ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -74,7 +72,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 
 def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
-    if runs_on_reference(activation, weight):
+    if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout("linear"), offsets)
     return _gemm(activation, weight, offsets, None, None, None, None, config)
 
@@ -91,7 +89,7 @@ def grouped_swiglu(
     config: GemmConfig | None = None,
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
-    if runs_on_reference(activation, weight):
+    if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(
             activation, weight.to_layout("linear"), offsets, row_slot, slot_scale, bias, form
         )
@@ -110,7 +108,7 @@ def grouped_mm_combine(
     bias: Tensor | None,
 ) -> Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
-    if runs_on_reference(activation, weight):
+    if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(
             activation, weight.to_layout("linear"), offsets, slot_row, slot_weight, bias
         )
@@ -179,15 +177,15 @@ def swiglu(
 
 
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
-    """The same as `nvfp4.dequantize`, bit for bit: (E, N, K) of bfloat16 or float16."""
-    experts, n, k = weight.shape
+    """The same as `dequantize` of formats/nvfp4.py, bit for bit: (E, N, K) of bfloat16 or float16."""
+    num_experts, n, k = weight.shape
     name = "dequantize_tiled"
     if weight.layout != TILED:
         name, weight = "dequantize", to_linear(weight, "the kernels of gradients")
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
-    argument = DequantizeArguments(*pointers, experts * n, 1 if global_scale.ndim == 2 else n, k)
+    argument = DequantizeArguments(*pointers, num_experts * n, 1 if global_scale.ndim == 2 else n, k)
     _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
     return out
 
@@ -215,9 +213,9 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
-    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, made never to decrease nor to pass the last of `rows` rows.
+    """Offsets (E,) -> int32 (E + 1,): 0 and the offsets, clamped so that they never decrease nor exceed `rows`.
 
-    For grouped GEMMs of others, which write where offsets say.
+    For torch's grouped GEMM, which trusts its offsets.
     """
     offsets = offsets.contiguous()
     starts = offsets.new_empty(offsets.shape[0] + 1)
@@ -230,13 +228,13 @@ def _is_bf16(tensor: Tensor) -> str:
     return str(tensor.dtype == torch.bfloat16).lower()
 
 
-def runs_on_reference(activation: Tensor, weight: NVFP4Weight, most_experts: int = MAX_EXPERTS) -> bool:
-    """True for fp32 activations or too many experts: no CUDA kernel serves them. Warns of it."""
+def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:
+    """True for fp32 activations or more than 1024 experts: no CUDA kernel serves them. Warns of it."""
     reasons = []
     if activation.dtype == torch.float32:
         reasons.append(("activations in float32", "cast them, or the model, to bfloat16 or float16"))
-    if weight.shape[0] > most_experts:
-        reasons.append((f"more than {most_experts} experts", "shard the experts, by groups or over devices"))
+    if weight.shape[0] > MAX_EXPERTS:
+        reasons.append((f"more than {MAX_EXPERTS} experts", "shard the experts, by groups or over devices"))
     for what, remedy in reasons:
         _warn_of_reference(what, activation, weight, remedy)
     return bool(reasons)
@@ -246,7 +244,8 @@ def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remed
     warn_once(
         ("reference", what),
         f"no CUDA kernel serves {what} (got {activation.dtype} {tuple(activation.shape)} and a weight of {weight.shape}"
-        f" in layout {weight.layout!r}): plain torch decodes every expert at each call, many times slower; {remedy}",
+        f" in layout {weight.layout!r}): plain torch dequantizes every expert at each call, many times slower;"
+        f" {remedy}",
     )
 
 
@@ -260,90 +259,62 @@ def _gemm(
     form: GLU | None,
     config: GemmConfig | None = None,
 ) -> Tensor:
-    experts, n, k = weight.shape
+    num_experts, n, k = weight.shape
     rows = (activation if row_slot is None else row_slot).shape[0]
     features = n if form is None else n // 2
     out = activation.new_empty(rows, features + features % 2)  # the kernels store pairs
     if out.numel() == 0:
         return out
+    device, dtype = activation.device, activation.dtype
     activation, offsets = _aligned(activation.detach()), offsets.contiguous()
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = 1 if row_slot is None else rows // activation.shape[0]
-    swiglu, form = features != n, form or SWIGLU
-    multiprocessors, capability = _device_facts(activation.device)
-    layout = TILED if weight.layout == TILED else "linear"
-    weight = weight if layout == TILED else to_linear(weight)
-    shape = rows, experts, features, k
-    config = choose_config(*shape, swiglu, multiprocessors, capability, layout) if config is None else config.fitted(k)
-    if config.layout == TILED and capability != (9, 0):
-        raise ValueError(
-            f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
-            " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
-        )
-    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(config.layout).tensors())
-    if config.kernel == "wgmma" or (config.kernel == "tiled_wgmma" and row_slot is not None):
-        activation = _gathered(activation, row_slot, rows, top_k, config)
-    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
-    live = min(rows, experts)
-    tiles_m = live + (rows - live) // (8 * config.token_blocks)
-    tiles = tiles_m * -(-features // config.tile_features(swiglu))
-    # Offsets that do not rise may give every expert all rows; the kernels count the tiles of that, too.
-    if tiles >= 2**30 or experts * -(-rows // (8 * config.token_blocks)) >= 2**31:
-        raise ValueError(
-            f"activation: got {rows} rows, {experts} experts and {features} output features, wanted fewer than 2**30"
-            " tiles of them"
-        )
-    blocks = tiles
-    sums = sums_left = tiles_asked = None
-    if config.layout == TILED:
-        flags = 4 * config.warps_n * multiprocessors if config.shared else 0
-        tiles_asked = zeros.zeros_of(activation.device).row(_COUNTERS + -(-flags // _COUNTERS) * _COUNTERS)
-        if config.shared:
-            sums_left = tiles_asked[_COUNTERS:]
-            sums = torch.empty(multiprocessors * config.sums, dtype=torch.float32, device=activation.device)
-            blocks = min(tiles * (k // 64), multiprocessors)
-    products_limit = config.token_blocks > 1
-    read_once = config.kernel == "tiled_mma" and (products_limit or live * n * k * 9 // 16 <= _READ_ONCE_BYTES)
-    tensors = (activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, sums, sums_left)
-    argument: ctypes.Structure = Arguments(
-        *map(pointer, tensors), rows, experts, n, k, top_k,
-        global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
-        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tiles_asked), read_once,
+    weight = weight if weight.layout == TILED else to_linear(weight)
+    multiprocessors, capability = _device_facts(device)
+    plan = plan_gemm(
+        rows, num_experts, n, k, form is not None, row_slot is not None, slot_scale is not None, dtype,
+        weight.layout, multiprocessors, capability, config,
     )  # fmt: skip
-    if config.kernel == "tiled_wgmma":
-        argument = TiledArguments(_matrix_map(activation, 8 * config.token_blocks), argument)
-    expression = config.expression(activation.dtype, swiglu, k, slot_scale is not None)
+    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(plan.config.layout).tensors())
+    if plan.gather is not None:
+        activation = _gathered(activation, row_slot, rows, top_k, plan)
+    tile_counter = semaphores = partial_sums = None
+    if plan.workspace:
+        tile_counter = semaphore_pool(device).take(plan.workspace)
+    if tile_counter is not None and plan.partial_sums:
+        semaphores = tile_counter[CACHE_LINE:]
+        partial_sums = torch.empty(plan.partial_sums, dtype=torch.float32, device=device)
+    form = form or SWIGLU
+    tensors = (
+        activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, partial_sums, semaphores
+    )  # fmt: skip
+    argument: ctypes.Structure = GemmArguments(
+        *map(pointer, tensors), rows, num_experts, n, k, top_k,
+        global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
+        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tile_counter), plan.read_once,
+    )  # fmt: skip
+    if plan.config.argument is TmaGemmArguments:
+        argument = TmaGemmArguments(_tensor_map(activation, 8 * plan.config.token_blocks), argument)
     _launch(
-        config.sources,
-        expression,
-        config.threads,
-        config.shared_bytes,
-        blocks,
-        argument,
-        activation.device,
-        multiprocessors,
+        plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, argument, device, multiprocessors
     )
     return out if features % 2 == 0 else out[:, :features].contiguous()
 
 
-def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, config: GemmConfig) -> Tensor:
-    """The rows of a GEMM by wgmma, one after the other.
-
-    "wgmma" has them in the order of k of order_rows, padded to whole chunks and a tile.
-    """
-    name, shape = "gather_rows", (rows, x.shape[1])
-    if config.kernel == "wgmma":
-        name, shape = "order_rows", (rows + 8 * config.token_blocks, -(-x.shape[1] // CHUNK) * CHUNK)
+def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, plan: GemmPlan) -> Tensor:
+    """The rows of a GEMM by wgmma, gathered beforehand; "wgmma" has them in the order of k of order_rows."""
+    assert plan.gather is not None
+    name, shape = plan.gather
     out = x.new_empty(*shape)
     argument = GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
-    _launch_elementwise(config.sources, name, out.numel() // 8, argument, x.device)
+    _launch_elementwise(plan.sources, name, out.numel() // 8, argument, x.device)
     return out
 
 
-def _matrix_map(x: Tensor, box_rows: int) -> ctypes.Array:
-    """`TensorMap` of tiled.cuh: a matrix (rows, K) as boxes of box_rows rows by 64 k."""
-    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.matrix_map(x.data_ptr(), x.shape[0], x.shape[1], box_rows))
+def _tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_byte]:
+    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k."""
+    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], box_rows))
 
 
 def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
@@ -355,7 +326,7 @@ def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
 def _launch_elementwise(
     sources: tuple[Path, ...], expression: str, items: int, argument: ctypes.Structure, device: torch.device
 ) -> None:
-    """Launches a kernel whose threads take one of `items` after the other."""
+    """Launches a kernel whose threads loop over `items`."""
     blocks = min(-(-items // _ELEMENTWISE_THREADS), _ELEMENTWISE_BLOCKS)
     _launch(sources, expression, _ELEMENTWISE_THREADS, 0, blocks, argument, device)
 
@@ -370,7 +341,7 @@ def _launch(
     device: torch.device,
     multiprocessors: int | None = None,
 ) -> None:
-    """Launches `blocks` blocks, or as many as run at once where `multiprocessors` is given (they loop over tiles)."""
+    """Launches `blocks` blocks; with `multiprocessors` at most as many as run at once (persistent kernels)."""
     assert device.index is not None
     kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, type(argument))
     if multiprocessors is not None:
@@ -381,6 +352,6 @@ def _launch(
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and aligned to the kernels' 16-byte loads: copies only what is not so already."""
+    """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -1,5 +1,6 @@
-"""Which CUDA kernel runs a grouped GEMM, with which tile sizes: measured where it was measured, else by rule.
-Called by kernels.cuda and by benchmarks/suites/tune.py, which writes configs.json beside this file.
+"""Which CUDA kernel runs a grouped GEMM, with which template parameters: the best measured one, else one by rule.
+Called by kernels/cuda/plan.py, and by benchmarks/suites/tune.py, which writes configs.json beside this file; calls
+kernels/cuda/arguments.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from thunder_moe.kernels.cuda.arguments import Arguments, TiledArguments
+from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
 
 __all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
 
@@ -24,21 +25,22 @@ COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every ker
 MEASURED = Path(__file__).with_name("configs.json")
 CHUNK = 128  # k of a step of the kernels of "linear" weights
 TILED = "tiled_64x64"
-LAYOUTS = ("linear", TILED)  # that there are kernels for
+LAYOUTS = ("linear", TILED)  # that the kernels read
+_TILED_FILES = ("tiled_decode.cuh", "pipeline.cuh", "tile_scheduler.cuh")
 _FILES = {
     "split": ("grouped_mm.cu",),
     "staged": ("grouped_mm.cu",),
     "wgmma": ("wgmma.cuh", "grouped_mm_wgmma.cu"),
-    "tiled_mma": ("tiled.cuh", "tiled_mma.cu"),
-    "tiled_wgmma": ("wgmma.cuh", "tiled.cuh", "tiled_wgmma.cu"),
+    "tiled_mma": (*_TILED_FILES, "tiled_mma.cu"),
+    "tiled_wgmma": ("wgmma.cuh", *_TILED_FILES, "tiled_wgmma.cu"),
 }
-# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each in a stage.
+# Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
 _TILED_MMA_SPLITS = (
     (1, 1, 3, 2), (1, 1, 4, 1), (1, 1, 4, 2), (1, 1, 4, 4), (1, 2, 1, 4), (1, 2, 2, 1), (1, 2, 2, 4), (2, 1, 2, 2),
     (2, 1, 2, 4), (2, 1, 3, 2), (2, 1, 4, 1), (2, 1, 4, 2), (2, 2, 1, 4), (2, 2, 2, 2), (4, 1, 2, 2), (4, 1, 4, 1),
 )  # fmt: skip
-# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, 64 k of a stage, for up
-# to 12 blocks of tokens and for more; the most blocks of sums that registers hold, by warpgroups.
+# Of "tiled_wgmma": blocks of 8 tokens; blocks of 64 weight rows of a warpgroup, warpgroups, blocks of 64 k of a stage,
+# for up to 12 blocks of tokens and for more; the most blocks of accumulators that registers hold, by warpgroups.
 _TILED_WGMMA_TOKENS = (2, 4, 6, 8, 9, 10, 12, 14, 16, 18, 20, 22, 24, 32)
 _TILED_WGMMA_SMALL = (
     (1, 2, 2), (1, 2, 4), (1, 3, 2), (1, 3, 4), (1, 4, 2), (1, 4, 4),
@@ -46,9 +48,9 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
-_MOST_SHARED_K = 1 << 20  # `Units` of tiled.cuh multiplies stages of two rounds of tiles by blocks, in int32
+_MAX_STREAM_K = 1 << 20  # `TileScheduler` multiplies the stages of two rounds of tiles by blocks, in int32
 _SHARED_BYTES = 227 << 10  # of a block on SM90
-_TABLES_BYTES = 8704  # of kernels of tiled weights: where tiles and rows of 1,024 experts start, and small things
+_TABLES_BYTES = 8704  # static shared memory of kernels of tiled weights: where tiles and rows of 1,024 experts start
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
 
@@ -66,7 +68,7 @@ class GemmConfig:
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
-        shared: of "tiled_mma", whether blocks share tiles where some of them would be left without any.
+        stream_k: of "tiled_mma", whether blocks share tiles where some of them would have none.
     """
 
     kernel: str
@@ -75,66 +77,67 @@ class GemmConfig:
     warps_n: int
     warps_k: int
     depth: int
-    shared: bool = False
+    stream_k: bool = False
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files that make up the kernel's source."""
-        return COMMON, *(COMMON.with_name(file) for file in ("grouped_mm.cuh", *_FILES[self.kernel]))
+        return COMMON, *(COMMON.with_name(file) for file in ("ptx.cuh", "grouped_mm.cuh", *_FILES[self.kernel]))
 
     @property
     def argument(self) -> type[ctypes.Structure]:
-        """What the kernel takes."""
-        return TiledArguments if self.kernel == "tiled_wgmma" else Arguments
+        """The struct that the kernel takes."""
+        return TmaGemmArguments if self.kernel == "tiled_wgmma" else GemmArguments
 
     @property
     def layout(self) -> str:
-        """Of the weights that the kernel reads."""
+        """The layout of weights that the kernel reads."""
         return TILED if self.kernel.startswith("tiled") else "linear"
 
     @property
     def threads(self) -> int:
-        if self.kernel == "tiled_mma":  # and a warp that copies
+        if self.kernel == "tiled_mma":  # and the producer warp
             return 128 * self.warps_n * self.warps_k + 32
-        if self.kernel == "tiled_wgmma":  # and a warpgroup that copies
+        if self.kernel == "tiled_wgmma":  # and the producer warpgroup
             return 128 * (self.warps_n + 1)
         return (128 if self.kernel == "wgmma" else 32) * self.warps_n * self.warps_k
 
     @property
     def stages(self) -> int:
-        """Of kernels of tiled weights: as many as shared memory holds."""
+        """Of the pipeline of kernels of tiled weights: as many as shared memory holds."""
         return min(12, (_SHARED_BYTES - _TABLES_BYTES - self._other_bytes) // self._stage_bytes)
 
     @property
     def least_k(self) -> int:
-        """K with which no warp is left without any."""
+        """The least K that gives work to every warp along K."""
         return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
-        """The same, but for what a K does not allow: stages it is no multiple of, pieces that int32 cannot count."""
+        """The same, adapted to a K: stages that divide it, no stream-K where an int32 would overflow."""
         if self.kernel == "tiled_wgmma":
             return replace(self, depth=math.gcd(self.depth, k // 64))
-        return replace(self, shared=False) if k > _MOST_SHARED_K else self
+        return replace(self, stream_k=False) if k > _MAX_STREAM_K else self
 
     @property
-    def sums(self) -> int:
-        """Float32 sums of a tile, which blocks that share it exchange."""
+    def partial_sums(self) -> int:
+        """Float32 accumulators of a tile, which blocks that share it exchange."""
         return self.warps_n * self.row_blocks * self.token_blocks * 512
 
     @property
     def _stage_bytes(self) -> int:
-        """Of kernels of tiled weights: weights, and tokens, whose rows "tiled_mma" has 16 bytes apart."""
-        blocks, subs = self.warps_n * self.row_blocks, self.warps_k * self.depth
-        apart, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
-        own = 48  # `StageEnd`
-        return -(-(blocks * subs * (2048 + 256) + 8 * self.token_blocks * (128 * subs + apart) + own) // align) * align
+        """Of kernels of tiled weights: weights, tokens (whose rows "tiled_mma" pads by 16 bytes), the footer."""
+        blocks, k_blocks = self.warps_n * self.row_blocks, self.warps_k * self.depth
+        padding, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
+        footer = 48  # `StageFooter`
+        tokens = 8 * self.token_blocks * (128 * k_blocks + padding)
+        return -(-(blocks * k_blocks * (2048 + 256) + tokens + footer) // align) * align
 
     @property
     def _other_bytes(self) -> int:
-        """What aligns the stages, and what lies behind them.
+        """Alignment of the stages, and what lies behind them.
 
-        For "tiled_mma" sums that warpgroups along K exchange, twice; for "tiled_wgmma" one more end of a stage, and
-        scales of rows for SwiGLU.
+        For "tiled_mma" partial sums of warpgroups along K, twice; for "tiled_wgmma" one more footer, and scales of rows
+        for SwiGLU.
         """
         if self.kernel == "tiled_wgmma":
             return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
@@ -169,7 +172,7 @@ class GemmConfig:
             sizes.insert(3, self.warps_k)
         if self.kernel == "tiled_mma":
             flags.append(k % (64 * self.warps_k * self.depth) == 0)
-            sizes.append(self.shared)
+            sizes.append(self.stream_k)
         if tiled:
             sizes.append(self.stages)
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
@@ -178,7 +181,7 @@ class GemmConfig:
 
 
 class Point(NamedTuple):
-    """What a configuration is chosen by.
+    """The shape that a configuration is chosen by.
 
     Attributes:
         live: experts that can have rows, min(M, E).
@@ -198,10 +201,9 @@ class Point(NamedTuple):
         return ratios[0] ** 2 + 4 * ratios[1] ** 2 + ratios[2] ** 2 + ratios[3] ** 2
 
 
-@functools.lru_cache(maxsize=4096)  # on the path of every call, and a search over all measured points
 def choose_config(
     rows: int,
-    experts: int,
+    num_experts: int,
     features: int,
     k: int,
     swiglu: bool,
@@ -213,7 +215,7 @@ def choose_config(
 
     Args:
         rows: M, of all experts together.
-        experts: E.
+        num_experts: E.
         features: output features, I for SwiGLU.
         k: K.
         swiglu: whether the activation is fused.
@@ -221,12 +223,12 @@ def choose_config(
         capability: of the device, such as (9, 0).
         layout: of the weight, one of `LAYOUTS`.
     """
-    live = max(min(rows, experts), 1)
+    live = max(min(rows, num_experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
     measured = _measured(capability, swiglu, layout)
     if measured:
-        # Where a tile held an expert's rows when it was measured, it should here: a second one reads the weights again.
-        # And no warp should be left without K.
+        # Where one tile held an expert's rows when it was measured, it should here: a second one reads the weights
+        # again. And every warp along K should have work.
         fits = [
             (at, config)
             for at, config in measured
@@ -239,7 +241,7 @@ def choose_config(
 
 
 def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = "linear") -> list[GemmConfig]:
-    """The configurations worth timing at a point: what won on an H200; "staged" without wgmma."""
+    """The configurations worth timing at a point: those that won on an H200; "staged" where there is no wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     if layout == TILED:
         return list(_tiled_candidates(point, swiglu)) if capability == (9, 0) else []
@@ -270,7 +272,7 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
             if config.stages < 3:
                 continue
             yield config
-            yield replace(config, shared=True)
+            yield replace(config, stream_k=True)
     for c in _TILED_WGMMA_TOKENS:
         if point.rows <= 5 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
             continue
@@ -293,7 +295,7 @@ def _measured(capability: tuple[int, int], swiglu: bool, layout: str) -> list[tu
 
 
 def _by_rule_tiled(point: Point) -> GemmConfig:
-    """Where no measurements are; they won on an H200 at many shapes."""
+    """Where nothing was measured: configurations that won on an H200 at many shapes."""
     if point.rows <= 16:
         return GemmConfig("tiled_mma", 1 if point.rows <= 8 else 2, row_blocks=2, warps_n=1, warps_k=2, depth=2)
     blocks = 6 if point.rows <= 48 else 10 if point.rows <= 80 else 16
@@ -301,7 +303,7 @@ def _by_rule_tiled(point: Point) -> GemmConfig:
 
 
 def _by_rule(point: Point, swiglu: bool, multiprocessors: int, capability: tuple[int, int]) -> GemmConfig:
-    """By the rows per expert and the warps that fill the device; a guess, no device was measured for it."""
+    """By the rows per expert and the warps that fill the device; an estimate that was measured on no device."""
     if capability == (9, 0) and point.rows > 32:
         return GemmConfig("wgmma", 8 if point.rows <= 96 else 16, row_blocks=2, warps_n=2, warps_k=1, depth=4)
     if point.rows > 16:

@@ -1,9 +1,9 @@
-"""Keeps the machine code of compiled kernels between processes, in ~/.cache/thunder_moe (or $XDG_CACHE_HOME).
-Called by kernels.nvrtc; calls nothing of ours.
+"""Caches the machine code of compiled kernels on disk, in ~/.cache/thunder_moe (or $XDG_CACHE_HOME/thunder_moe).
+Called by kernels/cuda/nvrtc.py; calls the standard library alone.
 
-The code runs with the rights of whoever loads it. So a file is used only if it belongs to this user, nobody else may
-write it, and its checksum is right; any other counts as missing and is written anew. Files appear whole or not at all,
-also when processes write the same one at once. Without a place to write to, each process compiles for itself.
+The code runs with the rights of the process that loads it. So a file is used only if it belongs to this user, nobody
+else may write it, and its checksum is right; any other counts as missing and is written again. Writes are atomic, also
+when several processes write the same file. Where no folder can be written, each process compiles its own kernels.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 __all__ = ["folder", "read", "write"]
 
 _DIGEST_BYTES = 32
-_unwritable: set[Path] = set()  # that this process has warned of
+_unwritable: set[Path] = set()  # folders that this process has warned of
 
 
 def folder() -> Path | None:
-    """Where the files are; None where there is no home directory."""
+    """The folder of the cache; None where there is no home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     if root:
         return Path(root) / "thunder_moe"
@@ -34,7 +34,7 @@ def folder() -> Path | None:
 
 
 def read(key: str) -> bytes | None:
-    """What `write` has kept under a key, or None.
+    """The content that `write` has stored under a key, or None.
 
     Args:
         key: a hash of everything that the content depends on, in hexadecimal.
@@ -53,7 +53,7 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, content: bytes) -> None:
-    """Keeps `content` under a key. Where that fails it warns, once for each folder, and nothing is kept."""
+    """Stores `content` under a key; where that fails, warns once per folder and stores nothing."""
     place = folder()
     if place is None:
         return
@@ -72,8 +72,8 @@ def write(key: str, content: bytes) -> None:
         if place not in _unwritable:
             _unwritable.add(place)
             warnings.warn(
-                f"thunder_moe: compiled CUDA kernels cannot be kept in {place} ({error}), every process compiles its"
-                " own (a second or two for each kernel); set XDG_CACHE_HOME to a directory that can be written",
+                f"thunder_moe: compiled CUDA kernels cannot be cached in {place} ({error}), every process compiles its"
+                " own (a second or two for each kernel); set XDG_CACHE_HOME to a writable directory",
                 stacklevel=2,
             )
 
@@ -87,7 +87,7 @@ def _digest(key: str, content: bytes) -> bytes:
 
 
 def _is_ours_alone(status: os.stat_result) -> bool:
-    """Whether a file belongs to this user, and only it may write it (POSIX; elsewhere the directory's rights count)."""
+    """Whether a file belongs to this user, who alone may write it (POSIX; elsewhere the folder's permissions count)."""
     if not hasattr(os, "getuid"):
         return True
     return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,5 +1,5 @@
-"""Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which torch brings along.
-Called by kernels.cuda; calls cuda.bindings and kernels.cubin_cache, which keeps machine code between processes.
+"""Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
+Called by kernels/cuda/backend.py; calls cuda.bindings and kernels/cuda/cubin_cache.py, which keeps cubins on disk.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = [
     "compile_files",
     "kernel",
     "launch_config",
-    "matrix_map",
     "missing_reason",
     "struct_checks",
+    "tensor_map",
 ]
 
 _OPTIONS = ("--std=c++17", "--device-as-default-execution-space")  # the latter for generic lambdas
@@ -39,8 +39,8 @@ class Kernel:
         function: of cuda.bindings.driver.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
-        overlap: the kernel may start while the one before it in the stream still runs; it waits for that one's results
-            itself (`await_previous_kernel` of common.cuh). Needs SM90.
+        overlap: programmatic dependent launch: the kernel may start while the one before it in the stream still runs,
+            and waits for its results itself (`await_previous_kernel` of common.cuh). Needs SM90.
     """
 
     def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
@@ -49,7 +49,7 @@ class Kernel:
         self.function = function
         self._lock = threading.Lock()
         self._config = launch_config(threads, shared_bytes, overlap)
-        if shared_bytes > 0:  # with what the kernel has of its own it may pass the 48 KiB that need no asking
+        if shared_bytes > 0:  # together with static shared memory it may exceed the 48 KiB that need no attribute
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
         (self.blocks_per_multiprocessor,) = _check(
@@ -61,13 +61,13 @@ class Kernel:
         from cuda.bindings import driver
 
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        with self._lock:  # making a new one takes 3 us
+        with self._lock:  # a new CUlaunchConfig takes 3 us
             self._config.gridDimX, self._config.hStream = grid, stream
             _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
 
 
 def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
-    """A CUlaunchConfig of one-dimensional blocks, but for the number of blocks and the stream."""
+    """A CUlaunchConfig of one-dimensional blocks; the number of blocks and the stream are set at each launch."""
     from cuda.bindings import driver
 
     config = driver.CUlaunchConfig()
@@ -82,7 +82,7 @@ def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
     return config
 
 
-def matrix_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
+def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
     """The 128 bytes of a tensor map (SM90): 16-bit numbers (rows, k) in boxes of box_rows by 64, 128-byte swizzle.
 
     Args:
@@ -117,19 +117,19 @@ def missing_reason() -> str | None:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 
         _check(nvrtc.nvrtcVersion())
-    except Exception as error:  # a missing package, or a missing library of its own kind
+    except Exception as error:  # a missing package, or a missing library, which raises errors of its own
         return f"CUDA kernels cannot be compiled: {error}; pip install cuda-bindings nvidia-cuda-nvrtc"
     return None
 
 
 def bind_context(device: int) -> None:
-    """Makes the primary context of a device that of this thread, if it has none.
+    """Makes the primary context of a device current in this thread, if none is.
 
-    The driver's calls need one. torch binds it with a thread's first call of the CUDA runtime, which a thread whose
-    memory comes from torch's cache may never make. To be called under `torch.cuda.device(device)`, which from then on
-    changes from the context of one device to that of another.
+    The driver's functions need one. torch makes it current with a thread's first call of the CUDA runtime, which a
+    thread whose memory comes from torch's caching allocator may never make. Called under `torch.cuda.device(device)`,
+    which from then on switches between the contexts of devices.
     """
-    if getattr(_thread, "has_context", False):  # on the path of every launch
+    if getattr(_thread, "has_context", False):  # at every launch
         return
     from cuda.bindings import driver
 
@@ -184,7 +184,7 @@ def compile_files(
         argument: the struct that the kernel takes; see `struct_checks`.
     """
     major, minor = capability
-    # The "a" gives SM90's own instructions, of which wgmma is one.
+    # The suffix "a" enables the instructions of SM90 alone, such as wgmma.
     architecture = f"sm_{major}{minor}" + "a" * (capability == (9, 0))
     text = "".join(file.read_text() for file in sources)
     return compile_cubin(text + struct_checks(argument), expression, architecture)
@@ -192,9 +192,9 @@ def compile_files(
 
 @functools.cache
 def struct_checks(structure: type[ctypes.Structure]) -> str:
-    """C++ that compiles only where the struct of the same name has the same fields at the same places.
+    """C++ assertions that the struct of the same name has the same fields at the same offsets.
 
-    Fields whose names end in an underscore are padding: C++ has no name for them. OFFSET_OF is common.cuh's.
+    Fields whose names end in an underscore are padding, which has no name in C++. common.cuh defines OFFSET_OF.
     """
     name = structure.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "the size of {name}");']
@@ -210,10 +210,10 @@ def struct_checks(structure: type[ctypes.Structure]) -> str:
 
 
 def compile_cubin(source: str, expression: str, architecture: str) -> tuple[bytes, str]:
-    """Machine code for an architecture such as "sm_90", and the kernel's name in it.
+    """(cubin, mangled name of the kernel) for an architecture such as "sm_90".
 
     Raises:
-        RuntimeError: the compiler refuses; its log is the message.
+        RuntimeError: the source does not compile; the message is the compiler's log.
     """
     from cuda.bindings import nvrtc
 
@@ -230,7 +230,7 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
 
 
 def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, bytes]:
-    """(name, machine code)."""
+    """(mangled name, cubin)."""
     from cuda.bindings import nvrtc
 
     (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), b"thunder_moe.cu", 0, [], []))
@@ -252,8 +252,8 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _check(result: tuple) -> tuple:
-    """The values of a call of cuda-bindings, whose first result is a status."""
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The results of a function of cuda-bindings without the status, which comes first."""
     status, *values = result
     if status.value != 0:
         raise RuntimeError(f"{type(status).__name__}: {status.name}")

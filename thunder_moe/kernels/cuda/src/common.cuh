@@ -1,6 +1,6 @@
-// What the CUDA kernels share: types, 16-bit floats, a scan over the threads of a block.
-// Put in front of every cuda_*.cu by kernels/cuda.py and kernels/cuda_configs.py; tests/kernels/cuda_emulator.h has a
-// CPU's versions of what is machine code here.
+// Types, 16-bit floats, a prefix sum over a thread block, and the SwiGLU activation, for all CUDA kernels.
+// Compiled in front of every kernel by kernels/cuda/backend.py and kernels/cuda/configs.py; calls nothing.
+// tests/emulator/cuda_emulator.h has CPU versions of the functions that are inline PTX here.
 
 #ifdef CUDA_EMULATOR
 #define DEVICE static inline
@@ -18,9 +18,9 @@ typedef unsigned long long uint64_t;
 #define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)  // NVRTC 13.0 has no __builtin_offsetof
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 
-// What every kernel does first. On SM90 and newer a kernel's blocks start while the kernel before still ends
-// (programmatic dependent launch, asked for by kernels/nvrtc.py): they wait here for its results, and only then let the
-// next kernel's blocks start. So whoever is past this line has all earlier kernels of the stream behind it.
+// The first statement of every kernel. On SM90 and newer a kernel's blocks start while the kernel before still runs
+// (programmatic dependent launch, requested by kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the
+// next kernel's blocks to start. So behind this line all earlier kernels of the stream have completed.
 DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -29,7 +29,7 @@ DEVICE void await_previous_kernel() {
 }
 
 DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
-DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // of `ones` where the mask has a bit
+DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // bits of `ones` where the mask is set
   uint32_t out;
   asm("lop3.b32 %0, %1, %2, %3, 0xCA;" : "=r"(out) : "r"(mask), "r"(ones), "r"(zeros));
   return out;
@@ -70,9 +70,9 @@ DEVICE uint32_t narrow2(float low, float high) {
 #endif
 }
 
-// Two words of codes in layout "tiled_64x64" (`to_tiled` in nvfp4_layouts.py) -> four pairs of codes of each: the even k in
-// the low half; a code has its sign where a bf16 has it and the rest where that has its lowest bits of exponent and the
-// first of its mantissa. Everything else is zero.
+// Two words of codes in layout "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py) -> four pairs of codes of each, the even k in
+// the low half. A code's sign becomes that of a bf16, its other bits the lowest bits of the exponent and the highest of the
+// mantissa; all other bits are zero.
 DEVICE void unpack_words(uint32_t (&first)[4], uint32_t (&second)[4], uint32_t even, uint32_t odd) {
   constexpr uint32_t kPair = 0x81C081C0;
   const uint32_t fourths = select_bits(0x06030603, even, odd << 2);  // both words hold half of both fourth pairs
@@ -94,12 +94,13 @@ DEVICE float load_float(const void* p, int64_t i, int dtype) {
   return dtype == 1 ? widen<true>(bits) : widen<false>(bits);
 }
 
-// The slot of a row. A slot that does not exist counts as the last one: whatever row_slot holds, nothing else is read.
+// The slot of a row, clamped to those that exist: row_slot is not trusted.
 DEVICE int slot_of_row(const int* row_slot, int row, int rows) {
   return static_cast<int>(min(static_cast<uint32_t>(row_slot[row]), static_cast<uint32_t>(rows - 1)));
 }
 
-// carry plus the sum of `value` over the threads up to this one; carry becomes that over all. All threads call it.
+// An inclusive prefix sum: carry plus the sum of `value` over the threads up to this one; carry becomes the total. All threads
+// call it.
 template <int THREADS>
 DEVICE int scan_block(int value, int* warp_total, int& carry) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -120,9 +121,9 @@ DEVICE int scan_block(int value, int* warp_total, int& carry) {
   return sum;
 }
 
-// kernels/epilogues.py's SwiGLU; args has alpha, up_shift and limit (<= 0: none).
-template <class Arguments>
-DEVICE float activate(const Arguments& args, float gate, float up) {
+// `SwiGLU` of the Python package; args has alpha, up_shift and limit (<= 0: none).
+template <class Args>
+DEVICE float activate(const Args& args, float gate, float up) {
   if (args.limit > 0.0f) {
     gate = fminf(gate, args.limit);
     up = fminf(fmaxf(up, -args.limit), args.limit);

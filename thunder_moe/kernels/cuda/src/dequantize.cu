@@ -1,6 +1,6 @@
 // NVFP4 weights -> 16-bit weights, for the gradient of the activation.
-// Compiled at run time by kernels/cuda.py; run on a CPU by tests/kernels/cuda_emulator.h.
-// One thread decodes 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as nvfp4.dequantize.
+// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// One thread decodes 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as formats/nvfp4.py's dequantize.
 
 struct DequantizeArguments {
   const uint8_t* qdata;       // (E, N, K / 2)
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args
   }
 }
 
-// The same of weights in layout "tiled_64x64" (`to_tiled` in nvfp4_layouts.py): one thread decodes two words of codes, rows g
+// The same for weights in layout "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py): one thread decodes two words of codes, rows g
 // and g + 8 of a warp's 16 and 4 of each of two steps of 16 k.
 template <bool BF16>
 __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArguments args) {

@@ -1,13 +1,13 @@
 // Grouped GEMM of 16-bit rows with NVFP4 weights by mma.sync (SM80 and newer): from memory straight into registers.
-// Compiled at run time by kernels/cuda.py behind grouped_mm.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
+// Compiled at run time by kernels/cuda/nvrtc.py behind grouped_mm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A thread reads 16 bytes (32 weights) of a row of weights at a time, always the same 32 k of a chunk, and the same
 // 32 k of its token: within a chunk the order of k is free, so neither operand is exchanged between threads and both
 // keep their natural order in memory. `grouped_mm` can split K over the warps of a block and waits rarely (few rows per
-// expert); `grouped_mm_staged` keeps many tokens' chunks coming through shared memory.
+// expert); `grouped_mm_staged` stages many tokens' chunks in shared memory.
 
-// Where the 16 bytes (8 k) `unit` of a chunk of a token stand in its 256 bytes of shared memory: the 8 threads that read
-// together (4 t of 2 tokens) meet all banks.
+// The place of the 16 bytes (8 k) `unit` of a chunk of a token in its 256 bytes of shared memory, swizzled so that the 8 threads
+// that read together (4 t of 2 tokens) use all banks.
 DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4) ^ (token % 2 * 4)); }
 
 // Thread s of the four that share a row has the scales of chunk s, two of each thread's k; afterwards thread t has its own
@@ -24,10 +24,10 @@ DEVICE uint2 exchange_scales(uint2 chunk, int t) {
 }
 
 // C: blocks of 8 tokens of a tile; R: blocks of 16 weight rows of a warp (SwiGLU: one of gate, one of up); WN, WK: warps
-// along N and along K; DEPTH: chunks of weights in flight. One block runs tile after tile. All its tokens' k of SEGMENT
-// chunks lie in shared memory, and those of the next segment come meanwhile.
+// along N and along K; DEPTH: chunks of weights in flight. Persistent. Shared memory holds its tokens' k of a segment of
+// kSegment chunks, while those of the next segment are copied.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int WK, int DEPTH>
-__global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args) {
+__global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(4 % DEPTH == 0, "a warp takes four chunks at a time");
@@ -48,14 +48,14 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
   const int k_first = warp_k * kChunk + 32 * t;  // of this thread
 
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
-  const int tiles = tile_start[args.experts] * tiles_n;
+  const int tiles = tile_start[args.num_experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     const int tile_m = tile / tiles_n, tile_n = tile - tile_m * tiles_n;
-    const int expert = expert_of_tile(tile_start, args.experts, tile_m);
+    const int expert = expert_of_tile(tile_start, args.num_experts, tile_m);
     const int end = row_start[expert + 1];
     const int row0 = row_start[expert] + (tile_m - tile_start[expert]) * kTokens;
     const int n0 = tile_n * kTileRows + warp_n * (SWIGLU ? 16 : 16 * R);
-    const int live = min(end - row0, kTokens);  // tokens; what the others' places hold is multiplied and not stored
+    const int live = min(end - row0, kTokens);  // tokens; the others' places are multiplied and not stored
 
     Rows rows[R];
     find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, k_first);
@@ -82,9 +82,9 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
       for (int i = threadIdx.x; i < live * kUnits; i += kThreads) {
         const int token = i / kUnits, unit = i % kUnits, k = segment * (kSegment * kChunk) + 8 * unit;
         uint4* to = tokens + ((segment % 2 * kTokens + token) * kUnits + (unit & ~15) + place_of_unit(token, unit % 16));
-        copy16(to, token_of[token] + (k < args.k ? k : 0), k < args.k);
+        cp_async16(to, token_of[token] + (k < args.k ? k : 0), k < args.k);
       }
-      commit_copies();
+      cp_async_commit();
     };
     fetch(0);
 
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
     for (int first = 0; first < chunks; first += kGroup) {  // the warps' next four chunks each
       const int segment = first / kSegment;
       if (first % kSegment == 0) {
-        wait_for_copies<0>();
-        __syncthreads();  // this segment has come, and the one before is no longer read
+        cp_async_wait<0>();
+        __syncthreads();  // this segment has arrived, and the one before is no longer read
         if (first + kSegment < chunks) fetch(segment + 1);
       }
       uint2 own[R][2];
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const Arguments args)
         }
     }
 
-    if constexpr (WK > 1) {  // add the shares of K in the order of the warps, so that the sum does not depend on timing
+    if constexpr (WK > 1) {  // sum over the warps along K in their order: deterministic
       if (warp_k > 0) for_each_sum(acc, [&](float& sum, int i) { partial[warp_k - 1][warp_n][i * 32 + lane] = sum; });
       __syncthreads();
       if (warp_k == 0)
@@ -177,16 +177,16 @@ struct TokenCopies {
 #pragma unroll
       for (int i = 0; i < TOKENS; i += kStep) {
         if (TOKENS % kStep != 0 && first + i >= TOKENS) break;
-        copy16(to + (stage * TOKENS + i) * 16, from[i] + offset, valid);
+        cp_async16(to + (stage * TOKENS + i) * 16, from[i] + offset, valid);
       }
     }
-    commit_copies();
+    cp_async_commit();
   }
 };
 
 // As grouped_mm, for many rows per expert: WN warps share the 8 * C tokens of a tile, STAGES chunks of them in flight.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WN, int STAGES>
-__global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments args) {
+__global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const GemmArguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   constexpr int kThreads = 32 * WN, kTokens = 8 * C, kDepth = 2;
@@ -207,9 +207,9 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
   static_assert(fetch.kStep % 2 == 0, "a thread's tokens are placed alike");
 
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
-  const int tiles = tile_start[args.experts] * tiles_n;
+  const int tiles = tile_start[args.num_experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args.num_experts, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warp * (SWIGLU ? 16 : 16 * R);
 
     for (int i = threadIdx.x; i < kTokens; i += kThreads) token_of[i] = token_of_row(args, row0 + i, end);
@@ -231,8 +231,8 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
       for (int d = 0; d < kDepth; ++d) {
         const int chunk = base + d;
         if (chunk >= chunks) break;
-        wait_for_copies<STAGES - 2>();
-        __syncthreads();  // this chunk has come, and the one before is no longer read
+        cp_async_wait<STAGES - 2>();
+        __syncthreads();  // this chunk has arrived, and the one before is no longer read
         fetch(filling, chunk + STAGES - 1, chunk + STAGES - 1 < chunks);
         filling = next_stage<STAGES>(filling);
         uint32_t a[R][2][4][4];
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(32 * WN) grouped_mm_staged(const Arguments arg
       }
     }
     store<BF16, SWIGLU, C, R, 16>(args, acc, expert, row0, end, n0, g, t);
-    wait_for_copies<0>();
+    cp_async_wait<0>();
     __syncthreads();
   }
 }

@@ -1,11 +1,11 @@
-// What the grouped GEMM kernels share: operands, decoding of NVFP4 into tensor-core registers, tiles of a routing, epilogue.
-// Put behind common.cuh and in front of the kernels' own files by kernels/cuda_configs.py.
+// Shared by the grouped GEMM kernels: operands, the tiles of a routing, decoding of layout "linear", the epilogue.
+// Compiled behind common.cuh and ptx.cuh and in front of the kernels' own files (kernels/cuda/configs.py); calls both.
 //
 // The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
 // right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,
 // lane = 4 * g + t: a thread holds rows g and g + 8, and of a step's 16 k the pairs 2 t and 2 t + 8.
 
-struct Arguments {
+struct GemmArguments {
   const uint16_t* x;        // (M, K), or the tokens (T, K) with row_slot
   const uint8_t* qdata;     // (E, N, K / 2)
   const uint8_t* scale;     // (E, N, K / 16)
@@ -15,77 +15,25 @@ struct Arguments {
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
   const void* bias;         // (E, N) or null
   uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU, rounded up to an even number
-  float* sums;              // of blocks that share tiles, or null, see leave_sums
-  int* sums_left;           // flags: zero, before and after
-  int rows, experts, n, k, top_k;
+  float* partial_sums;      // workspace of stream-K, or null, see store_partial_sums
+  int* semaphores;          // of partial_sums: zero before and after
+  int rows, num_experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none
-  int* tiles_asked;  // by blocks, for whole tiles: zero, before and after
-  int read_once;  // whether hardly any weight is read by two tiles, and few enough of all that it matters, see cuda.py
+  int* tile_counter;  // of the tile scheduler: zero before and after
+  int read_once;      // load weights with L2 evict_first, see `plan_gemm` of plan.py
+};
+
+struct GatherArguments {  // of gather_rows and order_rows
+  const uint16_t* x;    // (M, K), or the tokens (T, K) with row_slot
+  const int* row_slot;  // (M,) or null
+  uint16_t* out;        // the rows, contiguous
+  int rows, k, top_k;
 };
 
 constexpr int kChunk = 128;     // k of a chunk: 32 of each of the 4 threads that share a row
 constexpr int kMaxExperts = 1024;
 constexpr float kUnscale = 256.0f;  // decoded weights are 2**-8 of their value, see decode
-
-// ---- instructions ----
-
-#ifndef CUDA_EMULATOR
-// Each nibble of the selector names a byte of a (0 to 3) or b (4 to 7), or with 8 more its sign bit eight times.
-DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-  uint32_t out;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
-  return out;
-}
-
-template <bool BF16>
-DEVICE uint32_t multiply2(uint32_t a, uint32_t b) {  // fma with -0: mul.bf16x2 is missing on Ampere; subnormals count
-  uint32_t out;
-  if constexpr (BF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
-  else asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
-template <bool BF16>
-DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (BF16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// Lane 4 * i + j has columns 2 j and 2 j + 1 of row i of a matrix of 16-bit numbers; then it has those of column i.
-DEVICE uint32_t transpose8x8(uint32_t pair) {
-  uint32_t out;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
-  return out;
-}
-
-DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-DEVICE uint4 load_weights16(const uint8_t* p) {  // read once by this SM: not kept in L1
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
-DEVICE void copy4(uint32_t* to_shared, const void* from) {  // asynchronous
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-DEVICE void copy16(uint4* to_shared, const void* from, bool valid) {  // asynchronous; zeros where not valid
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
-}
-DEVICE uint4* align_shared(uint4* memory, uint32_t to) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  return memory + ((to - address % to) % to) / sizeof(uint4);
-}
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
-#endif
 
 DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
 
@@ -107,14 +55,13 @@ DEVICE void spread_scales(uint32_t (&scale)[2], uint32_t both) {
   scale[1] = permute_bytes(both, 0u, 0x3232u);
 }
 
-// The two E2M1 codes of byte i of `codes` (low nibble: low half) times their scale -> two 16-bit floats, 2**-8 of the value; `shifted` is
-// codes << 4. A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or
+// The two E2M1 codes of byte i of `codes` (low nibble: low half) times their scale -> two 16-bit floats, 2**-8 of the value;
+// `shifted` is codes << 4. A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or
 // 2**-14 (fp16), subnormals too. The products are exact: 2 significant bits times 4.
 template <bool BF16>
 DEVICE uint32_t decode_byte(uint32_t codes, uint32_t shifted, int i, uint32_t scale) {
-  // In each half, the byte whose upper nibble is the code, below its sign bit eight times: shifted to the left, the
-  // bits of the code stand where they belong and the sign on top. A shift can be a multiplication, which spares the
-  // pipeline of the logical operations: of three here it does one.
+  // In each half: the byte whose upper nibble is the code, below its sign bit eight times. Shifted left, the code's bits are in
+  // place with the sign on top. The shift can be a multiplication, which relieves the pipeline of the logical operations.
   const uint32_t bytes = permute_bytes(shifted, codes, 0xC480u + i * 0x1111u);
   return multiply2<BF16>(BF16 ? (bytes << 2) & 0x81C081C0u : (bytes << 5) & 0x8E008E00u, scale);
 }
@@ -129,34 +76,34 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // ---- the tiles of a routing ----
 
-// The end of an expert's rows, of those that exist whatever the offsets. An expert that ends before it begins has none.
-DEVICE int row_end(const Arguments& args, int expert) { return min(max(args.offsets[expert], 0), args.rows); }
+// The end of an expert's rows, clamped to the rows that exist: offsets are not trusted. An expert that ends before it begins
+// has none.
+DEVICE int row_end(const GemmArguments& args, int expert) { return min(max(args.offsets[expert], 0), args.rows); }
 DEVICE int tiles_between(int start, int end, int height) { return (max(end - start, 0) + height - 1) / height; }
 
-// tile_start[e] = tiles of `height` rows that the experts before e need, row_start[e] = their rows; all threads of the
-// block call it.
+// tile_start[e] = tiles of `height` rows of the experts before e, row_start[e] = their rows. All threads of the block call it.
 template <int THREADS>
-DEVICE void count_tiles(const Arguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
+DEVICE void count_tiles(const GemmArguments& args, int height, int* tile_start, int* row_start, int* warp_total) {
   const int thread = threadIdx.x;
   int carry = 0;
-  for (int base = 0; base < args.experts; base += THREADS) {
+  for (int base = 0; base < args.num_experts; base += THREADS) {
     const int e = base + thread;
     int tiles = 0;
-    if (e < args.experts) {
+    if (e < args.num_experts) {
       const int end = row_end(args, e);
       tiles = tiles_between(e ? row_end(args, e - 1) : 0, end, height);
       row_start[e + 1] = end;
     }
     const int end = scan_block<THREADS>(tiles, warp_total, carry);
-    if (e < args.experts) tile_start[e + 1] = end;
+    if (e < args.num_experts) tile_start[e + 1] = end;
   }
   if (thread == 0) tile_start[0] = row_start[0] = 0;
   __syncthreads();
 }
 
 // The last expert whose tiles start at or before `tile`.
-DEVICE int expert_of_tile(const int* tile_start, int experts, int tile) {
-  int low = 0, high = experts - 1;
+DEVICE int expert_of_tile(const int* tile_start, int num_experts, int tile) {
+  int low = 0, high = num_experts - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (tile_start[middle] <= tile) low = middle;
@@ -169,28 +116,28 @@ struct Tile {
   int expert, row0, end, tile_n;  // rows row0 to at most end - 1
 };
 
-// The tile tile_m * tiles_n + tile_n of `height` rows, in an order in which blocks that run together take the row tiles of
-// one expert with the same weights, for the L2 cache.
-DEVICE Tile tile_at(int experts, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
-  const int expert = expert_of_tile(tile_start, experts, tile_m);
+// Tile tile_m * tiles_n + tile_n of `height` rows. Within an expert the row tiles vary fastest, so that blocks that run at the
+// same time read the same weights, which stay in L2.
+DEVICE Tile tile_at(int num_experts, const int* tile_start, const int* row_start, int tile_m, int tile_n, int tiles_n, int height) {
+  const int expert = expert_of_tile(tile_start, num_experts, tile_m);
   const int expert_tiles = tile_start[expert + 1] - tile_start[expert], start = row_start[expert], end = row_start[expert + 1];
-  if (expert_tiles == 1) return {expert, start, end, tile_n};  // spares a division
+  if (expert_tiles == 1) return {expert, start, end, tile_n};  // saves a division
   const int within = (tile_m - tile_start[expert]) * tiles_n + tile_n;
   return {expert, start + within % expert_tiles * height, end, within / expert_tiles};
 }
-DEVICE Tile tile_of(int experts, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
-  return tile_at(experts, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);
+DEVICE Tile tile_of(int num_experts, const int* tile_start, const int* row_start, int tile, int tiles_n, int height) {
+  return tile_at(num_experts, tile_start, row_start, tile / tiles_n, tile % tiles_n, tiles_n, height);
 }
 
-// The token of a row; rows that do not exist read the last one's, and are not stored.
-DEVICE const uint16_t* token_of_row(const Arguments& args, int row, int end) {
+// The token of a row; rows past `end` read the last one's, and are not stored.
+DEVICE const uint16_t* token_of_row(const GemmArguments& args, int row, int end) {
   row = min(row, end - 1);
   return args.x + static_cast<int64_t>(args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) / args.top_k : row) * args.k;
 }
 
 // ---- the GEMM ----
 
-// What a thread holds of one chunk of its rows g and g + 8: 32 codes and 2 scales of each.
+// A thread's part of a chunk of its rows g and g + 8: 32 codes and 2 scales of each.
 struct Weights {
   uint4 codes[2];
   uint32_t scales[2];
@@ -203,9 +150,9 @@ struct Rows {
 };
 
 // The rows of weights of a warp: R blocks of 16, STRIDE output features apart from n0 on (SwiGLU: one of gate, one of
-// up), from k on. Rows that do not exist are read from the last that does, and not stored.
+// up), from k on. Rows past the last are read from the last, and not stored.
 template <bool SWIGLU, int R, int STRIDE>
-DEVICE void find_rows(Rows (&rows)[R], const Arguments& args, int expert, int n0, int g, int k) {
+DEVICE void find_rows(Rows (&rows)[R], const GemmArguments& args, int expert, int n0, int g, int k) {
   const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -219,9 +166,9 @@ DEVICE void find_rows(Rows (&rows)[R], const Arguments& args, int expert, int n0
   }
 }
 
-// Has the L2 cache fetch what the epilogue will read of a tile: with few rows its latency would show.
+// Prefetches the epilogue's operands of a tile into L2: with few rows their latency would not be hidden.
 template <bool SWIGLU, int R, int STRIDE>
-DEVICE void prefetch_for_epilogue(const Arguments& args, int expert, int n0, int g) {
+DEVICE void prefetch_for_epilogue(const GemmArguments& args, int expert, int n0, int g) {
   const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -299,17 +246,17 @@ DEVICE void for_each_sum(float (&acc)[R][C][4], F f) {
       for (int i = 0; i < 4; ++i) f(acc[r][c][i], (r * C + c) * 4 + i);
 }
 
-// The next of STAGES stages, taken in turn.
+// The next stage of a ring.
 template <int STAGES>
 DEVICE int next_stage(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
 
-// What the epilogue multiplies and adds: of a thread's rows of weights, and of the last feature where one does not exist.
+// The epilogue's factors and biases of a thread's rows of weights; rows past the last feature have those of the last.
 template <int R>
 struct RowFactors {
   float factor[R][2], bias[R][2];
 
   template <bool SWIGLU, int STRIDE>
-  METHOD void load(const Arguments& args, int expert, int n0, int g) {
+  METHOD void load(const GemmArguments& args, int expert, int n0, int g) {
     const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
     for (int r = 0; r < R; ++r)
@@ -324,7 +271,7 @@ struct RowFactors {
 };
 
 // The slot_scale of a row of a tile; rows at or past `end` have that of the last one.
-DEVICE float scale_of_row(const Arguments& args, int row, int end) {
+DEVICE float scale_of_row(const GemmArguments& args, int row, int end) {
   row = min(row, end - 1);
   return load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
 }
@@ -333,7 +280,7 @@ DEVICE float scale_of_row(const Arguments& args, int row, int end) {
 // STRIDE output features lie between its blocks of 16. A thread computes two tokens of a feature, and after an exchange
 // stores two features of a token. scale_of(i) is the scale of row row0 + i.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE, class ScaleOf>
-DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, ScaleOf scale_of, int row0, int end, int n0, int g, int t) {
+DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], const RowFactors<R>& rows, ScaleOf scale_of, int row0, int end, int n0, int g, int t) {
   const int features = SWIGLU ? args.n / 2 : args.n;
 #pragma unroll
   for (int c = 0; c < C; ++c) {
@@ -362,9 +309,9 @@ DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], const RowF
   }
 }
 
-// The same, with what it needs loaded here.
+// The same, with row factors and scales loaded here.
 template <bool BF16, bool SWIGLU, int C, int R, int STRIDE>
-DEVICE void store(const Arguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
+DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], int expert, int row0, int end, int n0, int g, int t) {
   RowFactors<R> rows;
   rows.template load<SWIGLU, STRIDE>(args, expert, n0, g);
   const bool scaled = args.slot_scale != nullptr;

@@ -1,10 +1,10 @@
 // Grouped GEMM of many 16-bit rows per expert with NVFP4 weights in layout "linear", by wgmma (SM90).
-// Compiled at run time by kernels/cuda.py behind wgmma.cuh; run on a CPU by tests/kernels/cuda_emulator.h.
+// Compiled at run time by kernels/cuda/nvrtc.py behind wgmma.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A warpgroup owns 64 * R rows of weights, decoded from memory into registers, and multiplies them with a tile of
 // tokens in shared memory that all warpgroups of the block read. A thread loads 32 consecutive k of a row of weights and
 // has to supply pair t of every 8 of the tensor cores' k: so order_rows writes the tokens beforehand in the order of k
-// that makes them the same. While the tensor cores work on one half of a chunk, the threads decode the next one.
+// that makes them the same k. While the tensor cores work on one half of a chunk, the threads decode the next one.
 
 // Gathers the rows, each chunk of them in another order of k: where step 2 * i + j of the tensor cores has its k of
 // numbers 2 * t + h and 8 more (h = 0, 1), thread t has the codes of k = 32 * t + 8 * i + 4 * j + h and 2 more.
@@ -29,14 +29,14 @@ __global__ void __launch_bounds__(256) order_rows(const GatherArguments args) {
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // C: blocks of 8 tokens of a tile; R: blocks of 64 weight rows of a warpgroup (SwiGLU: one of gate, one of up); WG:
-// warpgroups; STAGES: chunks of tokens in shared memory. One block runs tile after tile.
+// warpgroups; STAGES: chunks of tokens in shared memory. Persistent.
 template <bool BF16, bool SWIGLU, bool FULL, int C, int R, int WG, int STAGES>
-__global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments args) {
+__global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArguments args) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   static_assert(STAGES >= 3, "a stage is filled while two are read");
   constexpr int kThreads = 128 * WG, kTokens = 8 * C;
-  // A stage in units of 16 bytes: [2 halves of a chunk][kTokens][8], then with FULL what each thread needs of its rows,
+  // A stage in units of 16 bytes: [2 halves of a chunk][kTokens][8], then with FULL each thread's part of its rows,
   // codes [R][2][kThreads] and scales (4 bytes each, of which a thread needs 2) [R][2][kThreads].
   constexpr int kCodes = kTokens * 16, kScales = kCodes + 2 * R * kThreads;
   constexpr int kStage = FULL ? kScales + 2 * R * kThreads / 4 : kCodes;
@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
   constexpr int kStep = kThreads / 16;
   static_assert(kStep % 8 == 0, "a thread's tokens are swizzled alike");
   const int unit = threadIdx.x % 16, token = threadIdx.x / 16;
-  const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of what order_rows has written
+  const int64_t row_size = static_cast<int64_t>(chunks) * kChunk;  // of the output of order_rows
   uint4* const to = stages + (unit / 8 * kTokens + token) * 8 + (unit % 8 ^ token % 8);
 
   count_tiles<kThreads>(args, kTokens, tile_start, row_start, warp_total);
-  const int tiles = tile_start[args.experts] * tiles_n;
+  const int tiles = tile_start[args.num_experts] * tiles_n;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const auto [expert, row0, end, tile_n] = tile_of(args.experts, tile_start, row_start, tile, tiles_n, kTokens);
+    const auto [expert, row0, end, tile_n] = tile_of(args.num_experts, tile_start, row_start, tile, tiles_n, kTokens);
     const int n0 = tile_n * kTileRows + warpgroup * 64 * (SWIGLU ? 1 : R) + 16 * warp;
 
     Rows rows[R];
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
 #pragma unroll
         for (int i = 0; i < kTokens; i += kStep, row += kStep * row_size) {
           if (kTokens % kStep != 0 && token + i >= kTokens) break;
-          copy16(to + stage * kStage + i * 8, row, true);
+          cp_async16(to + stage * kStage + i * 8, row, true);
         }
         from += kChunk;
         if constexpr (FULL) {
@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int slot = (2 * r + half) * kThreads + threadIdx.x;
-              copy16(in + kCodes + slot, rows[r].codes[half], true);
-              copy4(reinterpret_cast<uint32_t*>(in + kScales) + slot, rows[r].scales[half] - 2 * (t % 2));
+              cp_async16(in + kCodes + slot, rows[r].codes[half], true);
+              cp_async4(reinterpret_cast<uint32_t*>(in + kScales) + slot, rows[r].scales[half] - 2 * (t % 2));
               rows[r].codes[half] += kChunk / 2, rows[r].scales[half] += kChunk / 16;
             }
         }
       }
-      commit_copies();
+      cp_async_commit();
     };
     Weights ahead[R];  // without FULL: of the next chunk
     if constexpr (!FULL)
@@ -106,9 +106,9 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const uint4* stage = stages + reading * kStage;
       reading = next_stage<STAGES>(reading);
-      wait_for_copies<STAGES - 3>();
-      fence_shared();
-      __syncthreads();  // this chunk has come; the products of the one before the last are done in all warpgroups
+      cp_async_wait<STAGES - 3>();
+      fence_proxy_async();
+      __syncthreads();  // this chunk has arrived; the products of the one before the last are done in all warpgroups
       fetch(filling, chunk + STAGES - 2 < chunks);
       filling = next_stage<STAGES>(filling);
 #pragma unroll
@@ -127,18 +127,18 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const Arguments 
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          wait_for_products<1>();  // those that read a[half] before
+          wgmma_wait<1>();  // those that read a[half] before
           decode_half_chunk<BF16>(a[half], now, half);
-          fence_registers();
+          wgmma_fence();
 #pragma unroll
-          for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], describe(stage + half * kTokens * 8), step);
-          commit_products();
+          for (int step = 0; step < 4; ++step) wgmma<BF16, C>(acc[r], a[half][step], matrix_descriptor(stage + half * kTokens * 8), step);
+          wgmma_commit();
         }
       }
     }
-    wait_for_products<0>();
+    wgmma_wait<0>();
     store<BF16, SWIGLU, C, R, 64>(args, acc, expert, row0, end, n0, g, t);
-    wait_for_copies<0>();
+    cp_async_wait<0>();
     __syncthreads();
   }
 }

@@ -1,8 +1,8 @@
-// Routing and weighted combine around the expert GEMMs of grouped_mm.cu, and row starts for those of others.
-// Compiled at run time by kernels/cuda.py; tests/kernels/cuda_emulator.h runs this source on a CPU.
+// Routing and weighted combine around the expert GEMMs, and row starts for torch's grouped GEMM.
+// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // route: the slots t * A + a of tokens, sorted by expert, stably: a counting sort of one launch (one block) or two.
-// Each block owns kSlots consecutive slots, each of its warps a consecutive part, so that ranks follow from counts.
+// Each block owns slots_per_block consecutive slots, each of its warps a consecutive part, so that ranks follow from counts.
 // Slots of unknown experts (outside [0, E)) form bucket E, behind all others.
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -13,7 +13,7 @@ struct RouteArguments {
   int* row_slot;           // (S,)
   int* offsets;            // (E,)
   int* slot_row;           // (S,)
-  int slots, experts, wide_ids, slots_per_block;  // slots_per_block: a multiple of kThreads
+  int slots, num_experts, wide_ids, slots_per_block;  // slots_per_block: a multiple of kThreads
 };
 
 struct CombineArguments {
@@ -27,18 +27,18 @@ struct CombineArguments {
 struct RowStartsArguments {
   const int* offsets;  // (E,)
   int* starts;         // (E + 1,)
-  int experts, rows;
+  int num_experts, rows;
 };
 
 DEVICE int bucket_of(const RouteArguments& args, int slot) {
   const int64_t id = args.wide_ids ? static_cast<const int64_t*>(args.expert_ids)[slot]
                                    : static_cast<const int*>(args.expert_ids)[slot];
-  return id >= 0 && id < args.experts ? static_cast<int>(id) : args.experts;
+  return id >= 0 && id < args.num_experts ? static_cast<int>(id) : args.num_experts;
 }
 
 // warp_count[w][bucket] = slots of the bucket among those of warp w of this block.
 DEVICE void count_slots(const RouteArguments& args, int* warp_count) {
-  const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int buckets = args.num_experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int i = threadIdx.x; i < kWarps * buckets; i += kThreads) warp_count[i] = 0;
   __syncthreads();
   const int first = blockIdx.x * args.slots_per_block + warp * (args.slots_per_block / kWarps);
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) route_count(const RouteArguments arg
   await_previous_kernel();
   DYNAMIC_SHARED(int, warp_count);
   count_slots(args, warp_count);
-  const int buckets = args.experts + 1;
+  const int buckets = args.num_experts + 1;
   for (int bucket = threadIdx.x; bucket < buckets; bucket += kThreads) {
     int sum = 0;
     for (int warp = 0; warp < kWarps; ++warp) sum += warp_count[warp * buckets + bucket];
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
   await_previous_kernel();
   DYNAMIC_SHARED(int, warp_count);  // [kWarps][E + 1]: counts, then the next row of each warp and bucket
   __shared__ int warp_total[kWarps];
-  const int buckets = args.experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int buckets = args.num_experts + 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   count_slots(args, warp_count);
 
   int carry = 0;  // slots of the buckets before
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
     }
     const int start = scan_block<kThreads>(total, warp_total, carry) - total;
     if (bucket < buckets) {
-      if (blockIdx.x == 0 && bucket < args.experts) args.offsets[bucket] = start + total;
+      if (blockIdx.x == 0 && bucket < args.num_experts) args.offsets[bucket] = start + total;
       int row = start + before;
       for (int w = 0; w < kWarps; ++w) {
         const int count = warp_count[w * buckets + bucket];
@@ -111,13 +111,13 @@ __global__ void __launch_bounds__(kThreads) route_scatter(const RouteArguments a
     if (bucket >= 0) {
       if (rank == 0) next_row[bucket] += __popc(peers);
       args.row_slot[row] = slot;
-      args.slot_row[slot] = bucket < args.experts ? row : -1;
+      args.slot_row[slot] = bucket < args.num_experts ? row : -1;
     }
     __syncwarp();
   }
 }
 
-// out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a, of rows that exist.
+// out[t] = sum over a of slot_weight[t, a] * rows[slot_row[t, a]], in float32 and in the order of a; slots without a row are skipped.
 template <bool BF16>
 __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args) {
   await_previous_kernel();
@@ -153,18 +153,18 @@ __global__ void __launch_bounds__(kThreads) combine(const CombineArguments args)
   }
 }
 
-// starts = 0 and the offsets, made never to decrease nor to pass the last row: for the grouped GEMMs of others. One warp.
+// starts = 0 and the offsets, clamped so that they never decrease nor exceed the number of rows. One warp.
 __global__ void __launch_bounds__(32) row_starts(const RowStartsArguments args) {
   await_previous_kernel();
   const int lane = threadIdx.x;
   int before = 0;
   if (lane == 0) args.starts[0] = 0;
-  for (int base = 0; base < args.experts; base += 32) {
+  for (int base = 0; base < args.num_experts; base += 32) {
     const int expert = base + lane;
-    int end = max(min(args.offsets[min(expert, args.experts - 1)], args.rows), before);
+    int end = max(min(args.offsets[min(expert, args.num_experts - 1)], args.rows), before);
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) end = max(end, __shfl_up_sync(0xffffffffu, end, step));
-    if (expert < args.experts) args.starts[expert + 1] = end;
+    if (expert < args.num_experts) args.starts[expert + 1] = end;
     before = __shfl_sync(0xffffffffu, end, 31);
   }
 }

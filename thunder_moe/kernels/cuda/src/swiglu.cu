@@ -1,5 +1,5 @@
-// SwiGLU behind a grouped GEMM that has none of its own: layout tiled_64x64 where I is no multiple of 64.
-// Compiled at run time by kernels/cuda.py; run on a CPU by tests/kernels/cuda_emulator.h.
+// SwiGLU behind a grouped GEMM that has none of its own: layout "tiled_64x64" where I is no multiple of 64.
+// Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 // A thread computes 8 columns of a row.
 
 struct SwigluArguments {
@@ -9,14 +9,14 @@ struct SwigluArguments {
   const void* slot_scale;     // (M,), or (T * A,) with row_slot, or null
   const void* bias;           // (E, 2 I) or null
   uint16_t* out;              // (M, I)
-  int rows, experts, features;
+  int rows, num_experts, features;
   int slot_scale_dtype, bias_dtype;  // 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;      // limit <= 0: none
 };
 
 // The first expert whose rows end behind `row`.
-DEVICE int expert_of_row(const int* offsets, int experts, int row) {
-  int low = 0, high = experts - 1;
+DEVICE int expert_of_row(const int* offsets, int num_experts, int row) {
+  int low = 0, high = num_experts - 1;
   while (low < high) {
     const int middle = (low + high) / 2;
     if (offsets[middle] > row) high = middle;
@@ -36,14 +36,14 @@ template <bool BF16>
 __global__ void __launch_bounds__(256) swiglu(const SwigluArguments args) {
   await_previous_kernel();
   constexpr int kColumns = 8;
-  const int features = args.features, end = args.offsets[args.experts - 1];
+  const int features = args.features, end = args.offsets[args.num_experts - 1];
   const int blocks_n = (features + kColumns - 1) / kColumns;
   const bool vectors = features % kColumns == 0;
   const int64_t items = static_cast<int64_t>(min(args.rows, end)) * blocks_n;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items;
        item += static_cast<int64_t>(gridDim.x) * 256) {
     const int row = static_cast<int>(item / blocks_n), column = static_cast<int>(item % blocks_n) * kColumns;
-    const int expert = args.bias != nullptr ? expert_of_row(args.offsets, args.experts, row) : 0;
+    const int expert = args.bias != nullptr ? expert_of_row(args.offsets, args.num_experts, row) : 0;
     const float row_scale = args.slot_scale == nullptr ? 1.0f
         : load_float(args.slot_scale, args.row_slot != nullptr ? slot_of_row(args.row_slot, row, args.rows) : row, args.slot_scale_dtype);
     const uint16_t* gate_from = args.gate_up + static_cast<int64_t>(row) * 2 * features + column;

@@ -1,32 +1,24 @@
-// What the kernels by wgmma (SM90) share: the instruction, 64 rows of weights in registers times 8 * N tokens in shared
-// memory, and what gathers tokens for it.
-// Put behind grouped_mm.cuh and in front of the kernels that use it by kernels/cuda_configs.py; tests/kernels/
-// cuda_emulator.h has a CPU's version.
-
-struct GatherArguments {
-  const uint16_t* x;    // (M, K), or the tokens (T, K) with row_slot
-  const int* row_slot;  // (M,) or null
-  uint16_t* out;        // the rows, one after the other
-  int rows, k, top_k;
-};
+// The wgmma instructions (SM90): 64 rows of weights in registers times 8 * N tokens in shared memory, asynchronously.
+// Compiled behind grouped_mm.cuh and in front of grouped_mm_wgmma.cu or tiled_wgmma.cu (kernels/cuda/configs.py); calls nothing.
+// tests/emulator/cuda_emulator.h has a CPU version of each.
 
 #if !defined(CUDA_EMULATOR) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-DEVICE void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Two codes that differ in this are not merged: sums of one would move to the registers of the other, and ptxas would
-// have the tensor cores wait for each product (its warning C7512).
+// Pieces of code with different numbers are not merged: merged, accumulators of one would move to the registers of the other, and
+// ptxas would serialise the products (its warning C7512).
 template <int NUMBER>
 DEVICE void keep_apart() { asm volatile("// %0" ::"n"(NUMBER) : "memory"); }
 
-// How the tensor cores are told of a tile of [tokens][64 k] with 128-byte swizzle: where it starts, and that there are
-// 1024 bytes from 8 tokens to the next 8. A number more is 16 bytes further. (PTX ISA, "Matrix descriptor"; the leading
-// offset does not count for swizzled K-major tiles.)
-typedef uint64_t TileDescriptor;
-DEVICE TileDescriptor describe(const uint4* tile) {
+// The matrix descriptor (PTX ISA, "Matrix descriptor") of a tile [tokens][64 k] with 128-byte swizzle: its address and the
+// stride of 1024 bytes from 8 tokens to the next 8. Adding 1 moves it by 16 bytes. The leading offset is ignored for swizzled
+// K-major tiles.
+typedef uint64_t MatrixDescriptor;
+DEVICE MatrixDescriptor matrix_descriptor(const uint4* tile) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(tile));
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(1) << 16 |
          static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
@@ -78,11 +70,11 @@ DEVICE TileDescriptor describe(const uint4* tile) {
 #define R124 R120 ",%120,%121,%122,%123"
 #define R128 R124 ",%124,%125,%126,%127"
 
-// acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 in `a`) times the first 8 * N tokens, asynchronously; `step`: which
-// 16 of the tile's 64 k.
+// acc[c] += the warpgroup's 64 rows by 16 k (the warp's 16 rows in `a`) times the first 8 * N tokens, asynchronously; `step`
+// selects 16 of the tile's 64 k.
 template <bool BF16, int N, int C>
-DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor tile, int step) {
-  static_assert(N <= C, "there are so many tokens");
+DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], MatrixDescriptor tile, int step) {
+  static_assert(N <= C, "acc holds as many tokens");
   const uint64_t b = tile + 2 * step;
   if constexpr (N == 2) WGMMA(16, R8, "%8,%9,%10,%11", "%12", ACC2(0));
   else if constexpr (N == 3) WGMMA(24, R12, "%12,%13,%14,%15", "%16", ACC2(0), ACC1(2));
@@ -101,6 +93,6 @@ DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], TileDescriptor til
   else if constexpr (N == 22) WGMMA(176, R88, "%88,%89,%90,%91", "%92", ACC16(0), ACC4(16), ACC2(20));
   else if constexpr (N == 24) WGMMA(192, R96, "%96,%97,%98,%99", "%100", ACC16(0), ACC8(16));
   else if constexpr (N == 32) WGMMA(256, R128, "%128,%129,%130,%131", "%132", ACC16(0), ACC16(16));
-  else static_assert(N < 0, "not written out for so many tokens");
+  else static_assert(N < 0, "no wgmma instance for this number of tokens");
 }
 #endif

@@ -1,0 +1,131 @@
+"""The launch plan of a grouped GEMM: configuration, kernel, grid and workspace, computed once per shape and device.
+Called by kernels/cuda/backend.py at every call, so it is cached; calls kernels/cuda/configs.py. It reads no tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thunder_moe.kernels.cuda.configs import CHUNK, TILED, GemmConfig, choose_config
+
+__all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
+
+CACHE_LINE = 32  # int32 in a cache line: the tile counter has one of its own, in front of the semaphores
+# Loading weights with L2 evict_first saves the time to write back what they would evict. Above so many bytes of weights
+# that time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
+_READ_ONCE_BYTES = 300_000_000
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """What of a launch depends on shapes and dtypes alone.
+
+    Attributes:
+        config: the kernel and its template parameters.
+        sources: the files of the kernel's source.
+        expression: the kernel's C++ name.
+        threads: of a block.
+        shared_bytes: dynamic shared memory of a block.
+        blocks: of the grid, before it is limited to those that run at once.
+        gather: the kernel that gathers the rows beforehand, and the shape of its output; None where the GEMM does.
+        workspace: int32 of the tile counter and the semaphores; 0 for kernels without a tile scheduler.
+        partial_sums: float32 of workspace for tiles that blocks share; 0 where they share none.
+        read_once: whether weights are loaded with L2 evict_first.
+    """
+
+    config: GemmConfig
+    sources: tuple[Path, ...]
+    expression: str
+    threads: int
+    shared_bytes: int
+    blocks: int
+    gather: tuple[str, tuple[int, int]] | None
+    workspace: int
+    partial_sums: int
+    read_once: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_gemm(
+    rows: int,
+    num_experts: int,
+    n: int,
+    k: int,
+    swiglu: bool,
+    gathered: bool,
+    scaled: bool,
+    dtype: torch.dtype,
+    layout: str,
+    multiprocessors: int,
+    capability: tuple[int, int],
+    config: GemmConfig | None = None,
+) -> GemmPlan:
+    """The plan for rows (M, K) and weights (E, N, K).
+
+    Args:
+        rows: M, of all experts together.
+        num_experts: E.
+        n: N, rows of a weight; 2 I for SwiGLU.
+        k: K.
+        swiglu: whether the activation is fused.
+        gathered: whether there is a row_slot, so that rows are gathered from tokens.
+        scaled: whether there is a slot_scale.
+        dtype: of the rows.
+        layout: of the weight, one of `configs.LAYOUTS`.
+        multiprocessors: of the device.
+        capability: of the device, such as (9, 0).
+        config: to be used in place of the one that `choose_config` chooses.
+
+    Raises:
+        ValueError: the layout is not for this device, or there are more tiles than an int32 counts.
+    """
+    features = n // 2 if swiglu else n
+    if config is None:
+        config = choose_config(rows, num_experts, features, k, swiglu, multiprocessors, capability, layout)
+    else:
+        config = config.fitted(k)
+    if config.layout == TILED and capability != (9, 0):
+        raise ValueError(
+            f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
+            " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
+        )
+    gather = None
+    if config.kernel == "wgmma":  # in another order of k, padded to whole chunks and a tile
+        gather = "order_rows", (rows + 8 * config.token_blocks, -(-k // CHUNK) * CHUNK)
+    elif config.kernel == "tiled_wgmma" and gathered:
+        gather = "gather_rows", (rows, k)
+    # No routing needs more tiles: every expert that has rows starts one, the other rows fill them.
+    live = min(rows, num_experts)
+    tiles_m = live + (rows - live) // (8 * config.token_blocks)
+    tiles = tiles_m * -(-features // config.tile_features(swiglu))
+    # Offsets that decrease may give every expert all rows; the kernels count the tiles of that, too.
+    if tiles >= 2**30 or num_experts * -(-rows // (8 * config.token_blocks)) >= 2**31:
+        raise ValueError(
+            f"activation: got {rows} rows, {num_experts} experts and {features} output features, wanted fewer than"
+            " 2**30 tiles of them"
+        )
+    blocks, workspace, partial_sums = tiles, 0, 0
+    if config.layout == TILED:
+        semaphores = 4 * config.warps_n * multiprocessors if config.stream_k else 0  # one for each warp along N
+        workspace = CACHE_LINE + -(-semaphores // CACHE_LINE) * CACHE_LINE
+    if config.stream_k:
+        partial_sums = multiprocessors * config.partial_sums
+        blocks = min(tiles * (k // 64), multiprocessors)
+    compute_bound = config.token_blocks > 1
+    few_weights = live * n * k * 9 // 16 <= _READ_ONCE_BYTES
+    return GemmPlan(
+        config,
+        config.sources,
+        config.expression(dtype, swiglu, k, scaled),
+        config.threads,
+        config.shared_bytes,
+        blocks,
+        gather,
+        workspace,
+        partial_sums,
+        read_once=config.kernel == "tiled_mma" and (compute_bound or few_weights),
+    )
