@@ -28,7 +28,7 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
         around_import(name, then_act)
 
 
-def around_import(name: str, context: Callable[[ModuleType], contextlib.AbstractContextManager]) -> None:
+def around_import(name: str, context: Callable[[ModuleType], contextlib.AbstractContextManager[Any]]) -> None:
     """Executes a module under `context(module)` when somebody imports it; nothing happens if it is imported already."""
     if name not in sys.modules:
         finder: Any = _Finder(name, context)  # without importlib.abc, whose import takes longer than this package's
@@ -38,7 +38,7 @@ def around_import(name: str, context: Callable[[ModuleType], contextlib.Abstract
 class _Finder:
     """Finds one module as the finders behind it do, to execute it under a context; then it is gone."""
 
-    def __init__(self, name: str, context: Callable[[ModuleType], contextlib.AbstractContextManager]) -> None:
+    def __init__(self, name: str, context: Callable[[ModuleType], contextlib.AbstractContextManager[Any]]) -> None:
         self.name, self.context = name, context
 
     def find_spec(
@@ -49,7 +49,7 @@ class _Finder:
         finders: list[Any] = sys.meta_path
         for finder in finders[finders.index(self) + 1 :]:
             find = getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, self)
@@ -67,7 +67,8 @@ class _Loader:
         return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__loader__ = self.loader

@@ -21,7 +21,7 @@ import torch
 
 from thunder_moe.formats.layouts import BLOCK_SIZE
 
-__all__ = ["Decision", "GroupedGemm", "decline_reason", "describe", "swaps_last_dims"]
+__all__ = ["QUANTIZED", "Decision", "GroupedGemm", "decline_reason", "describe", "swaps_last_dims"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,13 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
 
 # What a report says of one GEMM: (its names and sizes, "16-bit" | "nvfp4" | "nvfp4 + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
+
+# The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.
+QUANTIZED = {
+    "f16a_nvfp4weight_scaled_grouped_mm": "nvfp4",
+    "f16a_nvfp4weight_grouped_swiglu": "nvfp4 + swiglu",
+    "f16a_nvfp4weight_grouped_mm_combine": "nvfp4",
+}
 
 
 def describe(

@@ -133,7 +133,7 @@ def record_later(owner: Any, find: Callable[[], list[RewriteEntry]], frame: tupl
         graphs.append(_Graph(lambda: [replace(entry, graph=number) for entry in find()], frame))
 
 
-def rewrite_report(compiled: Callable) -> RewriteReport:
+def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     """Lists each grouped GEMM of a compiled module or function: sizes, decision, reason.
 
     Args:

@@ -13,6 +13,7 @@ Legend: T tokens, A = top_k, E experts, H hidden_size.
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import MUL, SILU, TRANSPOSE, Site, Weights, calls, part_of, site_of
+from thunder_moe.compilers.gate_up import is_interleaved
 
 __all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
@@ -122,7 +124,7 @@ def _swiglu(second: Site, sites: dict[fx.Node, Site]) -> tuple[Site, set[fx.Node
             continue
         gate: Any = silu.args[0]
         (whole, low), (other, high) = part_of(gate), part_of(up)
-        if whole is not None and whole is other and whole in sites and (low, high) == ("low", "high"):
+        if whole is not None and whole is other and whole in sites and is_interleaved(low, high) is False:
             return sites[whole], {product, silu, gate, up, gate.args[0], up.args[0]}
     raise _MismatchError
 
@@ -244,20 +246,20 @@ def _sum_over_experts(second: Site, experts: int) -> tuple[fx.Node, set[fx.Node]
     raise _MismatchError("its result is not summed over the experts")
 
 
-def _pairs(node: Any, targets: set) -> list[tuple[Any, Any]]:
+def _pairs(node: Any, targets: Set[Any]) -> list[tuple[Any, Any]]:
     """The two arguments of a commutative call, in both orders."""
     binary = calls(node, targets) and len(node.args) == 2 and not node.kwargs
     return [tuple(node.args), tuple(node.args[::-1])] if binary else []
 
 
-def _flat(arguments: tuple) -> tuple:
+def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a call that takes sizes or dims one by one or as a sequence."""
     return tuple(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else tuple(arguments)
 
 
 def _named(node: Any, *names: str) -> dict[str, Any]:
     """The arguments of a call by name; those behind the last name by their positions."""
-    return {names[i] if i < len(names) else str(i): value for i, value in enumerate(node.args)} | node.kwargs
+    return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
 
 
 def _argument(node: Any) -> Any:
@@ -269,8 +271,9 @@ def _argument(node: Any) -> Any:
 def _tensor(node: Any, ndim: int) -> torch.Tensor:
     """The example value of a node that is a tensor of so many dims."""
     value = value_of(node)
-    _want(isinstance(value, torch.Tensor) and value.ndim == ndim, f"{node} is not a tensor of {ndim} dims")
-    return value
+    if isinstance(value, torch.Tensor) and value.ndim == ndim:
+        return value
+    raise _MismatchError(f"{node} is not a tensor of {ndim} dims")
 
 
 def _same(a: Any, b: Any) -> bool:

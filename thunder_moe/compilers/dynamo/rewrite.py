@@ -20,7 +20,7 @@ from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, fi
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLU, Weights, find_sites, find_swiglu, quantized_gemm
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe
+from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -32,7 +32,7 @@ _PARTS = ("fp4_weight", "scale", "global_scale")
 _GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
 _GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
 _COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
-_QUANTIZED = {_GROUPED_MM: "nvfp4", _GROUPED_SWIGLU: "nvfp4 + swiglu", _COMBINE: "nvfp4"}
+_QUANTIZED = {getattr(_OPS, name).default: decision for name, decision in QUANTIZED.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,8 +145,8 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
     def handle(node: fx.Node) -> int | Tensor:
         return placeholders.index(node) if node.op == "placeholder" else weights.tensors[node]
 
-    packs: dict[tuple, _Pack] = {}
-    packed: dict[tuple, _Packed] = {}
+    packs: dict[tuple[Any, ...], _Pack] = {}
+    packed: dict[tuple[Any, ...], _Packed] = {}
 
     def packed_inputs(call: Site | SwiGLU) -> _Packed:
         sites = (call,) if isinstance(call, Site) else call.sites
@@ -298,7 +298,7 @@ def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[f
 
 
 def _replace(
-    scope: Scope, old: fx.Node, operation: Any, arguments: tuple, options: dict[str, Any] | None = None
+    scope: Scope, old: fx.Node, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any] | None = None
 ) -> None:
     """Puts a call in the place of a node, and erases the node with what it alone used."""
     with scope.graph.inserting_before(old):

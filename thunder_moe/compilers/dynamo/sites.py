@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import os
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
+from thunder_moe.compilers.gate_up import column_part, is_interleaved
 from thunder_moe.compilers.safety import is_hidden_training_forward
 
 __all__ = [
@@ -244,7 +246,7 @@ def positional_grouped_mm(gm: fx.GraphModule) -> None:
 
 def _arguments(node: Any) -> dict[str, Any]:
     """The arguments of a grouped GEMM by name."""
-    return dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)) | node.kwargs
+    return {**dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)), **node.kwargs}
 
 
 def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLU | None:
@@ -262,12 +264,13 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
     """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
     (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
     site = by_node.get(first) if first is not None and first is second else None
-    if site is None or (gate_part, up_part) not in (("low", "high"), ("even", "odd")):
+    interleaved = is_interleaved(gate_part, up_part)
+    if site is None or interleaved is None:
         return None
     readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
     if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
         return None
-    return SwiGLU((site,), product, interleaved=gate_part == "even")
+    return SwiGLU((site,), product, interleaved=interleaved)
 
 
 def part_of(node: Any) -> tuple[fx.Node | None, str]:
@@ -289,22 +292,13 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
     leading = index[:-1]
     if not (leading == (...,) or leading == (slice(None),) * (size.ndim - 1)):
         return None, ""
-    width = size.shape[-1]
-    if width % 2:
-        return None, ""
-    start, stop, step = index[-1].start or 0, index[-1].stop, index[-1].step or 1
-    stop = width if stop is None else stop
-    parts = {
-        (0, width // 2, 1): "low",
-        (width // 2, width, 1): "high",
-        (0, width, 2): "even",
-        (1, width, 2): "odd",
-    }
-    part = parts.get((start, stop, step), "")
+    width, columns = size.shape[-1], index[-1]
+    stop = width if columns.stop is None else columns.stop
+    part = column_part(width, columns.start or 0, stop, columns.step or 1)
     return (whole, part) if part else (None, "")
 
 
-def calls(node: Any, targets: set) -> bool:
+def calls(node: Any, targets: Set[Any]) -> bool:
     """Whether a node calls one of some functions, or a method of one of some names."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
 

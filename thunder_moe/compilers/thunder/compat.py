@@ -207,7 +207,7 @@ def refuse_delayed_changes(backward_trace: Any) -> None:
             )
 
 
-def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any) -> tuple[Any, Callable]:
+def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any) -> tuple[Any, Callable[..., Any]]:
     """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own.
 
     From torch 2.12 on Thunder 0.2.6 traces into the lazy recompilation of dynamo's graph modules and fails: force it
@@ -236,7 +236,8 @@ def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
 
     def try_execute(symbol: Any, node: torch.fx.Node, options: dict[str, Any]) -> tuple[bool, Any]:
         if node.target not in functions:
-            return try_symbol(symbol, node, options)
+            result: tuple[bool, Any] = try_symbol(symbol, node, options)
+            return result
         given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
         operands = (given[name].meta.get("example_value") for name in ("mat_a", "mat_b"))
         dims = [getattr(operand, "ndim", None) for operand in operands]
@@ -270,8 +271,8 @@ def alias_nvfuser() -> None:
     sys.modules["nvfuser"] = alias
 
 
-def _removed(name: str):
-    def method(self, *args, **kwargs):
+def _removed(name: str) -> Callable[..., Any]:
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"Tensor.{name}: named tensors were removed from torch {torch.__version__}")
 
     method.__name__ = name

@@ -22,7 +22,8 @@ from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.gate_up import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
@@ -158,9 +159,10 @@ def _swiglu(
     interleaved, positions = False, {silu, product}
     if not sites:
         (whole, part), (other, other_part) = _part_of(computation, gate.name), _part_of(computation, up.name)
-        if whole not in by_output or whole != other or (part, other_part) not in (("low", "high"), ("even", "odd")):
+        parts = is_interleaved(part, other_part)
+        if whole not in by_output or whole != other or parts is None:
             return None
-        sites, interleaved = (by_output[whole],), part == "even"
+        sites, interleaved = (by_output[whole],), parts
         positions |= {computation.position[gate.name], computation.position[up.name]}
     positions |= {site.position for site in sites}
     handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
@@ -196,15 +198,9 @@ def _part_of(computation: Computation, name: str) -> tuple[str, str]:
     whole, starts, ends, *strides = leaf.args
     shape, steps = tuple(whole.shape), strides[0] if strides and strides[0] else [1] * whole.ndim
     width = shape[-1]
-    if width % 2 or any(start != 0 for start in starts[:-1]) or tuple(ends[:-1]) != shape[:-1] or set(steps[:-1]) > {1}:
+    if any(start != 0 for start in starts[:-1]) or tuple(ends[:-1]) != shape[:-1] or set(steps[:-1]) > {1}:
         return "", ""
-    parts = {
-        (0, width // 2, 1): "low",
-        (width // 2, width, 1): "high",
-        (0, width, 2): "even",
-        (1, width, 2): "odd",
-    }
-    return whole.name, parts.get((starts[-1], ends[-1], steps[-1]), "")
+    return whole.name, column_part(width, starts[-1], ends[-1], steps[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,9 +215,7 @@ class Quantized:
 
 
 _NVFP4_DECISIONS = {
-    nvfp4_grouped_mm.id: "nvfp4",
-    nvfp4_grouped_swiglu.id: "nvfp4 + swiglu",
-    nvfp4_combine.id: "nvfp4",
+    symbol.id: QUANTIZED[symbol.name] for symbol in (nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine)
 }
 
 

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class MoEExecutor(OperatorExecutor):
+class MoEExecutor(OperatorExecutor):  # type: ignore[misc]  # Any to mypy, which skips Thunder
     """An operator executor that notices compilations in which no grouped GEMM was traced."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class MoEExecutor(OperatorExecutor):
         if data is not None and data not in self._seen:
             self._seen.add(data)
             record(data, [])
-        return super().can_execute(bsym)
+        return bool(super().can_execute(bsym))
 
 
 EXECUTOR = MoEExecutor()
@@ -80,7 +80,7 @@ EXECUTOR = MoEExecutor()
 # ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
 
 
-def _grouped_mm_meta(a, b, offsets, out_dtype=None):
+def _grouped_mm_meta(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None) -> TensorProxy:
     if offsets.dtype != dtypes.int32 or tuple(offsets.shape) != (b.shape[0],):
         raise ValueError(f"offs: got {offsets.dtype} {tuple(offsets.shape)}, wanted int32 ({b.shape[0]},)")
     if a.shape[1] != b.shape[1]:
@@ -89,11 +89,11 @@ def _grouped_mm_meta(a, b, offsets, out_dtype=None):
     return TensorProxy(like=a, shape=(a.shape[0], b.shape[2]), dtype=dtype)
 
 
-def _dgrad_meta(grad, b, offsets):
+def _dgrad_meta(grad: TensorProxy, b: TensorProxy, offsets: TensorProxy) -> TensorProxy:
     return TensorProxy(like=grad, shape=(grad.shape[0], b.shape[1]))
 
 
-def _wgrad_meta(a, grad, offsets):
+def _wgrad_meta(a: TensorProxy, grad: TensorProxy, offsets: TensorProxy) -> TensorProxy:
     return TensorProxy(like=a, shape=(offsets.shape[0], a.shape[1], grad.shape[1]))
 
 
@@ -102,7 +102,7 @@ _dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn
 _wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=trainable_grouped_mm.wgrad)
 
 
-def _grouped_mm_grad(a, b, offsets, out_dtype=None):
+def _grouped_mm_grad(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None) -> TensorProxy:
     out = grouped_mm(a, b, offsets, out_dtype)
     grad = get_grad(out).to(a.dtype)
     put_grad(a, _dgrad(grad, b, offsets))
