@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +37,13 @@ try:
 except ImportError as error:
     raise ImportError(f"this example needs pip install 'thunder_moe[bench]': {error}") from error
 
-WINDOW = 128  # bytes that the model sees
-NEAR = 4  # bytes that the embedding sees at once
+WINDOW = 128  # bytes of context
+NEAR = 4  # bytes whose embeddings are added up at each position
 BATCH = 16
 EXPERTS = 8
 HELD_OUT_BATCHES = 32
 HELD_OUT_BYTES = HELD_OUT_BATCHES * BATCH * WINDOW  # 65,536
-# Left out: tests, tables of characters, other people's packages; and _sysconfigdata, which differs between machines.
+# Not read: tests, character tables, installed packages; nor _sysconfigdata, which differs between machines.
 SKIPPED_DIRECTORIES = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
 COLUMNS = {
     "eager_bf16": "eager bf16",
@@ -57,7 +58,7 @@ COLUMNS = {
 
 
 def source_files(root: Path) -> list[Path]:
-    """The .py files below a directory in a fixed order, without `SKIPPED_DIRECTORIES`."""
+    """The .py files below a directory, sorted, without `SKIPPED_DIRECTORIES`."""
     files = (path for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata"))
     kept = [path for path in files if not SKIPPED_DIRECTORIES.intersection(path.relative_to(root).parts)]
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
@@ -70,7 +71,7 @@ def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def read_bytes(files: Iterable[Path]) -> Tensor:
-    """All files in one uint8 tensor, parted by an empty byte."""
+    """All files in one uint8 tensor, separated by a zero byte."""
     return torch.frombuffer(bytearray(b"\0".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
@@ -84,7 +85,7 @@ def windows(text: Tensor, starts: Tensor, device: torch.device) -> tuple[Tensor,
 
 
 class Block(nn.Module):
-    """Causal attention and a `Llama4MoE`, each behind an RMSNorm."""
+    """Causal attention and a `Llama4MoE`, each preceded by an RMSNorm."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -99,7 +100,8 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).reshape(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.moe(self.moe_norm(x))
+        out: Tensor = x + self.moe(self.moe_norm(x))
+        return out
 
 
 class ByteModel(nn.Module):
@@ -114,11 +116,12 @@ class ByteModel(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
-        near = [F.pad(text, (k, 0))[:, :WINDOW] + 256 * k for k in range(NEAR)]  # each byte and the ones before it
+        near = [F.pad(text, (k, 0))[:, :WINDOW] + 256 * k for k in range(NEAR)]  # each byte and the NEAR - 1 before it
         x = self.embedding(torch.stack(near, -1)).sum(-2) + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float()
+        logits: Tensor = self.head(self.norm(x))
+        return logits.float()
 
 
 # ---- training
@@ -141,6 +144,7 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         for master, parameter in zip(self.masters, self.parameters, strict=True):
+            assert parameter.grad is not None
             master.grad = parameter.grad.float()
             parameter.grad = None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
@@ -150,20 +154,22 @@ class MasterAdamW:
             parameter.copy_(master)
 
 
-def train(compiled: Callable, model: ByteModel, text: Tensor, args: argparse.Namespace) -> list[float]:
+def train(
+    compiled: Callable[[Tensor], Tensor], model: ByteModel, text: Tensor, args: argparse.Namespace
+) -> list[float]:
     """Trains all parameters through Thunder; returns the loss of each step in bits per byte."""
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = MasterAdamW(model.parameters(), args.steps, peak_rate=5e-3)
     losses: list[float] = []
     bar = tqdm(range(args.steps), desc="training", unit="step")
-    # While the experts train, the executor keeps them 16-bit and warns that nothing was rewritten: just what we want.
+    # The executor leaves experts that train in 16 bits and warns that nothing was rewritten, as intended here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RewriteWarning)
         for _ in bar:
             starts = torch.randint(len(text) - WINDOW, (BATCH,), generator=generator)
             inputs, targets = windows(text, starts, args.device)
             loss = F.cross_entropy(compiled(inputs).flatten(0, 1), targets.flatten())
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             losses.append(loss.item() / math.log(2))
             bar.set_postfix(bits_per_byte=f"{statistics.fmean(losses[-20:]):.3f}")
@@ -174,21 +180,23 @@ def train(compiled: Callable, model: ByteModel, text: Tensor, args: argparse.Nam
 
 
 def held_out_batches(text: Tensor, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """`HELD_OUT_BATCHES` batches of windows, evenly spread over the held-out text."""
+    """`HELD_OUT_BATCHES` batches of windows at equal distances in the held-out text."""
     starts = torch.linspace(0, len(text) - WINDOW - 1, HELD_OUT_BATCHES * BATCH, dtype=torch.float64).long()
-    return [windows(text, part, device) for part in starts.split(BATCH)]
+    return [windows(text, part, device) for part in torch.split(starts, BATCH)]
 
 
-def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) -> dict[str, dict[str, float]]:
+def compare(
+    columns: dict[str, Callable[[Tensor], Tensor]], batches: list[tuple[Tensor, Tensor]]
+) -> dict[str, dict[str, float]]:
     """Held-out bits per byte and median tokens per second; all columns run on each batch in turn."""
     nats: dict[str, list[float]] = {name: [] for name in columns}
     seconds: dict[str, list[float]] = {name: [] for name in columns}
     shuffle = random.Random(0)
-    synchronize = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
+    synchronize: Callable[[], None] = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
     for function in columns.values():
         function(batches[0][0])  # compiles
     for inputs, targets in tqdm(batches, desc="comparing", unit="batch"):
-        # In a new order each time, since what ran before leaves its traces in the caches.
+        # In a new order each time, because each column finds the caches as the previous one left them.
         for name in shuffle.sample(list(columns), len(columns)):
             synchronize()
             start = time.perf_counter()
@@ -196,7 +204,7 @@ def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) 
             synchronize()
             seconds[name].append(time.perf_counter() - start)
             nats[name].append(F.cross_entropy(logits.detach().flatten(0, 1), targets.flatten()).item())
-            del logits  # or the next column pays for freeing what this one kept for a backward
+            del logits  # else the time to free the tensors saved for backward counts for the next column
     return {
         name: {
             "bits_per_byte": statistics.fmean(nats[name]) / math.log(2),
@@ -207,12 +215,12 @@ def compare(columns: dict[str, Callable], batches: list[tuple[Tensor, Tensor]]) 
 
 
 def inner_compiler(device: torch.device) -> str:
-    """ "inductor" where it works, which takes a C++ compiler on a CPU; else "aot_eager"."""
+    """ "inductor" where it works (on a CPU it needs a C++ compiler), else "aot_eager", and a line that says why."""
     try:
         torch.compile(lambda x: x.sin() + 1, fullgraph=True)(torch.ones(64, device=device))
-    except Exception as error:  # no compiler, one without Python's headers, no Triton, ...
+    except Exception as error:  # no compiler, no Python headers, no Triton, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        print(f"torch.compile: inductor does not work here ({reason}), aot_eager takes its place")
+        print(f"torch.compile: inductor does not work here ({reason}), aot_eager replaces it")
         return "aot_eager"
     return "inductor"
 
@@ -224,11 +232,13 @@ def expert_bytes(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def generate(compiled: Callable, prompt: bytes, length: int, device: torch.device, seed: int) -> bytes:
+def generate(
+    compiled: Callable[[Tensor], Tensor], prompt: bytes, length: int, device: torch.device, seed: int
+) -> bytes:
     """Continues a prompt by `length` bytes at temperature 0.5.
 
-    The model always gets WINDOW bytes, since Thunder traces again for each new length: a short text is filled up on
-    the right, where causal attention does not look.
+    The model always gets WINDOW bytes, because Thunder traces again for each new length: a short text is padded on the
+    right, which causal attention does not read.
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -243,7 +253,7 @@ def generate(compiled: Callable, prompt: bytes, length: int, device: torch.devic
 
 
 def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
-    """The columns side by side."""
+    """The numbers of all columns, aligned."""
     columns = [results[name] for name in labels]
     rows = [
         ["", *labels.values()],
@@ -314,8 +324,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> dict:
-    """Runs everything; returns what the JSON holds."""
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs everything; returns the content of the JSON file."""
     started = time.perf_counter()
     args = parse(argv)
     root = Path(sysconfig.get_path("stdlib"))
@@ -346,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     labels = dict(COLUMNS)
     if inner != "inductor":
         labels["compile_nvfp4"] += f" ({inner})"
-    options = {"thunder_moe.inner": inner}
+    options: dict[str, Any] = {"thunder_moe.inner": inner}
     optimized = torch.compile(fixed, backend="thunder_moe", dynamic=False, options=options)
     inference = torch.no_grad()
     functions = (inference(fixed), trained, inference(rewritten), inference(optimized), inference(quantized))

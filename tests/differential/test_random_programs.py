@@ -1,5 +1,6 @@
-"""About a hundred random programs per compiler: compiled and eager execution agree, and most have a GEMM in NVFP4.
-Called by pytest, some programs per test; calls programs and execution. Thousands: ``python -m tests.differential``.
+"""Random programs, compiled and eager: both agree, and most programs have a GEMM in NVFP4.
+Called by pytest; calls programs and execution. The fast set runs ten programs per compiler except inductor, all tests
+about a hundred per compiler, ``python -m tests.differential`` thousands.
 """
 
 import random
@@ -15,10 +16,14 @@ from .runtime import Run, exact, is_exact
 
 PROGRAMS = 10  # of one test
 CHUNKS = {"dynamo-eager": 10, "dynamo-aot": 10, "dynamo-inductor": 1, "thunder": 8}
-TESTS = [(compiler, chunk) for compiler, chunks in CHUNKS.items() for chunk in range(chunks)]
+TESTS = [
+    pytest.param(compiler, chunk, marks=[pytest.mark.slow] if chunk or compiler == "dynamo-inductor" else [])
+    for compiler, chunks in CHUNKS.items()
+    for chunk in range(chunks)
+]
 
 
-@pytest.mark.parametrize(("compiler", "chunk"), TESTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("compiler", "chunk"), TESTS, ids=str)
 def test_compiled_programs_do_what_eager_ones_do(compiler, chunk):
     rewritten = 0
     for seed in range(chunk * PROGRAMS, (chunk + 1) * PROGRAMS):
@@ -41,6 +46,7 @@ def _program(*updates: str) -> Program:
     return program
 
 
+@pytest.mark.slow
 def test_a_wrong_weight_is_found_and_shrunk():
     # A change that no compiler sees while nothing tells of it.
     unseen = "m.w0.data.view(torch.int16).numpy()[0] ^= -32768"
