@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
     from thunder_moe.weight_cache import refresh_
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
