@@ -1,5 +1,6 @@
 """Whether a module may be replaced by another form of it: only one that is nothing but its class and its parameters.
-Called by quantize and integrations.transformers; calls torch alone, and knows how accelerate wraps a forward.
+Called by quantize, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
+wraps a forward.
 """
 
 from __future__ import annotations

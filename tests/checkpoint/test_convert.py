@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_moe.__main__ import main
-from thunder_moe.checkpoint import Checkpoint, convert, plain
+from thunder_moe.checkpoint import Checkpoint, convert, quantize_experts
 from thunder_moe.formats.nvfp4 import quantize
 
 HIDDEN, INTERMEDIATE, EXPERTS = 32, 48, 4
@@ -266,7 +266,7 @@ def test_resumes(tmp_path, monkeypatch):
     make_source(tmp_path / "source", layers=6)
     convert(tmp_path / "source", tmp_path / "whole", max_shard_size="9KB")
     calls = []
-    original = plain.quantize
+    original = quantize_experts.quantize
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -274,7 +274,7 @@ def test_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(plain, "quantize", interrupted)
+    monkeypatch.setattr(quantize_experts, "quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "source", tmp_path / "out", max_shard_size="9KB")
     assert not (tmp_path / "out").exists()
@@ -321,7 +321,7 @@ def test_resumes_from_any_moment(tmp_path, monkeypatch, moment):
 def test_another_job_is_not_resumed(tmp_path, monkeypatch):
     make_source(tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(plain, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(quantize_experts, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
     with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
@@ -426,7 +426,7 @@ def test_help():
 
 def test_interruption_is_said(tmp_path, monkeypatch, capsys):
     make_source(tmp_path / "source")
-    monkeypatch.setattr(plain, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(quantize_experts, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 130
     assert "interrupted; the same command goes on from here" in capsys.readouterr().err
 

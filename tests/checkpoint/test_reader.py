@@ -20,8 +20,9 @@ from checkpoint_files import (
     load_expected,
     load_tensors,
 )
+from safetensors.torch import load_file
 
-from thunder_moe.checkpoint import Checkpoint, ExpertWeights
+from thunder_moe.checkpoint import Checkpoint, ExpertWeights, convert
 
 
 @pytest.mark.parametrize("export", EXPORTS)
@@ -325,6 +326,24 @@ def test_inconsistent_index(tmp_path):
     index.write_text("{")
     with pytest.raises(ValueError, match=r"index.json: is no JSON"):
         Checkpoint(copy)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_shards_that_hold_the_same_tensor(tmp_path, same):
+    """Which of them is meant cannot be known, so neither is taken, even if they agree."""
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    index = json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(name for name, shard in index.items() if shard == first)
+    tensor = load_file(copy / first)[name]
+    edit_tensors(copy, lambda tensors: tensors.update({name: tensor if same else torch.zeros_like(tensor)}), second)
+    message = rf"{second}: tensor '{name}' lies in .*{first} as well, wanted it once"
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(copy)
+    with pytest.raises(ValueError, match=message):
+        convert(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_not_a_checkpoint(tmp_path):

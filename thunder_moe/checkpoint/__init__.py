@@ -3,8 +3,7 @@ Called by integrations and the command line; calls nvfp4 alone of the package.
 """
 
 from thunder_moe.checkpoint.convert import LayerError, convert
-from thunder_moe.checkpoint.decode import ExpertWeights
-from thunder_moe.checkpoint.formats import ExpertsLayout
+from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.checkpoint.writer import write_checkpoint
 

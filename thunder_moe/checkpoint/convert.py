@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thunder_moe.checkpoint.decode import ExpertWeights
+from thunder_moe.checkpoint.experts import ExpertWeights
 from thunder_moe.checkpoint.files import read_json
-from thunder_moe.checkpoint.plain import quantize_experts
+from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.checkpoint.quantize_experts import quantize_experts
 from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.checkpoint.writer import (
     MAX_SHARD_SIZE,
     ShardWriter,
-    encode_experts,
     ignored_module,
     parse_size,
     require_absent,
@@ -174,7 +174,7 @@ def _convert_all(
         tensors: Iterator[tuple[str, torch.Tensor]]
         if name in checkpoint.blocks or name in checkpoint.plain_blocks:
             weights, error = _layer(checkpoint, name, device, job["scale_search"])
-            tensors = encode_experts(name, weights, checkpoint.layout(name))
+            tensors = MODELOPT.encode(name, weights, checkpoint.layout(name))
         elif name in checkpoint.files:
             tensors = iter([(name, checkpoint.read(name))])
         else:

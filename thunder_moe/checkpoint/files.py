@@ -90,7 +90,8 @@ class TensorFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed."""
-        return self._file(self.infos[name].file).get_tensor(name)
+        tensor: torch.Tensor = self._file(self.infos[name].file).get_tensor(name)
+        return tensor
 
     def close(self) -> None:
         """Closes all files; views of them stay valid until they are dropped."""

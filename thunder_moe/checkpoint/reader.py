@@ -15,18 +15,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thunder_moe.checkpoint.decode import ExpertWeights, decode_dense, decode_experts
+from thunder_moe.checkpoint.decode import decode_dense, decode_experts
+from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
-from thunder_moe.checkpoint.formats import (
-    CACHE_FIELDS,
-    ExpertBlock,
-    ExpertsLayout,
-    Module,
-    check_quantization,
-    find_quantization,
-    is_interleaved,
-    sort_modules,
-)
+from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization
+from thunder_moe.checkpoint.modules import CACHE_FIELDS, ExpertBlock, Module, is_interleaved, sort_modules
 
 __all__ = ["Checkpoint"]
 

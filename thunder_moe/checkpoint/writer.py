@@ -12,106 +12,24 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
 import torch
 
-from thunder_moe.checkpoint.decode import ExpertWeights
+from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
-from thunder_moe.checkpoint.formats import ExpertsLayout
-from thunder_moe.formats.gate_up import interleave
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 
-__all__ = ["ShardWriter", "encode_experts", "parse_size", "write_checkpoint", "write_configs"]
+__all__ = ["ShardWriter", "parse_size", "write_checkpoint", "write_configs"]
 
 logger = logging.getLogger(__name__)
 
-# Weights alone are 4-bit: nothing here calibrates the scales that 4-bit activations ("NVFP4") need.
-QUANT_ALGO = "W4A16_NVFP4"
 # A shard is held twice while it is written, beside one layer.
 MAX_SHARD_SIZE = "2GB"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def encode_experts(path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
-
-    The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert, which
-    vLLM reads of Llama 4 as well; with biases or alternating rows, where nobody reads that, fused with all their
-    global scales, which only this package reads (and a warning says so).
-
-    Args:
-        path: of the block, "model.layers.0.mlp.experts".
-        weights: what to write, in any layout of `nvfp4.LAYOUTS`.
-        layout: the architecture's.
-
-    Raises:
-        ValueError: the rows of one projection of one expert have several global scales.
-    """
-    weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
-    if not layout.fused:
-        yield from _encode_per_expert(path, weights, layout.projections)
-        return
-    scales = {name: _shared_scale(weight) for name, weight in (("gate_up", weights.gate_up), ("down", weights.down))}
-    plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
-    if plain and any(scale.ndim for scale in scales.values()):
-        yield from _encode_per_expert(path, weights, layout.projections)
-        return
-    yield from _encode_fused(path, weights, layout, scales)
-
-
-def _encode_per_expert(
-    path: str, weights: ExpertWeights, projections: tuple[str, str, str]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    experts, n, _ = weights.gate_up.shape
-    gate, up, down = projections
-    first, whole = (weights.gate_up, weights.gate_up_bias), slice(None)
-    parts = (
-        [(gate, slice(0, n // 2), *first), (up, slice(n // 2, n), *first)] if weights.gated else [(up, whole, *first)]
-    )
-    parts.append((down, whole, weights.down, weights.down_bias))
-    for expert in range(experts):
-        for projection, rows, weight, bias in parts:
-            name = f"{path}.{expert}.{projection}"
-            global_scale = weight.row_global_scale()[expert, rows]
-            if not bool((global_scale == global_scale[0]).all()):
-                raise ValueError(f"weights: {name} has a global scale per row, which a ModelOpt checkpoint cannot hold")
-            yield f"{name}.weight", weight.qdata[expert, rows]
-            yield f"{name}.weight_scale", weight.scale.view(torch.uint8)[expert, rows].view(torch.float8_e4m3fn)
-            yield f"{name}.weight_scale_2", global_scale[0]
-            if bias is not None:
-                yield f"{name}.bias", bias[expert, rows]
-
-
-def _encode_fused(
-    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    if not weights.gated:
-        raise ValueError(f"weights: {path} has no gate, which the fused layout has beside the up projection")
-    parts = (("gate_up", weights.gate_up, weights.gate_up_bias), ("down", weights.down, weights.down_bias))
-    for part, weight, bias in parts:
-        name, global_scale = f"{path}.{part}_proj", scales[part]
-        qdata, scale = weight.qdata, weight.scale.view(torch.uint8)
-        if global_scale.ndim:
-            logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
-        if part == "gate_up" and layout.interleaved:
-            qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)
-            global_scale = interleave(global_scale) if global_scale.ndim == 2 else global_scale
-        yield name, qdata.mT
-        yield f"{name}_weight_scale", scale.mT.contiguous().view(torch.float8_e4m3fn)
-        yield f"{name}_weight_scale_2", global_scale
-        if bias is not None:
-            yield f"{name}_bias", bias
-
-
-def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
-    """The global scale in as few numbers as hold it: (), or as the weight has it."""
-    scale = weight.global_scale
-    return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
 
 
 @dataclass
@@ -222,7 +140,7 @@ def write_checkpoint(
         ignore: list[str] = []
         for name, value in tensors:
             if isinstance(value, ExpertWeights):
-                for key, tensor in encode_experts(name, value, layout):
+                for key, tensor in MODELOPT.encode(name, value, layout):
                     writer.add(key, tensor)
             else:
                 ignore += ignored_module(name, value.shape)
@@ -245,27 +163,13 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
     from thunder_moe import __version__
 
     producer = {"name": "thunder_moe", "version": __version__}
-    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
-    quantization_config = {
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": sorted(ignore),
-        "quant_algo": QUANT_ALGO,
-        "group_size": BLOCK_SIZE,
-        "producer": producer,
-        "quant_method": "modelopt",
-    }
+    quantization_config, hf_quant_config = MODELOPT.configs(ignore, producer)
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     text_config = config.get("text_config")
     if isinstance(text_config, dict) and "quantization_config" in text_config:
         config["text_config"] = {key: value for key, value in text_config.items() if key != "quantization_config"}
     write_json(directory / "config.json", config | {"quantization_config": quantization_config})
-    quantization = {
-        "quant_algo": QUANT_ALGO,
-        "kv_cache_quant_algo": None,
-        "group_size": BLOCK_SIZE,
-        "exclude_modules": sorted(ignore),
-    }
-    write_json(directory / "hf_quant_config.json", {"producer": producer, "quantization": quantization})
+    write_json(directory / "hf_quant_config.json", hf_quant_config)
 
 
 def ignored_module(name: str, shape: Sequence[int]) -> list[str]:

@@ -154,5 +154,5 @@ class Llama4MoE(nn.Module):
         weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]
         rows_MH = x_TH[order_M // self.top_k] * weight_M[:, None]
         inverse_M = invert(order_M)
-        out_MH = self.routed_experts(rows_MH, offsets_E)[inverse_M]
+        out_MH: Tensor = self.routed_experts(rows_MH, offsets_E)[inverse_M]
         return out_MH if self.top_k == 1 else out_MH.reshape(-1, self.top_k, x_TH.shape[-1]).sum(1)

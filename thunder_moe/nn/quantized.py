@@ -1,6 +1,6 @@
 """The 4-bit modules: NVFP4GroupedLinear and NVFP4GroupedSwiGLU, whose buffers tell their layout by their shapes.
-Called by users, nn, quantize and integrations.transformers; calls the package's operators, and kernels.select for the
-layout that a device reads best.
+Called by users, nn.llama4, grouped_experts and integrations.huggingface; calls the package's operators, and
+kernels.select for the layout that a device reads best.
 
 Legend: M rows sorted by expert, E experts, H hidden_size, I intermediate_size, N out_features, K in_features.
 """
@@ -138,7 +138,8 @@ class NVFP4GroupedLinear(nn.Module):
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
         weight = self.nvfp4_weight
         grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
-        return grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
+        out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
+        return out
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -183,7 +184,8 @@ class NVFP4GroupedLinear(nn.Module):
         before = self.qdata.device
         own = {field: self._buffers.pop(field) for field in _FIELDS}
         try:
-            super()._apply(fn, recurse)  # whatever else a subclass has
+            parent: Any = super()
+            parent._apply(fn, recurse)  # whatever else a subclass has
         finally:
             self._buffers.update(own)
         for field in _FIELDS:
@@ -229,7 +231,8 @@ class NVFP4GroupedLinear(nn.Module):
         for old, name in (("weight_dtype", "weight_dtypes"), ("weight_requires_grad", "weights_require_grad")):
             if old in state:
                 state[name] = (state.pop(old),)
-        super().__setstate__(state)
+        parent: Any = super()
+        parent.__setstate__(state)
         if layout != "linear" and self.qdata.ndim == 3:
             weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
             for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
@@ -258,10 +261,12 @@ class NVFP4GroupedSwiGLU(nn.Module):
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
         if not calls_only_its_class(self.gate_up_proj, NVFP4GroupedLinear):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
-            return self.down_proj(F.silu(gate) * up, offsets)
+            out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
+            return out
         gate_up = self.gate_up_proj.nvfp4_weight
         swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
-        return self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
+        out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
+        return out
 
 
 def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Module]:

@@ -35,7 +35,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class GroupedSwiGLU(nn.Module):
@@ -66,4 +67,5 @@ class GroupedSwiGLU(nn.Module):
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
-        return self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x, offsets)) * self.up_proj(x, offsets), offsets)
+        return out

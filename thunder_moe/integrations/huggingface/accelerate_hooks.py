@@ -1,5 +1,5 @@
 """accelerate's hooks, with which a model on several devices carries its activations about, through a swap of modules.
-Called by integrations.transformers; imports accelerate where a module has such a hook.
+Called by experts and families; imports accelerate where a module has such a hook.
 """
 
 from __future__ import annotations

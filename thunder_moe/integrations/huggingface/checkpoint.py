@@ -1,5 +1,5 @@
 """`load_checkpoint` and `save_checkpoint`: transformers models with NVFP4 experts from files and to files.
-Called by users; calls hf_quantizer to load, checkpoint to write.
+Called by users; calls quantizer to load, thunder_moe.checkpoint to write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
-from thunder_moe.checkpoint.formats import PROJECTIONS
+from thunder_moe.checkpoint.modules import PROJECTIONS
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer

@@ -228,7 +228,8 @@ def _weight_of(linear: Any) -> NVFP4Weight:
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
         )
-    return linear.nvfp4_weight
+    weight: NVFP4Weight = linear.nvfp4_weight
+    return weight
 
 
 def _require_plain(module: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """What an experts module of transformers is made of: where its weights lie, which activation it has, how to rebuild it.
-Called by integrations.transformers; calls the module's own gate to prove that a fused form computes the same.
+Called by experts, families, implementation and quantizer; calls the module's own gate to prove that a fused form
+computes the same.
 
 Legend: E experts, H hidden_size, I intermediate_size, P probes of the gate.
 """
@@ -166,11 +167,13 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
     gate_fn = getattr(own_class, "_apply_gate", None)
     if gate_fn is None:  # Llama 4
         gate, up = gate_up.chunk(2, -1)
-        return up * module.act_fn(gate)
+        out: Tensor = up * module.act_fn(gate)
+        return out
     if interleaved:
         gate_up = torch.stack(gate_up.chunk(2, -1), -1).flatten(-2)
     patched = vars(module).get("_apply_gate")
-    return gate_fn(module, gate_up) if patched is None else patched(gate_up)
+    out = gate_fn(module, gate_up) if patched is None else patched(gate_up)
+    return out
 
 
 @torch.no_grad()

@@ -1,11 +1,12 @@
 """The experts of a transformers layer on NVFP4 weights, and its experts implementation "thunder_moe".
-Called by integrations.transformers and, once imported, by transformers; calls ops.experts, compilers.weight_cache.
+Called by experts and, once imported, by transformers; calls ops.experts, weight_cache and compilers.safety.
 
 Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,9 +67,10 @@ def run_experts(
     rows = torch.where(live, rows, 0)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
     if not form.post_norm:
-        return ops.f16a_nvfp4weight_grouped_mm_combine(
+        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
             rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
         )
+        return out
     rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
     if down_bias is not None:
         rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
@@ -153,8 +155,7 @@ def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -
     return rows[invert(order)].reshape(hidden.shape[0], top_k, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
 
-@torch.compiler.assume_constant_result
-def _require_backend() -> None:
+def _check_backend() -> None:
     """Runs while dynamo traces: ValueError unless the backend "thunder_moe" is going to get the graph."""
     output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
     name = getattr(output.compiler_fn, "_compiler_name", None)
@@ -165,4 +166,6 @@ def _require_backend() -> None:
         )
 
 
+_constant: Any = torch.compiler.assume_constant_result
+_require_backend: Callable[[], None] = _constant(_check_backend)
 ALL_EXPERTS_FUNCTIONS.register("thunder_moe", thunder_moe_experts)

@@ -1,5 +1,6 @@
 """transformers' quantizer plug-in: ``from_pretrained`` of a ModelOpt or compressed-tensors NVFP4 checkpoint.
-Called by transformers once `register` has run (on import), by hf_plugin and hf_checkpoint; calls checkpoint.
+Called by transformers once `register` has run (on import); imported by registration and checkpoint; calls
+thunder_moe.checkpoint to read, experts and families to place.
 
 Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts` on "meta" -> transformers loads all else, allocates
 -> experts and dense 4-bit weights are read from the files into place, layer by layer.
@@ -18,7 +19,8 @@ from torch import nn
 from tqdm import tqdm
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
-from thunder_moe.checkpoint.formats import check_quantization, is_compressed_tensors_nvfp4
+from thunder_moe.checkpoint.formats.compressed_tensors import is_compressed_tensors_nvfp4
+from thunder_moe.checkpoint.formats.registry import check_quantization
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
@@ -30,8 +32,13 @@ from thunder_moe.kernels.select import lay_out
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        AUTO_QUANTIZER_MAPPING,
+        register_quantization_config,
+        register_quantizer,
+    )
+    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise ImportError(

@@ -9,16 +9,15 @@ from math import inf, log10
 
 import torch
 
-from thunder_moe.checkpoint.decode import ExpertWeights
+from thunder_moe.checkpoint.experts import ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats import ExpertBlock
+from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.modules import ExpertBlock
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["QuantizedExperts", "quantize_experts"]
-
-_FLOATS = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _per_expert(
     for expert in experts:
         infos = [block.modules[part, expert].require("weight")[0] for part in parts]
         for info in infos:
-            info.require(_FLOATS, first.shape if len(first.shape) == 2 else (0, 0), f", as {first.name!r} has")
+            info.require(FLOATS, first.shape if len(first.shape) == 2 else (0, 0), f", as {first.name!r} has")
         weight = torch.cat([files.read(info.name).to(device) for info in infos])[None]
         packed.append(_quantize(weight, infos[0], scale_search))
         noise.add(weight, packed[-1])
@@ -132,7 +131,7 @@ def _fused(
 ) -> NVFP4Weight:
     """(E, N, K) of one projection that lies in one tensor."""
     (info,) = block.modules[part, None].require("weight")
-    info.require(_FLOATS, None)
+    info.require(FLOATS, None)
     weight = files.read(info.name)
     weight = (weight.mT if block.k_first() else weight).to(device)
     if not one_scale:
@@ -166,7 +165,7 @@ def _bias(
         raise infos[0].error(f"has a bias in {block.name}, where others have none")
     for info in infos:
         info.require(
-            _FLOATS,
+            FLOATS,
             (weight.shape[0], weight.shape[1] // len(parts)) if block.is_fused else (weight.shape[1] // len(parts),),
         )
     return torch.cat([files.read(info.name) for info in infos], -1).view(weight.shape[:2]).clone()

@@ -1,0 +1,114 @@
+"""What a format of quantized checkpoints is: `CheckpointFormat`, and `NVFP4Format`, what those of NVFP4 share.
+Called by modelopt, compressed_tensors and mxfp4, which are formats, and by registry; calls modules, files and formats.
+
+Legend: E experts, N output features, K input features.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.modules import Module
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.nvfp4 import dequantize
+from thunder_moe.formats.weight import NVFP4Weight
+
+__all__ = ["FLOATS", "CheckpointFormat", "NVFP4Format", "check_group_size"]
+
+FLOATS = ("F32", "BF16", "F16")
+_E4M3_NAN = 0x7F
+
+
+class CheckpointFormat(ABC):
+    """How a kind of checkpoints says that it is quantized, and keeps its 4-bit weights.
+
+    Attributes:
+        method: the quant_method of its config.
+        marker: the field that shows that a module is of this format.
+    """
+
+    method: str
+    marker: str
+
+    @abstractmethod
+    def check(self, quantization: dict[str, Any]) -> None:
+        """Raises a ValueError for a quantization_config whose weights are not read here."""
+
+    @abstractmethod
+    def infos(self, module: Module, rank: int) -> list[TensorInfo]:
+        """The tensors of a weight, the codes first: there, and of dtypes and shapes that fit each other.
+
+        Args:
+            module: of this format.
+            rank: 2 for the weight of one module, 3 for that of all experts.
+
+        Raises:
+            ValueError: names file and tensor.
+        """
+
+    @abstractmethod
+    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(codes, bits of the block scales, float32 decode scale), views of the file where that is possible.
+
+        The codes are uint8 (N, K // 2), or of all experts (E, N, K // 2) or (E, K // 2, N); the scales are an eighth
+        along K. The decode scale is (), or of all experts (), (E,) or (E, N), or any shape of as many numbers.
+
+        Raises:
+            ValueError: a value that is none of the format; names file and tensor.
+        """
+
+    def read_dense(
+        self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """The dequantized weight (N, K) of a module that is no expert."""
+        qdata, bits, global_scale = self.read(files, self.infos(module, 2))
+        weight = NVFP4Weight(qdata[None], bits.view(torch.float8_e4m3fn)[None], global_scale.reshape(1))
+        return dequantize(weight.to(device), dtype)[0]
+
+
+class NVFP4Format(CheckpointFormat):
+    """E2M1 codes, E4M3 block scales and a scale of the whole tensor.
+
+    Attributes:
+        fields: the names of these three.
+    """
+
+    fields: tuple[str, str, str]
+
+    def infos(self, module: Module, rank: int) -> list[TensorInfo]:
+        weight, scale, global_scale = infos = module.require(*self.fields)
+        weight.require(("U8",), None)
+        scale.require(("F8_E4M3",), None)
+        global_scale.require(FLOATS, None if rank == 3 else (1,) * len(global_scale.shape))
+        fits = []
+        if len(weight.shape) == rank:
+            *experts, n, k = weight.shape
+            fits = [(*experts, n, k // 8)] * (k % 8 == 0) + [(*experts, n // 8, k)] * (rank == 3 and n % 8 == 0)
+        if scale.shape not in fits:
+            words = f"one scale for every 8 bytes of {weight.name!r}, which has shape {weight.shape}"
+            raise scale.error(f"has shape {scale.shape}, wanted {words}")
+        return infos
+
+    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weight, scale, global_scale = (files.read(info.name) for info in infos)
+        bits = scale.view(torch.uint8)
+        if bool(((bits & _E4M3_NAN) == _E4M3_NAN).any()):
+            raise infos[1].error("has NaN, wanted finite scales")
+        decode_scale = self.decode_scale(global_scale.float())
+        if not bool((torch.isfinite(decode_scale) & (decode_scale > 0)).all()):
+            raise infos[2].error("is not finite and positive, wanted the scale of a whole tensor")
+        return weight, bits, decode_scale
+
+    def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
+        """The multiplier that decodes, from what the file has."""
+        return global_scale
+
+
+def check_group_size(size: int | None) -> None:
+    """Raises unless a config's block size is that of NVFP4, or not said."""
+    if size not in (None, BLOCK_SIZE):
+        raise ValueError(f"group_size: got {size}, wanted {BLOCK_SIZE}")

@@ -1,0 +1,169 @@
+"""NVIDIA ModelOpt's NVFP4, which vLLM, SGLang and TensorRT-LLM read, and which this package writes.
+Called by registry to read, by writer and convert to write; calls interface.
+
+Legend: E experts, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import FLOATS, NVFP4Format, check_group_size
+from thunder_moe.checkpoint.modules import Module
+from thunder_moe.formats.gate_up import interleave
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
+
+__all__ = ["MODELOPT", "ModelOpt"]
+
+logger = logging.getLogger(__name__)
+
+# Algorithms that are read; FP8 stands beside NVFP4 in MIXED_PRECISION, for dense layers alone.
+ALGOS = ("NVFP4", "W4A16_NVFP4")
+LAYER_ALGOS = (*ALGOS, "FP8")
+# The one that is written. Weights alone are 4-bit: nothing here calibrates the scales of 4-bit activations ("NVFP4").
+QUANT_ALGO = "W4A16_NVFP4"
+
+
+class ModelOpt(NVFP4Format):
+    """NVFP4 and W4A16_NVFP4, per expert or fused, and MIXED_PRECISION of these with FP8 dense layers."""
+
+    method = "modelopt"
+    marker = "weight"
+    fields = ("weight", "weight_scale", "weight_scale_2")
+
+    def check(self, quantization: dict[str, Any]) -> None:
+        algo = quantization.get("quant_algo")
+        if algo == "MIXED_PRECISION":
+            for layer, entry in quantization.get("quantized_layers", {}).items():
+                if entry.get("quant_algo") not in LAYER_ALGOS:
+                    wanted = f"wanted one of {LAYER_ALGOS}"
+                    raise ValueError(f"quant_algo: got {entry.get('quant_algo')!r} for layer {layer!r}, {wanted}")
+                check_group_size(entry.get("group_size"))
+        elif algo not in ALGOS:
+            raise ValueError(f"quant_algo: got {algo!r}, wanted one of {(*ALGOS, 'MIXED_PRECISION')}")
+        check_group_size(quantization.get("group_size"))
+        for group in quantization.get("config_groups", {}).values():
+            if (group.get("weights") or {}).get("num_bits") != 8:
+                check_group_size((group.get("weights") or {}).get("group_size"))
+
+    def read_dense(
+        self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
+    ) -> torch.Tensor:
+        """From NVFP4, or from FP8 with one scale."""
+        if "weight" not in module.fields or module.fields["weight"].dtype != "F8_E4M3":
+            return super().read_dense(files, module, dtype, device)
+        info, scale_info = module.require("weight", "weight_scale")
+        scale = _scalar(files, scale_info).to(device)
+        return (files.read(info.name).to(device).float() * scale).to(dtype)
+
+    def encode(self, path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
+
+        The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert,
+        which vLLM reads of Llama 4 as well; with biases or alternating rows, where nobody reads that, fused with all
+        their global scales, which only this package reads (and a warning says so).
+
+        Args:
+            path: of the block, "model.layers.0.mlp.experts".
+            weights: what to write, in any layout of formats.layouts.
+            layout: the architecture's.
+
+        Raises:
+            ValueError: the rows of one projection of one expert have several global scales.
+        """
+        weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
+        if not layout.fused:
+            yield from _encode_per_expert(path, weights, layout.projections)
+            return
+        scales = {"gate_up": _shared_scale(weights.gate_up), "down": _shared_scale(weights.down)}
+        plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
+        if plain and any(scale.ndim for scale in scales.values()):
+            yield from _encode_per_expert(path, weights, layout.projections)
+            return
+        yield from _encode_fused(path, weights, layout, scales)
+
+    def configs(self, ignore: list[str], producer: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(quantization_config of config.json, hf_quant_config.json); `ignore`: the modules with a 16-bit weight."""
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+        quantization_config = {
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            "ignore": sorted(ignore),
+            "quant_algo": QUANT_ALGO,
+            "group_size": BLOCK_SIZE,
+            "producer": producer,
+            "quant_method": self.method,
+        }
+        quantization = {
+            "quant_algo": QUANT_ALGO,
+            "kv_cache_quant_algo": None,
+            "group_size": BLOCK_SIZE,
+            "exclude_modules": sorted(ignore),
+        }
+        return quantization_config, {"producer": producer, "quantization": quantization}
+
+
+MODELOPT = ModelOpt()
+
+
+def _encode_per_expert(
+    path: str, weights: ExpertWeights, projections: tuple[str, str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    experts, n, _ = weights.gate_up.shape
+    gate, up, down = projections
+    first, whole = (weights.gate_up, weights.gate_up_bias), slice(None)
+    parts = (
+        [(gate, slice(0, n // 2), *first), (up, slice(n // 2, n), *first)] if weights.gated else [(up, whole, *first)]
+    )
+    parts.append((down, whole, weights.down, weights.down_bias))
+    for expert in range(experts):
+        for projection, rows, weight, bias in parts:
+            name = f"{path}.{expert}.{projection}"
+            global_scale = weight.row_global_scale()[expert, rows]
+            if not bool((global_scale == global_scale[0]).all()):
+                raise ValueError(f"weights: {name} has a global scale per row, which a ModelOpt checkpoint cannot hold")
+            yield f"{name}.weight", weight.qdata[expert, rows]
+            yield f"{name}.weight_scale", weight.scale.view(torch.uint8)[expert, rows].view(torch.float8_e4m3fn)
+            yield f"{name}.weight_scale_2", global_scale[0]
+            if bias is not None:
+                yield f"{name}.bias", bias[expert, rows]
+
+
+def _encode_fused(
+    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not weights.gated:
+        raise ValueError(f"weights: {path} has no gate, which the fused layout has beside the up projection")
+    parts = (("gate_up", weights.gate_up, weights.gate_up_bias), ("down", weights.down, weights.down_bias))
+    for part, weight, bias in parts:
+        name, global_scale = f"{path}.{part}_proj", scales[part]
+        qdata, scale = weight.qdata, weight.scale.view(torch.uint8)
+        if global_scale.ndim:
+            logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
+        if part == "gate_up" and layout.interleaved:
+            qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)
+            global_scale = interleave(global_scale) if global_scale.ndim == 2 else global_scale
+        yield name, qdata.mT
+        yield f"{name}_weight_scale", scale.mT.contiguous().view(torch.float8_e4m3fn)
+        yield f"{name}_weight_scale_2", global_scale
+        if bias is not None:
+            yield f"{name}_bias", bias
+
+
+def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
+    """The global scale in as few numbers as hold it: (), or as the weight has it."""
+    scale = weight.global_scale
+    return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
+
+
+def _scalar(files: TensorFiles, info: TensorInfo) -> torch.Tensor:
+    """A scale of a whole tensor, 0-d float32."""
+    info.require(FLOATS, (1,) if info.shape else ())
+    return files.read(info.name).float().reshape(())

@@ -1,0 +1,40 @@
+"""GPT-OSS's MXFP4: blocks of 32 codes with a power-of-two scale, of fused experts alone; read exactly as NVFP4.
+Called by registry; calls interface and formats.mxfp4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat
+from thunder_moe.checkpoint.modules import Module
+from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
+
+__all__ = ["MXFP4"]
+
+
+class MXFP4(CheckpointFormat):
+    """What OpenAI published GPT-OSS in."""
+
+    method = "mxfp4"
+    marker = "blocks"
+
+    def check(self, quantization: dict[str, Any]) -> None:
+        """Its config has nothing that could differ."""
+
+    def infos(self, module: Module, rank: int) -> list[TensorInfo]:
+        blocks, scales = infos = module.require("blocks", "scales")
+        blocks.require(("U8",), (*scales.shape, 16))
+        scales.require(("U8", "F8_E8M0"), blocks.shape[:rank])
+        return infos
+
+    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        blocks, scales = (files.read(info.name) for info in infos)
+        try:
+            exact = mxfp4_to_nvfp4(blocks, scales.view(torch.uint8))
+        except ValueError as error:
+            raise infos[1].error(f"cannot become NVFP4: {error}") from error
+        return exact.qdata, exact.scale.view(torch.uint8), exact.global_scale
