@@ -29,7 +29,7 @@ def parameter(*shape):
     return nn.Parameter(torch.randn(shape, dtype=torch.bfloat16), requires_grad=False)
 
 
-def test_quantises_once(cache, count):
+def test_quantizes_once(cache, count):
     weight = parameter(2, 8, 32)
     packed = cache.get(weight)
     assert cache.get(weight) is packed

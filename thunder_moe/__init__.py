@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from thunder_moe.compilers import registration
-from thunder_moe.integrations.huggingface import registration as hf_plugin
+from thunder_moe.integrations.huggingface import registration as hf_registration
 
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
@@ -100,4 +100,4 @@ def __dir__() -> list[str]:
 
 if os.environ.get("THUNDER_MOE_AUTO_REGISTER") != "0":  # compilers/registration.py says what it is about
     registration.install()
-    hf_plugin.install()
+    hf_registration.install()

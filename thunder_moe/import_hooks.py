@@ -1,5 +1,6 @@
 """Runs code around the first import of another package's module, without importing that module early.
-Called by integrations.hf_plugin and compilers.registration; calls nothing of the package.
+Called by compilers/registration.py, compilers/thunder/compat.py and integrations/huggingface/registration.py; calls
+nothing of the package.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class _Finder:
             spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    loader: Any = _Loader(spec.loader, self)
+                    spec.loader = loader
                 return spec
         return None
 

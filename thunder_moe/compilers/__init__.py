@@ -1,1 +1,3 @@
-"""The compile-time rewrite. Called by the package's users through moe_executor; calls ops and Thunder."""
+"""The compile-time rewrite, for torch.compile (dynamo/) and Thunder (thunder/), which share the modules of this folder.
+Called by the two compilers; calls ops, weight_cache.py and formats. Nothing is imported here.
+"""

@@ -1,5 +1,5 @@
 """Which grouped GEMMs are rewritten, and the reason why another one is not: one predicate for all compilers.
-Called by thunder_transform and fx_sites, beside `safety` for what surrounds a GEMM; calls nothing but the block size.
+Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats.
 
 What a GEMM may be given as its weight, in every compiler: a view of a whole parameter or buffer, with the parameter's
 dtype, as it lies or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:

@@ -1,5 +1,5 @@
-"""What the compile-time rewrite did: `rewrite_report(compiled)` and the warning when it did nothing.
-Called by users and by the compilers, which record here; asks Thunder and torch.compile who a compiled function is.
+"""Reports of the compile-time rewrite: `rewrite_report(compiled)`, and the warning when nothing was rewritten.
+Called by users, and by dynamo/backend.py and thunder/rewrite.py, which record here; calls thunder.compile_data.
 """
 
 from __future__ import annotations

@@ -284,8 +284,8 @@ def test_quantized_modules_under_the_backend_and_plain_inductor(moe, x):
     function = compiled(quantized)
     assert relative_error(function(x), decoded(moe)(x)) < 0.01
     assert [(e.gemm.weight, e.decision, e.reason) for e in rewrite_report(function)] == [
-        ("routed_experts.gate_up_proj.qdata", "nvfp4 + swiglu", "quantised beforehand"),
-        ("routed_experts.down_proj.qdata", "nvfp4", "quantised beforehand"),
+        ("routed_experts.gate_up_proj.qdata", "nvfp4 + swiglu", "quantized beforehand"),
+        ("routed_experts.down_proj.qdata", "nvfp4", "quantized beforehand"),
     ]
     assert relative_error(torch.compile(quantized, fullgraph=True)(x), decoded(moe)(x)) < 0.01
 

@@ -77,7 +77,7 @@ def test_report(moe, x):
         rewrite_report(moe)
 
 
-def test_quantises_once_for_all_calls_and_compilations(moe, x, count):
+def test_quantizes_once_for_all_calls_and_compilations(moe, x, count):
     moe.requires_grad_(False)
     outputs = []
     for compiled in (jit(moe), jit(moe), jit(lambda x: moe(x))):
@@ -111,7 +111,7 @@ def test_no_shared_expert_and_all_tokens_on_one_expert(x):
     assert relative_error(jit(moe)(x), llama4_moe(decoded(moe), x)) < KERNEL_TOLERANCE[BF16] * 2
 
 
-def test_weights_that_change_are_quantised_again(moe, x, count):
+def test_weights_that_change_are_quantized_again(moe, x, count):
     moe.requires_grad_(False)
     compiled = jit(moe)
     compiled(x)
@@ -237,7 +237,7 @@ def test_quantized_modules(moe, x):
     quantized = quantize_(copy.deepcopy(moe))
     compiled = jit(quantized)
     assert relative_error(compiled(x), decoded(moe)(x)) < 0.01
-    assert [entry.reason for entry in rewrite_report(compiled)] == ["quantised beforehand"] * 2
+    assert [entry.reason for entry in rewrite_report(compiled)] == ["quantized beforehand"] * 2
     got, _ = compiled_gradients(quantized, x)
     expected = gradients(decoded(moe).float(), x.float(), oracle=True)
     assert relative_error(got["router.weight"], expected["router.weight"]) < 0.03
@@ -251,7 +251,7 @@ def test_layouts_compute_the_same(layout):
     grads, compiled = zip(*(compiled_gradients(model, x) for model in (linear, other)), strict=True)
     assert grads[0].keys() == grads[1].keys()
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
-    assert [entry.reason for entry in rewrite_report(compiled[1])] == ["quantised beforehand"] * 2
+    assert [entry.reason for entry in rewrite_report(compiled[1])] == ["quantized beforehand"] * 2
     traces = [traces(compiled[1])[-1] for traces in (thunder.last_traces, thunder.last_backward_traces)]
     calls = [bsym for trace in traces for bsym in trace.bound_symbols if "f16a_nvfp4weight" in bsym.sym.name]
     assert [bsym.kwargs["layout"] for bsym in calls] == [layout] * 4

@@ -129,11 +129,11 @@ def test_llama4_is_one_region(fusions, executors, intermediate):
     for activation, parts in zip(activations, shown, strict=True):
         live = f"lt(iota(), squeeze(slice({ends})))"
         encode = f"div(maximum(max(where({live}, abs({activation})))))"
-        quantised = f"nv_grouped_block_quantize({activation}, {starts}, {scale_starts}, {encode})"
+        quantized = f"nv_grouped_block_quantize({activation}, {starts}, {scale_starts}, {encode})"
         assert parts == [
-            f"{quantised}[0]",
+            f"{quantized}[0]",
             "Float4_e2m1fn",
-            f"{quantised}[1]",
+            f"{quantized}[1]",
             "Float8_e4m3fn",
             f"mul(Float, reciprocal({encode}))",
             f"cat({rows}, full(), full())",
@@ -166,12 +166,12 @@ def test_computes_w4a4(fusions, implementation, monkeypatch, offsets, version, d
     gate, up, down = (linear.weight for linear in (experts.gate_proj, experts.up_proj, experts.down_proj))
     hidden = w4a4.grouped_swiglu(x, quantize(torch.cat([gate, up], 1)), offsets)
     assert relative_error(out, w4a4.grouped_mm(hidden, quantize(down), offsets)) < KERNEL_TOLERANCE[dtype]
-    (fusion, (quantised, _, scale, *_)), _ = gemms(fusions)
+    (fusion, (quantized, _, scale, *_)), _ = gemms(fusions)
     operations = {output: operation for outputs, operation, _, _ in fusion for output in outputs}
     if version == VERSION:
-        assert operations[quantised] == operations[scale] == "nv_grouped_block_quantize"
+        assert operations[quantized] == operations[scale] == "nv_grouped_block_quantize"
     else:
-        assert operations[quantised] == "cast"
+        assert operations[quantized] == "cast"
         assert operations[scale] == "preprocess_grouped_matmul_input_sf"
 
 
@@ -245,7 +245,7 @@ def test_frozen_experts_pass_gradients(fusions, implementation):
 
 
 @pytest.mark.parametrize("out_features", [128, 200])
-def test_linears_quantised_beforehand(fusions, implementation, out_features):
+def test_linears_quantized_beforehand(fusions, implementation, out_features):
     torch.manual_seed(0)
     linear = torch.nn.ModuleList([GroupedLinear(4, 128, out_features, dtype=BF16)])
     weight = linear[0].weight.detach().clone()
@@ -253,13 +253,13 @@ def test_linears_quantised_beforehand(fusions, implementation, out_features):
     x, offsets = torch.randn(16, 128, dtype=BF16), EVEN.clone()
     out, compiled = run_as_cuda(model, x, offsets, executors=[moe_executor, implementation.ex])
     (entry,) = rewrite_report(compiled)
-    assert entry.reason == "quantised beforehand; by nvFuser, rows in NVFP4 too"
+    assert entry.reason == "quantized beforehand; by nvFuser, rows in NVFP4 too"
     assert NVFP4 in regions(compiled)[0][0]
     expected = grouped_mm(rounded(x), dequantize(*quantize(weight).tensors()), offsets)
     assert relative_error(out, expected) < KERNEL_TOLERANCE[BF16]
 
 
-def test_blocks_quantised_beforehand(fusions, implementation):
+def test_blocks_quantized_beforehand(fusions, implementation):
     """gate and up have a global scale each: ours; down_proj: nvFuser's."""
     experts = block()
     model = Call(quantize_(torch.nn.ModuleList([copy.deepcopy(experts)]))[0])
@@ -268,8 +268,8 @@ def test_blocks_quantised_beforehand(fusions, implementation):
     gate_up, down = rewrite_report(compiled)
     if model.inner.gate_up_proj.global_scale.ndim == 2:
         reason = "weight_global_scale has shape (4, 256), wanted (4,), one scale per expert"
-        assert gate_up.reason == f"quantised beforehand; not by nvFuser: {reason}"
-    assert down.reason == "quantised beforehand; by nvFuser, rows in NVFP4 too"
+        assert gate_up.reason == f"quantized beforehand; not by nvFuser: {reason}"
+    assert down.reason == "quantized beforehand; by nvFuser, rows in NVFP4 too"
     assert 0.01 < relative_error(out, model(x, offsets)) < 0.2
 
 
@@ -283,7 +283,7 @@ def test_layouts_of_other_kernels_are_not_nvfusers(fusions, implementation, layo
     for plain, module in zip(linear, other, strict=True):
         model = Call(module)
         out, compiled = run_as_cuda(model, x, offsets, executors=[moe_executor, implementation.ex])
-        assert {e.reason for e in rewrite_report(compiled)} == {f"quantised beforehand; not by nvFuser: {reason}"}
+        assert {e.reason for e in rewrite_report(compiled)} == {f"quantized beforehand; not by nvFuser: {reason}"}
         assert not {NVFP4, SWIGLU} & {name for names in regions(compiled)[0] for name in names}
         assert torch.equal(out, plain(x, offsets))
 
@@ -365,7 +365,7 @@ def test_weights_are_packed_once(n, transposed):
 
 
 @pytest.mark.parametrize(("n", "parts"), [(128, 1), (256, 2), (40, 1), (80, 2)])
-def test_quantised_weights_are_swizzled_once(n, parts):
+def test_quantized_weights_are_swizzled_once(n, parts):
     cache, weight = WeightCache(), quantize(torch.randn(3, n, 64))
     tensors = weight.tensors()
     operands = cache.swizzled(*tensors, parts=parts)

@@ -1,4 +1,6 @@
-"""The torch.compile backend. Called by torch.compile; `backend` is the entry point, `rewrite` does the work."""
+"""The torch.compile side: backend.py is the entry point, rewrite.py changes the graph.
+Called by torch.compile; calls the rewrite of this folder.
+"""
 
 from thunder_moe.compilers.dynamo.backend import thunder_moe_backend
 

@@ -1,6 +1,6 @@
 """The torch.compile backend: ``torch.compile(model, backend="thunder_moe")``.
-Called by torch.compile through the entry point `torch_dynamo_backends`; calls fx_rewrite, report and an inner compiler,
-inductor unless ``options={"thunder_moe.inner": ...}`` names another.
+Called by torch.compile through the entry point `torch_dynamo_backends`; calls rewrite.py, report.py and an inner
+compiler, inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 
 graph of dynamo -> rewrite, report -> inner compiler. The layout of the packed weights is that which the kernels of
 their device read best, an argument of the operators. At each call the packed weights come from the cache, so one graph
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -34,7 +34,7 @@ def thunder_moe_backend(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
     dynamic: bool | None = None,
-) -> Callable:
+) -> Callable[..., Any]:
     """A backend of torch.compile that runs frozen expert GEMMs with NVFP4 weights.
 
     Args:
@@ -62,7 +62,7 @@ def thunder_moe_backend(
     if inner == "thunder":
         return _compile_with_thunder(gm, example_inputs, owner)
 
-    def compile_(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable:
+    def compile_(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return _compile(inner, graph_module, inputs, mode, options, dynamic)
 
     new = copy_of(gm)
@@ -78,7 +78,9 @@ def thunder_moe_backend(
     return _runner(rewritten, compiled, torch.compile(original, backend=compile_, dynamic=dynamic))
 
 
-def _runner(rewritten: Rewritten, compiled: Callable, in_16_bit: Callable | None = None) -> Callable:
+def _runner(
+    rewritten: Rewritten, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """What runs in place of dynamo's graph.
 
     Args:
@@ -108,15 +110,16 @@ def _runner(rewritten: Rewritten, compiled: Callable, in_16_bit: Callable | None
 
 
 def _compile(
-    inner: str, gm: fx.GraphModule, inputs: list[Any], mode: str | None, options: dict, dynamic: bool | None
-) -> Callable:
+    inner: str, gm: fx.GraphModule, inputs: list[Any], mode: str | None, options: dict[str, Any], dynamic: bool | None
+) -> Callable[..., Any]:
     if inner == "inductor":
-        return torch._TorchCompileInductorWrapper(mode, options, dynamic)(gm, inputs)
+        inductor: Any = torch._TorchCompileInductorWrapper
+        return cast("Callable[..., Any]", inductor(mode, options, dynamic)(gm, inputs))
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
-    return torch._dynamo.lookup_backend(inner)(gm, inputs, **given)
+    return cast("Callable[..., Any]", torch._dynamo.lookup_backend(inner)(gm, inputs, **given))
 
 
-def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any) -> Callable:
+def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any) -> Callable[..., Any]:
     """Hands the graph to thunderfx with moe_executor, which does the rewrite by the same predicate."""
     from thunder_moe.compilers.thunder.compat import thunderfx_compile
     from thunder_moe.compilers.thunder.executor import moe_executor

@@ -1,5 +1,5 @@
-"""What each node of an FX graph reads and changes in place, and its grad mode: the graph as a `safety.Program`.
-Called by fx_scopes; calls safety.
+"""The reads, in-place writes and grad mode of each node of an FX graph: the graph as a `safety.Program`.
+Called by scopes.py, sites.py and the rewrites; calls safety.py.
 
 Tensors that share their memory share the storage of their example values, across inputs and nested graphs too. What a
 node changes is told by its name (methods), by its schema (operators), or by running it on the example values and
@@ -187,12 +187,14 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.written: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         self.written |= _schema_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
-def _observed_writes(target: Callable, args: Any, kwargs: Any) -> set[int] | None:
+def _observed_writes(target: Callable[..., Any], args: Any, kwargs: Any) -> set[int] | None:
     """Runs a function on example values, which keep their shapes and strides whatever it does."""
     fakes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor)]
     if not fakes:

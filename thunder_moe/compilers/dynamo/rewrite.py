@@ -1,5 +1,5 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
-Called by compilers.dynamo; calls fx_scopes, fx_sites and fx_dense_experts for what there is, and the weight cache.
+Called by backend.py; calls scopes.py, sites.py and dense_experts.py for what there is to rewrite, and weight_cache.py.
 
 find grouped GEMMs, in nested graphs too -> replace a frozen weight by three inputs (its packed form), its GEMM by the
 operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones; GEMMs that train by those
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLU, Weights, find_sites, find_swiglu, quantized_gemm
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
@@ -148,10 +148,10 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
     packs: dict[tuple[Any, ...], _Pack] = {}
     packed: dict[tuple[Any, ...], _Packed] = {}
 
-    def packed_inputs(call: Site | SwiGLU) -> _Packed:
+    def packed_inputs(call: Site | SwiGLUNodes) -> _Packed:
         sites = (call,) if isinstance(call, Site) else call.sites
         nodes = [site.weight for site in sites if site.weight is not None]
-        transposed, interleaved = sites[0].transposed, isinstance(call, SwiGLU) and call.interleaved
+        transposed, interleaved = sites[0].transposed, isinstance(call, SwiGLUNodes) and call.interleaved
         key = (transposed, interleaved, *nodes)
         if key not in packs:
             layout = stacked_layout(*(weights.tensors[node] for node in nodes), transposed=transposed)
@@ -227,7 +227,7 @@ class _Plan:
     """What is to become of the sites of one graph: `calls` and `dense` are rewritten, `to_train` get our gradient."""
 
     sites: list[Site]
-    calls: list[Site | SwiGLU]
+    calls: list[Site | SwiGLUNodes]
     dense: list[DenseExperts]
     to_train: list[Site]
     decisions: list[Decision]
@@ -263,7 +263,7 @@ def _quantized_before(scope: Scope, weights: Weights) -> list[Decision]:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
         if target in _QUANTIZED:
             gemm = quantized_gemm(node, weights)
-            found.append((gemm, _QUANTIZED[target], "quantised beforehand"))
+            found.append((gemm, _QUANTIZED[target], "quantized beforehand"))
     return found
 
 

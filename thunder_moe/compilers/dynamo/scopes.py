@@ -1,5 +1,5 @@
 """Dynamo's graph and the graphs nested in it (bodies of checkpoint, cond, ...), each of them a scope for rewrites.
-Called by fx_rewrite, fx_sites and fx_dense_experts; calls fx_effects.
+Called by rewrite.py, sites.py and dense_experts.py; calls effects.py.
 
     root:  w, x, o = placeholders;  y = tag_activation_checkpoint(body, x, w.mT, o)
     body:                           x, w_mT, o = placeholders; grouped_mm(x, w_mT, o)
@@ -117,7 +117,7 @@ def _nested_in(outer: Scope) -> list[Scope]:
         for get, module in modules.items():
             if not isinstance(module, fx.GraphModule):
                 continue
-            kind = node.target.name()
+            kind = _name_of(node)
             refusal = outer.refusal
             if refusal is None and not _takes_operands(node, module):
                 refusal = f"it is inside {kind}, whose body is left as it is"
@@ -133,9 +133,15 @@ def _nested_in(outer: Scope) -> list[Scope]:
     return found
 
 
+def _name_of(call: fx.Node) -> str:
+    """The name of a higher-order operator."""
+    target: Any = call.target
+    return str(target.name())
+
+
 def _operands(call: Any) -> tuple[Any, ...] | None:
     """The operands that the placeholders of the bodies stand for; None where that is not known."""
-    kind = call.target.name()
+    kind = _name_of(call)
     if kind in _OPERANDS_FROM:
         return tuple(call.args[_OPERANDS_FROM[kind] :])
     place = _OPERANDS_AT.get(kind, len(call.args))
@@ -149,7 +155,7 @@ def _takes_operands(call: fx.Node, body: fx.GraphModule) -> bool:
 
 
 def _append_operand(call: Any, operand: fx.Node) -> None:
-    kind = call.target.name()
+    kind = _name_of(call)
     if kind in _OPERANDS_FROM:
         call.args = (*call.args, operand)
     else:

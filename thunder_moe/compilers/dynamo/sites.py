@@ -1,9 +1,10 @@
 """Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
-Called by fx_rewrite; calls eligibility and safety for the decision on each GEMM, fx_scopes for what surrounds it.
+Called by rewrite.py and dense_experts.py; calls eligibility.py and safety.py for the decision on each GEMM, scopes.py
+for the graph around it, and gate_up.py.
 
-    y = grouped_mm(x, w.transpose(-2, -1), offs)                          -> Site
-    silu(grouped_mm(x, gate)) * grouped_mm(x, up)                         -> SwiGLU of two sites
-    y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up -> SwiGLU of one site, halves or interleaved
+    y = grouped_mm(x, w.transpose(-2, -1), offs)                            -> Site
+    silu(grouped_mm(x, gate)) * grouped_mm(x, up)                           -> SwiGLUNodes of two sites
+    y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up  -> SwiGLUNodes of one site
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = [
     "SILU",
     "TRANSPOSE",
     "Site",
-    "SwiGLU",
+    "SwiGLUNodes",
     "Weights",
     "calls",
     "find_sites",
@@ -83,7 +84,7 @@ class Site:
 
 
 @dataclass(frozen=True, eq=False)
-class SwiGLU:
+class SwiGLUNodes:
     """``silu(gate) * up``, whose multiplication `product` the fused operator replaces.
 
     `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether gate and up are its
@@ -184,10 +185,10 @@ def site_of(
     return Site(node, scope, gemm, weight, transposed, "it is inside a torch.func transform" if transformed else reason)
 
 
-def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLU], dict[Site, str]]:
+def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLUNodes], dict[Site, str]]:
     """The SwiGLUs whose GEMMs are all among the sites, each of them in one at most; and why others are not fused."""
     by_node = {site.node: site for site in sites}
-    found: list[SwiGLU] = []
+    found: list[SwiGLUNodes] = []
     unfused: dict[Site, str] = {}
     for product in scope.graph.nodes:
         if not calls(product, MUL) or len(product.args) != 2 or product.kwargs:
@@ -211,7 +212,7 @@ def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLU], dict[Sit
     return found, unfused
 
 
-def _reason_against_fusing(scope: Scope, block: SwiGLU, parts: set[fx.Node]) -> str | None:
+def _reason_against_fusing(scope: Scope, block: SwiGLUNodes, parts: set[fx.Node]) -> str | None:
     chunks: set[Any] = {part.args[0] for part in parts if calls(part, {operator.getitem})}
     replaced = {block.product, *(site.node for site in block.sites)} | parts | chunks
     rows, _, offsets = block.sites[0].operands
@@ -249,7 +250,7 @@ def _arguments(node: Any) -> dict[str, Any]:
     return {**dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)), **node.kwargs}
 
 
-def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLU | None:
+def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLUNodes | None:
     first, second = by_node.get(gate), by_node.get(up)
     if first is None or second is None:
         return None
@@ -257,10 +258,10 @@ def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product
     same = rows is up_rows and offsets is up_offsets and first.transposed == second.transposed
     if not same or first.gemm.out_features != second.gemm.out_features:
         return None
-    return SwiGLU((first, second), product)
+    return SwiGLUNodes((first, second), product)
 
 
-def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLU | None:
+def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node) -> SwiGLUNodes | None:
     """gate and up are the two parts of one GEMM's output, and the only ones who read it."""
     (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
     site = by_node.get(first) if first is not None and first is second else None
@@ -270,7 +271,7 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
     readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
     if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
         return None
-    return SwiGLU((site,), product, interleaved=interleaved)
+    return SwiGLUNodes((site,), product, interleaved=interleaved)
 
 
 def part_of(node: Any) -> tuple[fx.Node | None, str]:

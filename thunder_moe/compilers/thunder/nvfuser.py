@@ -1,9 +1,9 @@
 """nvFuser's own NVFP4 kernels on Blackwell (SM 10.0): checkers and translators of the package's two operators.
-Called by thunder_executor (`register`), thunder_transform (`refusal`) and nvFuser's fusion pass; calls nvFuser.
+Called by executor.py (`register`), rewrite.py and sites.py (`refusal`), and nvFuser's fusion pass; calls nvFuser.
 
-row ends -> row starts, block-scale starts, problem sizes -> quantise the rows -> CUTLASS grouped GEMM (-> SwiGLU), all
+row ends -> row starts, block-scale starts, problem sizes -> quantize the rows -> CUTLASS grouped GEMM (-> SwiGLU), all
 inside the fusion, once for the GEMMs that share it. The kernel is W4A4: it multiplies 4-bit rows by 4-bit weights;
-kernels/w4a4.py is the same maths in plain torch.
+kernels/w4a4.py computes the same in plain torch.
 
 Legend: M rows, E experts, N output features, K input features, I intermediate_size.
 """
@@ -11,7 +11,7 @@ Legend: M rows, E experts, N output features, K input features, I intermediate_s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 LAYOUT = "swizzled_128x4"  # of the weights' block scales
 SM100 = (10, 0)
 FIRST_VERSION = LooseVersion("0.2.34")  # the first with cutlass_nvfp4_grouped_mm and the swizzle of the rows' scales
-GROUPED_QUANTISE_VERSION = LooseVersion("0.2.36")  # the first that quantises and swizzles in one op
+GROUPED_QUANTIZE_VERSION = LooseVersion("0.2.36")  # the first that quantizes and swizzles in one op
 K_MULTIPLE, N_MULTIPLE, MOST_EXPERTS = 64, 128, 1024
 
 
@@ -50,12 +50,12 @@ def register() -> None:
     nvfuserex_impl.register_supported(nvfp4_grouped_swiglu, _translate_grouped_swiglu, _checker(nvfp4_grouped_swiglu))
 
 
-def is_listed(executors) -> bool:
+def is_listed(executors: Sequence[Any]) -> bool:
     """Whether nvFuser is among the executors of a compilation."""
     return nvfuserex is not None and nvfuserex in executors
 
 
-def is_plain(symbol: Symbol, *args, **kwargs) -> bool:
+def is_plain(symbol: Symbol, *args: Any, **kwargs: Any) -> bool:
     """Whether a call has operands in layout "linear" and nothing else that makes a difference."""
     call = _Call(symbol, args, kwargs)
     return call.unknown is None and call.layout == "linear" and len(call.tensors) == len(OPERANDS)
@@ -65,7 +65,7 @@ def _checker(symbol: Symbol) -> Callable[..., bool]:
     return lambda *args, **kwargs: refusal(symbol, *args, **kwargs) is None
 
 
-def refusal(symbol: Symbol, *args, **kwargs) -> str | None:
+def refusal(symbol: Symbol, *args: Any, **kwargs: Any) -> str | None:
     """Why nvFuser does not run a call of one of the two operators, None when it does. The gates, in order:
 
     - no argument but the operands, layout and activation_amax differs from its default;
@@ -146,7 +146,8 @@ KNOWN = (*OPERANDS, *OPTIONAL, "layout", "activation_amax")
 
 def schema(symbol: Symbol) -> list[torch._C.Argument]:
     """The arguments of a symbol's operator."""
-    return getattr(torch.ops.thunder_moe, symbol.name).default._schema.arguments
+    arguments: list[torch._C.Argument] = getattr(torch.ops.thunder_moe, symbol.name).default._schema.arguments
+    return arguments
 
 
 class _Call:
@@ -159,7 +160,7 @@ class _Call:
         unknown: the first argument that the translators do not read and that differs from its default; None if none.
     """
 
-    def __init__(self, symbol: Symbol, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, symbol: Symbol, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip((argument.name for argument in schema(symbol)), args, strict=False)) | kwargs
         defaults = {argument.name: argument.default_value for argument in schema(symbol)}
         self.tensors: dict[str, Any] = {name: given[name] for name in OPERANDS}
@@ -179,11 +180,11 @@ def _same(value: Any, default: Any) -> bool:
 # ---- the translators
 
 
-def _translate_grouped_mm(*args, fd, lc_to_nv_map, **kwargs):
+def _translate_grouped_mm(*args: Any, fd: Any, lc_to_nv_map: Any, **kwargs: Any) -> Any:
     return _gemm(_Call(nvfp4_grouped_mm, args, kwargs), _Definition(fd, lc_to_nv_map))
 
 
-def _translate_grouped_swiglu(*args, fd, lc_to_nv_map, **kwargs):
+def _translate_grouped_swiglu(*args: Any, fd: Any, lc_to_nv_map: Any, **kwargs: Any) -> Any:
     call, definition = _Call(nvfp4_grouped_swiglu, args, kwargs), _Definition(fd, lc_to_nv_map)
     gate_up = fd.ops.cast(_gemm(call, definition), definition.types.Float)  # [M, 2I]
     m, two_i = call.activation.shape[0], call.fp4_weight.shape[2]
@@ -192,7 +193,7 @@ def _translate_grouped_swiglu(*args, fd, lc_to_nv_map, **kwargs):
     return fd.ops.cast(fd.ops.mul(fd.ops.silu(gate), up), definition.dtype(call.activation))
 
 
-def _gemm(call: _Call, definition: _Definition):
+def _gemm(call: _Call, definition: _Definition) -> Any:
     """The fusion's GEMM of a call: (M, N) in the activation's dtype."""
     fd, tensors = definition.fd, call.tensors
     fp4_weight, scale, global_scale = (definition.get(tensors[name]) for name in OPERANDS[1:4])
@@ -207,12 +208,12 @@ def _gemm(call: _Call, definition: _Definition):
     else:
         sizes = definition.problem_sizes(call.offsets, rows, n, 2 * half)
     places = getattr(tensors.get("blockscale_offsets"), "name", None)
-    quantised, row_scale, decode_scale = definition.quantised(
+    quantized, row_scale, decode_scale = definition.quantized(
         call.activation, call.activation_amax, call.offsets, starts, scale_starts, places
     )
     alpha = fd.ops.mul(global_scale, fd.ops.broadcast_in_dim(decode_scale, [experts], []))
     return fd.ops.cutlass_nvfp4_grouped_mm(
-        quantised, fp4_weight, row_scale, scale, alpha, sizes, starts, scale_starts, definition.dtype(call.activation)
+        quantized, fp4_weight, row_scale, scale, alpha, sizes, starts, scale_starts, definition.dtype(call.activation)
     )
 
 
@@ -223,44 +224,44 @@ _SHARED: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDi
 class _Definition:
     """A fusion under construction: looks up proxies, and makes what several GEMMs need once."""
 
-    def __init__(self, fd, lc_to_nv_map) -> None:
+    def __init__(self, fd: Any, lc_to_nv_map: Any) -> None:
         from thunder.executors import nvfuserex_impl
 
         self.fd, self._map, self._impl = fd, lc_to_nv_map, nvfuserex_impl
         self.types = nvfuserex_impl.DataType
         self._shared = _SHARED.setdefault(lc_to_nv_map, {})
 
-    def get(self, proxy: TensorProxy):
+    def get(self, proxy: TensorProxy) -> Any:
         return self._impl.getnv(proxy, self.fd, self._map)
 
-    def dtype(self, proxy: TensorProxy):
+    def dtype(self, proxy: TensorProxy) -> Any:
         return self._impl.lcdtype_to_nvdtype(proxy.dtype)
 
-    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Any]):
+    def _once(self, key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
-    def _int32(self, value: int):
+    def _int32(self, value: int) -> Any:
         return self.fd.define_scalar(value, self.types.Int32)
 
-    def _float(self, value: float):
+    def _float(self, value: float) -> Any:
         return self.fd.define_scalar(value, self.types.Float)
 
-    def starts_and_rows(self, offsets: TensorProxy):
+    def starts_and_rows(self, offsets: TensorProxy) -> Any:
         """int32 (E,) each: the first row of every expert, and its number of rows."""
 
-        def make():
+        def make() -> Any:
             ops, ends = self.fd.ops, self.get(offsets)
             starts = ops.slice(ops.pad(ends, [1, 0], self._int32(0)), [0], [offsets.shape[0]])
             return starts, ops.sub(ends, starts)
 
         return self._once(("starts", offsets.name), make)
 
-    def scale_starts(self, offsets: TensorProxy, rows):
+    def scale_starts(self, offsets: TensorProxy, rows: Any) -> Any:
         """int32 (E,): the first row of every expert's block scales, each at a multiple of 128 rows."""
 
-        def make():
+        def make() -> Any:
             ops = self.fd.ops
             padded = ops.bitwise_and(ops.add(rows, self._int32(127)), self._int32(-128))
             # CUTLASS reads these as int32 without a check: make sure that cumsum has not widened them.
@@ -268,38 +269,44 @@ class _Definition:
 
         return self._once(("scale_starts", offsets.name), make)
 
-    def problem_sizes(self, offsets: TensorProxy, rows, n: int, k: int):
+    def problem_sizes(self, offsets: TensorProxy, rows: Any, n: int, k: int) -> Any:
         """int32 (E, 3): the (rows, N, K) of every expert's GEMM."""
 
-        def make():
+        def make() -> Any:
             ops, column = self.fd.ops, [offsets.shape[0], 1]
             sizes = [ops.full(column, self._int32(size), self.types.Int32) for size in (n, k)]
             return ops.cat([ops.broadcast_in_dim(rows, column, [0]), *sizes], 1)
 
         return self._once(("problem_sizes", offsets.name, n, k), make)
 
-    def quantised(
-        self, proxy: TensorProxy, amax: float | None, offsets: TensorProxy, starts, scale_starts, places: str | None
-    ):
+    def quantized(
+        self,
+        proxy: TensorProxy,
+        amax: float | None,
+        offsets: TensorProxy,
+        starts: Any,
+        scale_starts: Any,
+        places: str | None,
+    ) -> Any:
         """The rows as the kernel reads them: (fp4 (M, K), e4m3 block scales swizzled and padded by expert, the 0-d
         factor that decodes both). `places`: the name of the scale starts that were given, if any."""
 
-        def make():
-            a = self.get(proxy)
+        def make() -> Any:
+            a, (m, k) = self.get(proxy), proxy.shape
             encode = self._encode_scale(proxy, a, amax, offsets)
             decode = self.fd.ops.reciprocal(encode)
-            if self._impl.nvfuser_version() >= GROUPED_QUANTISE_VERSION:
+            if self._impl.nvfuser_version() >= GROUPED_QUANTIZE_VERSION:
                 fp4, scale = self.fd.ops.nv_grouped_block_quantize(
                     a, starts, scale_starts, encode, BLOCK_SIZE, self.types.Float4_e2m1fn
                 )
             else:
-                fp4, scale = self._decomposed(a, *proxy.shape, encode, decode)
+                fp4, scale = self._decomposed(a, m, k, encode, decode)
                 scale = self.fd.ops.preprocess_grouped_matmul_input_sf(scale, starts, scale_starts)
             return fp4, scale, decode
 
-        return self._once(("quantised", proxy.name, amax, offsets.name, places), make)
+        return self._once(("quantized", proxy.name, amax, offsets.name, places), make)
 
-    def _encode_scale(self, proxy: TensorProxy, a, amax: float | None, offsets: TensorProxy):
+    def _encode_scale(self, proxy: TensorProxy, a: Any, amax: float | None, offsets: TensorProxy) -> Any:
         """0-d: 2688 over the largest magnitude of the experts' rows, or over the one that calibration has given."""
         ops = self.fd.ops
         if amax is not None:
@@ -313,7 +320,7 @@ class _Definition:
         largest = ops.max(magnitudes, [0, 1])
         return ops.div(self._float(E2M1_MAX * E4M3_MAX), ops.maximum(largest, self._float(SMALLEST_AMAX)))
 
-    def _decomposed(self, a, m: int, k: int, encode, decode):
+    def _decomposed(self, a: Any, m: int, k: int, encode: Any, decode: Any) -> tuple[Any, Any]:
         """The arithmetic of nv_grouped_block_quantize, op by op: (fp4 (M, K), e4m3 (M, K // 16))."""
         ops, blocks = self.fd.ops, [m, k // BLOCK_SIZE, BLOCK_SIZE]
         values = ops.reshape(ops.cast(a, self.types.Float), blocks)

@@ -1,5 +1,6 @@
 """The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
-Called by Thunder (thunder_executor attaches it while tracing); calls thunder_sites, thunder_symbols, nvfuser, report.
+Called by Thunder, among a compilation's transforms (executor.py and plugin.py put it there); calls sites.py for what
+there is to rewrite, symbols.py for what takes its place, nvfuser.py, and report.py.
 
 find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
 takes them where it runs the GEMM, else as our kernels read them best -> rewrite the computation -> record what was
@@ -32,7 +33,7 @@ from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.sites import (  # noqa: E402
     Quantized,
     Site,
-    SwiGLU,
+    SwiGLUSymbols,
     find_quantized,
     find_sites,
     find_swiglu,
@@ -60,7 +61,9 @@ _PARTS = ("fp4", "scale", "global_scale")
 class NVFP4Rewrite(Transform):
     """Rewrites what `eligibility.decline_reason` lets through. It keeps no state: one instance serves all traces."""
 
-    def transform_traces_pre_prologue(self, prologue_trace, computation_trace, epilogue_trace, **kwargs):
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         computation = Computation(computation_trace)
         sites = find_sites(prologue_trace, computation)
         eligible = [site for site in sites if site.reason is None]
@@ -69,17 +72,18 @@ class NVFP4Rewrite(Transform):
         unfused = {id(site): block.reason for block in swiglu for site in block.sites}
         fused = {id(site) for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
-        packs: dict[tuple, _Pack] = {}
+        packs: dict[tuple[Any, ...], _Pack] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
         routes: dict[int, str] = {}
         trace = from_trace(computation_trace)
         with tracectx(trace):
-            for call in (*blocks, *(site for site in eligible if id(site) not in fused)):
-                replaced = call.replaced if isinstance(call, SwiGLU) else (call.position,)
+            calls: list[Site | SwiGLUSymbols] = [*blocks, *(site for site in eligible if id(site) not in fused)]
+            for call in calls:
+                replaced = call.replaced if isinstance(call, SwiGLUSymbols) else (call.position,)
                 new, route = _replace(packs, call, computation, replaced[-1])
                 replacements |= {id(computation.bound_symbols[position]): [] for position in replaced}
                 replacements[id(computation.bound_symbols[replaced[-1]])] = new
-                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLU) else (call,))}
+                routes |= {id(site): route for site in (call.sites if isinstance(call, SwiGLUSymbols) else (call,))}
             for quantized in before:
                 new, routes[id(quantized)] = _replace_quantized(packs, quantized)
                 replacements |= {id(quantized.bsym): new} if new else {}
@@ -87,12 +91,12 @@ class NVFP4Rewrite(Transform):
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
                     operands, clones = _saved(computation, site, *site.bsym.args[:3])
                     if clones:
-                        call = grouped_mm.bind(*operands, *site.bsym.args[3:], output=site.bsym.output)
-                        replacements[id(site.bsym)] = [*clones, call]
+                        gemm = grouped_mm.bind(*operands, *site.bsym.args[3:], output=site.bsym.output)
+                        replacements[id(site.bsym)] = [*clones, gemm]
         decisions = [
             _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
         ]
-        decisions += [(q.gemm, q.decision, f"quantised beforehand{routes[id(q)]}") for q in before]
+        decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
         EXECUTOR.recorded(get_compile_data())
         record(get_compile_data(), decisions)
         checks, declarations = _conditions(computation, sites, list(packs.values()))
@@ -104,7 +108,7 @@ class NVFP4Rewrite(Transform):
             prologue_trace = _rewrite_prologue(prologue_trace, list(packs.values()), arguments, checks, declarations)
         return prologue_trace, computation_trace, epilogue_trace
 
-    def transform_trace_post_optimization(self, computation_trace, **kwargs):
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         if TraceTag.BACKWARD in computation_trace.tags:
             refuse_delayed_changes(computation_trace)
         return computation_trace
@@ -128,12 +132,12 @@ class _Pack:
 
 
 def _replace(
-    packs: dict[tuple, _Pack], call: Site | SwiGLU, computation: Computation, position: int
+    packs: dict[tuple[Any, ...], _Pack], call: Site | SwiGLUSymbols, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
     """(what computes the output of the symbol at a position in NVFP4, what the report adds on its kernel)."""
     output = computation.bound_symbols[position].output
-    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLU) else ((call,), False)
-    symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLU) else nvfp4_grouped_mm
+    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), False)
+    symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLUSymbols) else nvfp4_grouped_mm
     # The names that the last GEMM has for its operands are those of the place where the operator runs.
     last = max(sites, key=lambda site: site.position)
     a, _, offsets = last.bsym.args[:3]
@@ -167,7 +171,7 @@ def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tupl
     return saved, clones
 
 
-def _replace_quantized(packs: dict[tuple, _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
+def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized) -> tuple[list[BoundSymbol], str]:
     """The same for a call whose weight is in NVFP4 already: it stays as it is where nvFuser declines."""
     bsym = quantized.bsym
     if quantized.tensors is not None:
@@ -180,7 +184,7 @@ def _replace_quantized(packs: dict[tuple, _Pack], quantized: Quantized) -> tuple
 
 
 def _by_nvfuser(
-    packs: dict[tuple, _Pack],
+    packs: dict[tuple[Any, ...], _Pack],
     pack: _Pack,
     symbol: Symbol,
     a: TensorProxy,
@@ -225,7 +229,7 @@ def _activation_amax(gemm: GroupedGemm) -> float | None:
     return amax
 
 
-def _pack(packs: dict[tuple, _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
+def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy, ...]:
     """The operators' three weight arguments, made once of the same weights and kept in `packs`."""
     symbol, weights = pack.symbol, pack.weights
     key = (symbol.name, *pack.options.items(), *(weight.name for weight in weights))

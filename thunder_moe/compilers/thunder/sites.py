@@ -1,9 +1,9 @@
 """Finds the grouped GEMMs of a computation trace, the parameters behind them, and the SwiGLUs that consume them.
-Called by thunder_transform; calls thunder_trace for views and storages, and eligibility for the decision on each GEMM.
+Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, gate_up.py.
 
     y = moe_grouped_mm(x, transpose(w), offs)                              -> Site
-    silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLU of two sites
-    y = moe_grouped_mm(x, gate_up); gate, up = chunk(y); silu(gate) * up   -> SwiGLU of one site, halves or interleaved
+    silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLUSymbols of two sites
+    y = moe_grouped_mm(x, gate_up); gate, up = chunk(y); silu(gate) * up   -> SwiGLUSymbols of one site
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
 )
 from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
 
-__all__ = ["Quantized", "Site", "SwiGLU", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
+__all__ = ["Quantized", "Site", "SwiGLUSymbols", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Site:
 
 
 @dataclass(frozen=True, eq=False)
-class SwiGLU:
+class SwiGLUSymbols:
     """``silu(gate) * up``. `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether
     gate and up are its even and odd columns rather than its halves. `replaced`: positions of all its symbols, the last
     of which is the multiplication; `reason`: why these cannot be one operator, None when they become it."""
@@ -133,7 +133,7 @@ def trained_weights(computation: Computation) -> list[TensorProxy]:
     ]
 
 
-def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
+def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbols]:
     """The SwiGLUs whose GEMMs are all among the sites; each site is in one at most."""
     by_output = {site.bsym.output.name: site for site in sites}
     blocks = []
@@ -154,7 +154,7 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLU]:
 
 def _swiglu(
     computation: Computation, by_output: dict[str, Site], gate: TensorProxy, up: TensorProxy, silu: int, product: int
-) -> SwiGLU | None:
+) -> SwiGLUSymbols | None:
     sites = _two_gemms(computation, by_output.get(gate.name), by_output.get(up.name))
     interleaved, positions = False, {silu, product}
     if not sites:
@@ -178,7 +178,7 @@ def _swiglu(
     program = computation.program
     kept = saved if program.steps[product].grad_enabled else None
     reason = program.reason_against_fusing(positions, storages, kept)
-    return SwiGLU(sites, tuple(sorted(positions)), interleaved, reason)
+    return SwiGLUSymbols(sites, tuple(sorted(positions)), interleaved, reason)
 
 
 def _two_gemms(computation: Computation, gate: Site | None, up: Site | None) -> tuple[Site, ...]:

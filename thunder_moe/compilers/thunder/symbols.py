@@ -1,5 +1,5 @@
 """The symbols that moe_executor puts into Thunder's traces: meta, implementation and gradient of each.
-Called by thunder_transform and thunder_executor; calls the operators and the weight cache.
+Called by rewrite.py and executor.py; calls the operators of ops and weight_cache.py.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine and
@@ -115,52 +115,100 @@ def _grouped_mm_grad(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_d
 
 
 def _nvfp4_meta(
-    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear",
-    activation_amax=None,
-):  # fmt: skip
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    blockscale_offsets: TensorProxy | None = None,
+    problem_sizes: TensorProxy | None = None,
+    *,
+    layout: str = "linear",
+    activation_amax: float | None = None,
+) -> TensorProxy:
     return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2]))
 
 
-def _nvfp4_dgrad_meta(grad, fp4_weight, scale, global_scale, offsets, *, layout="linear"):
+def _nvfp4_dgrad_meta(
+    grad: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    *,
+    layout: str = "linear",
+) -> TensorProxy:
     return TensorProxy(like=grad, shape=(grad.shape[0], 2 * fp4_weight.shape[1]))
 
 
 def _swiglu_meta(
-    a, fp4_weight, scale, global_scale, offsets, row_slot=None, slot_scale=None, bias=None, *, layout="linear",
-    alpha=1.0, limit=None, up_shift=0.0, activation_amax=None,
-):  # fmt: skip
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    row_slot: TensorProxy | None = None,
+    slot_scale: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    *,
+    layout: str = "linear",
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    activation_amax: float | None = None,
+) -> TensorProxy:
     rows = (a if row_slot is None else row_slot).shape[0]
     return TensorProxy(like=a, shape=(rows, fp4_weight.shape[2] // 2))
 
 
 def _combine_meta(
-    a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight=None, bias=None, *, layout="linear"
-):
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    slot_row: TensorProxy,
+    slot_weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    *,
+    layout: str = "linear",
+) -> TensorProxy:
     return TensorProxy(like=a, shape=(slot_row.shape[0], fp4_weight.shape[2]))
 
 
-def _backward_meta(grad, a, fp4_weight, scale, global_scale, offsets, slots=None, weight=None, bias=None, **options):
+def _backward_meta(
+    grad: TensorProxy,
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    slots: TensorProxy | None = None,
+    weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    **options: Any,
+) -> tuple[TensorProxy, ...]:
     return tuple(TensorProxy(like=tensor) for tensor in (a, weight, bias) if tensor is not None)
 
 
 def _backward_impl(function: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
     """All gradients that there are, without the places of arguments that are None."""
 
-    def run(*args, **options) -> tuple[Tensor, ...]:
+    def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
         grads = function(*args, **options, needs=(True, True, True))
         return tuple(grad for grad in grads if grad is not None)
 
     return run
 
 
-def _route_meta(expert_ids, num_experts):
+def _route_meta(expert_ids: TensorProxy, num_experts: int) -> tuple[TensorProxy, ...]:
     slots = expert_ids.shape[0] * expert_ids.shape[1]
     shapes = ((slots,), (num_experts,), tuple(expert_ids.shape))
     return tuple(TensorProxy(like=expert_ids, shape=shape, dtype=dtypes.int32, requires_grad=False) for shape in shapes)
 
 
 def _without_amax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args, activation_amax: float | None = None, **kwargs) -> Tensor:
+    def run(*args: Any, activation_amax: float | None = None, **kwargs: Any) -> Tensor:
         return operator(*args, **kwargs)
 
     return run
@@ -185,9 +233,17 @@ moe_route = EXECUTOR.register_operator("moe_route", meta=_route_meta, fn=_OPS.mo
 
 
 def _nvfp4_grad(
-    a, fp4_weight, scale, global_scale, offsets, blockscale_offsets=None, problem_sizes=None, *, layout="linear",
-    activation_amax=None,
-):  # fmt: skip
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    blockscale_offsets: TensorProxy | None = None,
+    problem_sizes: TensorProxy | None = None,
+    *,
+    layout: str = "linear",
+    activation_amax: float | None = None,
+) -> TensorProxy:
     packed = (fp4_weight, scale, global_scale, offsets)
     options = dict(layout=layout, activation_amax=activation_amax)
     out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, **options)
@@ -196,9 +252,18 @@ def _nvfp4_grad(
 
 
 def _swiglu_grad(
-    a, fp4_weight, scale, global_scale, offsets, row_slot=None, slot_scale=None, bias=None, *, activation_amax=None,
-    **options,
-):  # fmt: skip
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    row_slot: TensorProxy | None = None,
+    slot_scale: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    *,
+    activation_amax: float | None = None,
+    **options: Any,
+) -> TensorProxy:
     args = (a, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias)
     out = nvfp4_grouped_swiglu(*args, **options, activation_amax=activation_amax)
     _put_grads(_swiglu_backward(get_grad(out), *args, **options), a, slot_scale, bias)
@@ -206,15 +271,24 @@ def _swiglu_grad(
 
 
 def _combine_grad(
-    a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight=None, bias=None, *, layout="linear"
-):
+    a: TensorProxy,
+    fp4_weight: TensorProxy,
+    scale: TensorProxy,
+    global_scale: TensorProxy,
+    offsets: TensorProxy,
+    slot_row: TensorProxy,
+    slot_weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    *,
+    layout: str = "linear",
+) -> TensorProxy:
     args = (a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight, bias)
     out = nvfp4_combine(*args, layout=layout)
     _put_grads(_combine_backward(get_grad(out), *args, layout=layout), a, slot_weight, bias)
     return out
 
 
-def _put_grads(grads, *arguments) -> None:
+def _put_grads(grads: tuple[TensorProxy, ...], *arguments: TensorProxy | None) -> None:
     given = (argument for argument in arguments if argument is not None)
     for argument, grad in zip(given, grads, strict=True):
         put_grad(argument, grad)
@@ -223,7 +297,13 @@ def _put_grads(grads, *arguments) -> None:
 # ---- the prologue: weights are packed, and what their copies rely on is checked and declared
 
 
-def pack_meta(*weights, transposed: bool = False, interleaved: bool = False, layout: str = "linear", names: str = ""):
+def pack_meta(
+    *weights: TensorProxy,
+    transposed: bool = False,
+    interleaved: bool = False,
+    layout: str = "linear",
+    names: str = "",
+) -> tuple[TensorProxy, ...]:
     """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed.
 
     In layout "swizzled_128x4" they are as nvFuser takes them, see `WeightCache.operands`.
@@ -238,32 +318,36 @@ def pack_meta(*weights, transposed: bool = False, interleaved: bool = False, lay
     return _proxies(weights[0], dtypes.uint8, (experts, k // 2, n), (experts, n, k // BLOCK_SIZE), global_shape)
 
 
-def swizzle_meta(qdata, scale, global_scale, *, parts: int):
+def swizzle_meta(
+    qdata: TensorProxy, scale: TensorProxy, global_scale: TensorProxy, *, parts: int
+) -> tuple[TensorProxy, ...]:
     """Proxies of what `WeightCache.swizzled` makes of the tensors of an `NVFP4Weight`."""
     experts, n, half = qdata.shape
     return _swizzled(qdata, experts, parts * pad_rows(n // parts), 2 * half, tuple(global_scale.shape))
 
 
-def _swizzled(like: TensorProxy, experts: int, n: int, k: int, global_shape: tuple[int, ...]):
+def _swizzled(
+    like: TensorProxy, experts: int, n: int, k: int, global_shape: tuple[int, ...]
+) -> tuple[TensorProxy, ...]:
     scales = scale_shape(experts, n, k, "swizzled_128x4")
     return _proxies(like, dtypes.float4_e2m1fn_x2, (experts, k // 2, n), scales, global_shape)
 
 
-def _proxies(like: TensorProxy, fp4: dtypes.dtype, *shapes: tuple[int, ...]):
+def _proxies(like: TensorProxy, fp4: dtypes.dtype, *shapes: tuple[int, ...]) -> tuple[TensorProxy, ...]:
     return tuple(
         TensorProxy(like=like, shape=shape, dtype=dtype, requires_grad=False)
         for shape, dtype in zip(shapes, (fp4, dtypes.float8_e4m3fn, dtypes.float32), strict=True)
     )
 
 
-def _pack_impl(*weights: Tensor, names: str = "", **form):
+def _pack_impl(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, Tensor, Tensor]:
     try:
         return WEIGHT_CACHE.operands(*weights, **form)
     except ValueError as error:
-        raise ValueError(f"cannot quantise {names}: {error}") from error
+        raise ValueError(f"cannot quantize {names}: {error}") from error
 
 
-def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int):
+def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     return WEIGHT_CACHE.swizzled(qdata, scale, global_scale, parts=parts)
 
 
@@ -284,7 +368,7 @@ def _check_memory(*tensors: Tensor, packed: int) -> None:
         )
 
 
-def _returns_nothing(*args, **kwargs) -> None:
+def _returns_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 

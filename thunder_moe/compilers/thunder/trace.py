@@ -1,5 +1,5 @@
-"""What the analyses need of one of Thunder's computation traces: views, storages, readers, and the steps of `safety`.
-Called by thunder_sites; calls safety and eligibility.
+"""Analysis of a Thunder computation trace: views, storages and readers of each tensor, and the steps of `safety`.
+Called by sites.py and rewrite.py; calls safety.py and eligibility.py.
 
 A trace is functional but for `prims.copy_`, in which every in-place operation ends. The names that Thunder gives a
 tensor anew at in-place operations (`prims.update_aliases`) count as one tensor here. A composite (``ltorch.chunk``)
@@ -213,8 +213,9 @@ def _source(leaf: BoundSymbol, name: str) -> str:
     """The tensor of which a leaf gives `name`: its first operand, unless it is one that says otherwise."""
     if leaf.sym.id == PrimIDs.UPDATE_ALIASES:
         position = next(i for i, proxy in enumerate(leaf.flat_proxy_outs) if proxy.name == name)
-        return leaf.flat_proxy_args[position].name
-    return leaf.flat_proxy_args[1 if leaf.sym.id == PrimIDs.COPY_ else 0].name
+    else:
+        position = 1 if leaf.sym.id == PrimIDs.COPY_ else 0
+    return str(leaf.flat_proxy_args[position].name)
 
 
 def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
