@@ -25,9 +25,9 @@ lint: .venv/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation site, into build/site; a warning is an error. Needs Python 3.11.
+# The documentation site, into build/site; a warning is an error (with --quiet it would not be). Needs Python 3.11.
 docs: .venv/installed-docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks gemm
