@@ -12,11 +12,14 @@ from thunder_moe import moe_route
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.select import BACKENDS, select, use_backend
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.grouped_mm_combine import combine_backward, f16a_nvfp4weight_grouped_mm_combine
-from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu, swiglu_backward
+from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
+from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
+from thunder_moe.ops.operator import OPERATORS
 
 E, H, INNER, T, A = 5, 48, 32, 7, 2
 DTYPES = list(KERNEL_TOLERANCE)
+swiglu_backward = OPERATORS["f16a_nvfp4weight_grouped_swiglu"].backward
+combine_backward = OPERATORS["f16a_nvfp4weight_grouped_mm_combine"].backward
 GPT_OSS = dict(alpha=1.702, limit=1.5, up_shift=1.0)
 
 

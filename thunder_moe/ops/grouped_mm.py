@@ -1,107 +1,87 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm: schema, fake, autograd, checks of its operands.
-Called by nn and by compiled graphs; calls kernels.select. No arithmetic here.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and that of its gradient (the same name with _dgrad).
+Called by nn, the other operators and compiled graphs; calls kernels.select.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from thunder_moe.formats.checks import require
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight, check_weight
+from thunder_moe.formats.checks import mismatch, require
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.gradients import Gemms
 from thunder_moe.kernels.select import select
+from thunder_moe.ops.checks import check_offset_values, check_operands, check_rows_and_weight
+from thunder_moe.ops.operator import operator
 
 __all__ = [
-    "check_index_values",
-    "check_offset_values",
-    "check_operands",
-    "check_optional",
     "f16a_nvfp4weight_scaled_grouped_mm",
+    "f16a_nvfp4weight_scaled_grouped_mm_dgrad",
+    "gemm_and_dgrad",
     "operands",
-    "refuse_forward_ad",
-    "refuse_weight_gradients",
     "weight_from_operands",
 ]
 
-ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_NAMES = ("fp4_weight", "weight_scaling_factor", "weight_global_scale")
+
+def operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """(fp4_weight, weight_scaling_factor, weight_global_scale) of a weight, as the operators take them."""
+    return weight.qdata.transpose(1, 2), weight.scale, weight.global_scale
 
 
-@torch.library.custom_op("thunder_moe::f16a_nvfp4weight_scaled_grouped_mm", mutates_args=())
-def _grouped_mm(
-    activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
-    offsets: Tensor,
-    blockscale_offsets: Tensor | None = None,
-    problem_sizes: Tensor | None = None,
-    *,
-    layout: str = "linear",
-) -> Tensor:
-    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    refuse_forward_ad()
-    check_operands(activation, *packed, offsets, layout)
+def weight_from_operands(
+    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str
+) -> NVFP4Weight:
+    """The inverse of `operands`, for operands that `check_operands` has passed."""
+    qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
+    return NVFP4Weight.unchecked(qdata, weight_scaling_factor, weight_global_scale, layout)
+
+
+def gemm_and_dgrad(
+    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor, layout: str
+) -> Gemms:
+    """The two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
+    operators = torch.ops.thunder_moe
+    rest = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
+    return (
+        lambda rows: operators.f16a_nvfp4weight_scaled_grouped_mm(rows, *rest, layout=layout),
+        lambda grad: operators.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *rest, layout=layout),
+    )
+
+
+def _shapes(activation: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
+    return ((activation.shape[0], fp4_weight.shape[2]),)
+
+
+def _check(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any,
+    layout: str = LINEAR,
+) -> None:  # fmt: skip
+    check_operands(activation, fp4_weight, scale, global_scale, offsets, layout)
+
+
+def _check_values(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any, **__: Any
+) -> None:
     check_offset_values(offsets, activation.shape[0])
-    kernel = select(activation.device).grouped_mm
-    return kernel(activation, weight_from_operands(*packed, layout), offsets)
 
 
-@_grouped_mm.register_fake
-def _(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets=None,
-      problem_sizes=None, *, layout="linear"):  # fmt: skip
-    check_operands(activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
-    return activation.new_empty(activation.shape[0], fp4_weight.shape[2])
+def _gradient(grad: Tensor, *weight_and_offsets: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
+    return (torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight_and_offsets, layout=layout),)
 
 
-@torch.library.custom_op("thunder_moe::f16a_nvfp4weight_scaled_grouped_mm_dgrad", mutates_args=())
-def _grouped_mm_dgrad(
-    grad: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
-    offsets: Tensor,
-    *,
-    layout: str = "linear",
-) -> Tensor:
-    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    refuse_forward_ad()
-    _check_dgrad(grad, *packed, offsets, layout)
-    check_offset_values(offsets, grad.shape[0], "grad")
-    kernel = select(grad.device).grouped_mm_dgrad
-    return kernel(grad, weight_from_operands(*packed, layout), offsets)
-
-
-@_grouped_mm_dgrad.register_fake
-def _(grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, *, layout="linear"):
-    _check_dgrad(grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
-    return grad.new_empty(grad.shape[0], 2 * fp4_weight.shape[1])
-
-
-def _setup_context(ctx, inputs, keyword_only_inputs, output) -> None:
-    refuse_weight_gradients(*inputs[1:4])
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.layout = keyword_only_inputs["layout"]
-
-
-def _backward(ctx, grad):
-    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad
-    return dgrad(grad, *ctx.saved_tensors, layout=ctx.layout), None, None, None, None, None, None
-
-
-def _dgrad_backward(ctx, grad):
-    forward = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
-    return forward(grad, *ctx.saved_tensors, layout=ctx.layout), None, None, None, None
-
-
-_grouped_mm.register_autograd(_backward, setup_context=_setup_context)
-_grouped_mm_dgrad.register_autograd(_dgrad_backward, setup_context=_setup_context)
-
-
+@operator(
+    shapes=_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("activation",),
+    saved=slice(1, 5),
+)
 def f16a_nvfp4weight_scaled_grouped_mm(
     activation: Tensor,
     fp4_weight: Tensor,
@@ -111,7 +91,7 @@ def f16a_nvfp4weight_scaled_grouped_mm(
     blockscale_offsets: Tensor | None = None,
     problem_sizes: Tensor | None = None,
     *,
-    layout: str = "linear",
+    layout: str = LINEAR,
 ) -> Tensor:
     """Grouped GEMM of 16-bit activations with NVFP4 weights: ``out[rows of e] = activation[rows of e] @ w[e].T``.
 
@@ -134,125 +114,56 @@ def f16a_nvfp4weight_scaled_grouped_mm(
         ValueError: an operand has the wrong rank, shape, dtype or device; on a CPU also offsets that decrease or
             exceed M. The message names the argument, what it was and what is wanted.
     """
-    return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(
-        activation, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, blockscale_offsets, problem_sizes,
-        layout=layout,
-    )  # fmt: skip
+    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
+    out: Tensor = select(activation.device).grouped_mm(activation, weight, offsets)
+    return out
 
 
-def operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """(fp4_weight, weight_scaling_factor, weight_global_scale) of a weight, as the operators take them."""
-    return weight.qdata.transpose(1, 2), weight.scale, weight.global_scale
+def _dgrad_shapes(grad: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
+    return ((grad.shape[0], 2 * fp4_weight.shape[1]),)
 
 
-def weight_from_operands(
-    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str
-) -> NVFP4Weight:
-    """The inverse of `operands`, for operands that `check_operands` has passed."""
-    qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
-    return NVFP4Weight.unchecked(qdata, weight_scaling_factor, weight_global_scale, layout)
-
-
-def check_operands(
-    activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
-    offsets: Tensor,
-    layout: str,
+def _check_dgrad(
+    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *, layout: str = LINEAR
 ) -> None:
-    """Checks everything that can be checked without data.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
-    """
-    require(activation.ndim == 2, "activation", activation, "shape (rows, in_features)")
-    k = activation.shape[1]
-    require(k % BLOCK_SIZE == 0 and k > 0, "activation", activation, f"in_features a positive multiple of {BLOCK_SIZE}")
-    require(fp4_weight.ndim == 3, "fp4_weight", fp4_weight, "shape (experts, in_features // 2, out_features)")
-    wanted = f"in_features // 2 = {k // 2} in dim 1, by the activation"
-    require(2 * fp4_weight.shape[1] == k, "fp4_weight", fp4_weight, wanted)
-    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    _check_rows_and_weight("activation", activation, *packed, offsets, layout)
-
-
-def _check_dgrad(grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout) -> None:
-    """`check_operands` for the gradient (M, N) in the place of the activation (M, K)."""
     require(fp4_weight.ndim == 3, "fp4_weight", fp4_weight, "shape (experts, in_features // 2, out_features)")
     n = fp4_weight.shape[2]
-    require(grad.ndim == 2 and grad.shape[1] == n, "grad", grad, f"shape (rows, {n}), by fp4_weight")
-    _check_rows_and_weight("grad", grad, fp4_weight, weight_scaling_factor, weight_global_scale, offsets, layout)
+    if grad.ndim != 2 or grad.shape[1] != n:
+        raise mismatch("grad", grad, f"shape (rows, {n}), by fp4_weight")
+    check_rows_and_weight("grad", grad, fp4_weight, scale, global_scale, offsets, layout)
 
 
-def _check_rows_and_weight(
-    name: str,
-    rows: Tensor,
+def _check_dgrad_values(
+    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, **_: Any
+) -> None:
+    check_offset_values(offsets, grad.shape[0], "grad")
+
+
+def _dgrad_gradient(grad: Tensor, *weight_and_offsets: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
+    return (torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(grad, *weight_and_offsets, layout=layout),)
+
+
+@operator(
+    shapes=_dgrad_shapes,
+    check=_check_dgrad,
+    check_values=_check_dgrad_values,
+    gradient=_dgrad_gradient,
+    differentiable=("grad",),
+    saved=slice(1, 5),
+)
+def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
+    grad: Tensor,
     fp4_weight: Tensor,
     weight_scaling_factor: Tensor,
     weight_global_scale: Tensor,
     offsets: Tensor,
-    layout: str,
-) -> None:
-    """Checks what `check_operands` and `_check_dgrad` have in common; `name` is what the operator calls the rows."""
-    require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
-    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    check_weight(*packed, layout, names=WEIGHT_NAMES, transposed=True)
-    require(fp4_weight.device == rows.device, "fp4_weight", fp4_weight, f"device {rows.device}, that of {name}")
-    experts = fp4_weight.shape[0]
-    require(offsets.dtype == torch.int32, "offsets", offsets, "dtype int32")
-    require(tuple(offsets.shape) == (experts,), "offsets", offsets, f"shape ({experts},), one row end per expert")
-    require(offsets.device == rows.device, "offsets", offsets, f"device {rows.device}, that of {name}")
+    *,
+    layout: str = LINEAR,
+) -> Tensor:
+    """Gradient (M, N) of `f16a_nvfp4weight_scaled_grouped_mm`'s output -> gradient (M, K) of its activation.
 
-
-def check_optional(name: str, tensor: Tensor | None, shape: tuple[int, ...], activation: Tensor) -> None:
-    """Checks an optional floating-point operand.
-
-    Raises:
-        ValueError: names the argument, what it was and what is wanted.
+    The arguments are as there. Differentiable in `grad`.
     """
-    if tensor is None:
-        return
-    require(tuple(tensor.shape) == shape, name, tensor, f"shape {shape}")
-    ok = tensor.dtype.is_floating_point and tensor.dtype.itemsize >= 2
-    require(ok, name, tensor, "a floating-point dtype of 16 bits or more")
-    require(tensor.device == activation.device, name, tensor, f"device {activation.device}, that of activation")
-
-
-def check_offset_values(offsets: Tensor, rows: int, of: str = "activation") -> None:
-    """On a CPU: ValueError when the offsets decrease, are negative or exceed the rows of the argument `of`. Elsewhere
-    it would have to synchronise: kernels leave out what lies outside of the rows. 0.5 us for 8 experts, 8 us for 512.
-    """
-    if offsets.device.type != "cpu":
-        return
-    ends = offsets.tolist()
-    if ends[0] < 0 or ends != sorted(ends):
-        raise ValueError(f"offsets: got {ends}, wanted cumulative row ends, at least 0, that never decrease")
-    if ends[-1] > rows:
-        raise ValueError(f"offsets: got a last row end of {ends[-1]}, wanted at most the {rows} rows of {of}")
-
-
-def check_index_values(name: str, index: Tensor, least: int, end: int, of: str) -> None:
-    """On a CPU: ValueError when a value is outside of [least, end). Elsewhere nothing, as `check_offset_values`.
-    2 us for 8 values, 4 us for 65536."""
-    if index.device.type != "cpu" or not index.numel():
-        return
-    low, high = (int(value) for value in torch.aminmax(index))
-    if low < least or high >= end:
-        bad = low if low < least else high
-        raise ValueError(f"{name}: got a value of {bad}, wanted values from {least} to {end - 1}, {of}")
-
-
-def refuse_forward_ad() -> None:
-    """torch drops the tangents of custom operators without a word, or takes them for zeros: NotImplementedError."""
-    if forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            "NVFP4 operators have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd); use reverse mode"
-        )
-
-
-def refuse_weight_gradients(fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor) -> None:
-    """ValueError when a part of the weight requires a gradient, since it would get none."""
-    packed = dict(weight_scaling_factor=weight_scaling_factor, weight_global_scale=weight_global_scale)
-    for name, tensor in {"fp4_weight": fp4_weight, **packed}.items():
-        if tensor.requires_grad:
-            raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a frozen one; use detach()")
+    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
+    out: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+    return out

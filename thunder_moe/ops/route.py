@@ -1,5 +1,5 @@
 """The operator thunder_moe::moe_route: the top-k expert ids of tokens -> the order of rows for grouped GEMMs.
-Called by ops.experts, integrations and compiled graphs; calls kernels.select. No arithmetic here.
+Called by ops.experts, integrations and compiled graphs; calls kernels.select.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M = T * A rows, E experts.
 """
@@ -11,29 +11,28 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
+from thunder_moe.ops.operator import operator
 
 __all__ = ["moe_route"]
 
 
-@torch.library.custom_op("thunder_moe::moe_route", mutates_args=())
-def _route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    _check(expert_ids, num_experts)
+def _shapes(expert_ids: Tensor, num_experts: int) -> tuple[tuple[int, ...], ...]:
+    tokens, top_k = expert_ids.shape
+    return (tokens * top_k,), (num_experts,), (tokens, top_k)
+
+
+def _check(expert_ids: Tensor, num_experts: int) -> None:
+    require(expert_ids.ndim == 2, "expert_ids", expert_ids, "shape (tokens, top_k)")
+    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", expert_ids, "dtype int32 or int64")
+    if num_experts < 1:
+        raise ValueError(f"num_experts: got {num_experts}, wanted at least 1")
+
+
+def _check_values(expert_ids: Tensor, num_experts: int) -> None:
     require(expert_ids.numel() < 2**31, "expert_ids", expert_ids, "less than 2**31 ids: rows are int32")
-    return select(expert_ids.device).route(expert_ids, num_experts)
 
 
-@_route.register_fake
-def _(expert_ids, num_experts):
-    _check(expert_ids, num_experts)
-    slots = expert_ids.shape[0] * expert_ids.shape[1]
-    empty = expert_ids.new_empty
-    return (
-        empty(slots, dtype=torch.int32),
-        empty(num_experts, dtype=torch.int32),
-        empty(expert_ids.shape, dtype=torch.int32),
-    )
-
-
+@operator(shapes=_shapes, check=_check, check_values=_check_values, dtype=torch.int32)
 def moe_route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts the slots of tokens by expert: what a grouped GEMM needs to know of a routing. Not differentiable.
 
@@ -52,11 +51,5 @@ def moe_route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Ten
     Raises:
         ValueError: expert_ids has the wrong rank or dtype, or num_experts is not positive.
     """
-    return torch.ops.thunder_moe.moe_route(expert_ids, num_experts)
-
-
-def _check(expert_ids: Tensor, num_experts: int) -> None:
-    require(expert_ids.ndim == 2, "expert_ids", expert_ids, "shape (tokens, top_k)")
-    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", expert_ids, "dtype int32 or int64")
-    if num_experts < 1:
-        raise ValueError(f"num_experts: got {num_experts}, wanted at least 1")
+    rows: tuple[Tensor, Tensor, Tensor] = select(expert_ids.device).route(expert_ids, num_experts)
+    return rows

@@ -3,7 +3,7 @@ Called by rewrite.py and executor.py; calls the operators of ops and weight_cach
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine and
-moe_route, arguments as the operators'.
+moe_route: the operators that `ops.operator.OPERATORS` describes.
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
 quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
@@ -12,8 +12,9 @@ Legend: M rows, E experts, N out_features, K in_features, I intermediate_size.
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,17 +28,16 @@ import thunder.core.dtypes as dtypes  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.core.prims import OpTags, get_grad, put_grad  # noqa: E402
 from thunder.core.proxies import TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.extend import OperatorExecutor  # noqa: E402
 
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.formats.layouts import BLOCK_SIZE, scale_shape  # noqa: E402
-from thunder_moe.ops import grouped_mm_combine as _grouped_mm_combine  # noqa: E402
-from thunder_moe.ops import grouped_swiglu as _grouped_swiglu  # noqa: E402
-from thunder_moe.ops import route as _route  # noqa: E402, F401  (registers the operator)
-from thunder_moe.ops import trainable_grouped_mm  # noqa: E402
+from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
+from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
+from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
 from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
 __all__ = [
@@ -110,188 +110,85 @@ def _grouped_mm_grad(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_d
     return out
 
 
-# ---- NVFP4: a (M, K), fp4_weight (E, K // 2, N), scale (E, N, K // 16), global_scale (E,) or (E, N)
+# ---- NVFP4: the operators, as ops.operator describes them
 # activation_amax, which the operators do not have, is for nvFuser's translators: our kernels keep the rows 16-bit.
 
-
-def _nvfp4_meta(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    blockscale_offsets: TensorProxy | None = None,
-    problem_sizes: TensorProxy | None = None,
-    *,
-    layout: str = "linear",
-    activation_amax: float | None = None,
-) -> TensorProxy:
-    return TensorProxy(like=a, shape=(a.shape[0], fp4_weight.shape[2]))
+_AMAX = inspect.Parameter("activation_amax", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
-def _nvfp4_dgrad_meta(
-    grad: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    *,
-    layout: str = "linear",
-) -> TensorProxy:
-    return TensorProxy(like=grad, shape=(grad.shape[0], 2 * fp4_weight.shape[1]))
+def _meta(operator: Operator, *more: inspect.Parameter) -> Callable[..., Any]:
+    """Proxies of an operator's results, under its own signature (Thunder fills in defaults by that) and `more`."""
+
+    def meta(*args: Any, activation_amax: float | None = None, **options: Any) -> Any:
+        shapes, like = operator.shapes(*args, **options), args[0]
+        if operator.dtype is None:
+            return TensorProxy(like=like, shape=shapes[0])
+        dtype = dtypes.to_dtype(operator.dtype)
+        return tuple(TensorProxy(like=like, shape=shape, dtype=dtype, requires_grad=False) for shape in shapes)
+
+    parameters = [*operator.signature.parameters.values(), *more]
+    meta.__signature__ = operator.signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return meta
 
 
-def _swiglu_meta(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    row_slot: TensorProxy | None = None,
-    slot_scale: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    *,
-    layout: str = "linear",
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-    activation_amax: float | None = None,
-) -> TensorProxy:
-    rows = (a if row_slot is None else row_slot).shape[0]
-    return TensorProxy(like=a, shape=(rows, fp4_weight.shape[2] // 2))
+def _symbol(name: str, *more: inspect.Parameter) -> Symbol:
+    """The symbol of an operator; a call of it drops the arguments that the operator does not have."""
+    registered = getattr(torch.ops.thunder_moe, name)
+
+    def run(*args: Any, activation_amax: float | None = None, **options: Any) -> Any:
+        return registered(*args, **options)
+
+    return EXECUTOR.register_operator(name, meta=_meta(OPERATORS[name], *more), fn=run if more else registered)
 
 
-def _combine_meta(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    slot_row: TensorProxy,
-    slot_weight: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    *,
-    layout: str = "linear",
-) -> TensorProxy:
-    return TensorProxy(like=a, shape=(slot_row.shape[0], fp4_weight.shape[2]))
+def _backward_symbol(operator: Operator) -> Symbol:
+    """The symbol of an operator's `backward`: gradients of the differentiable arguments that are given."""
+
+    def meta(grad: TensorProxy, *args: Any, **options: Any) -> tuple[TensorProxy, ...]:
+        return tuple(TensorProxy(like=argument) for argument in _differentiable(operator, args))
+
+    def run(grad: Tensor, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        return tuple(
+            of_argument for of_argument in operator.backward(grad, *args, **options) if of_argument is not None
+        )
+
+    return EXECUTOR.register_operator(f"{operator.name}_backward", meta=meta, fn=run)
 
 
-def _backward_meta(
-    grad: TensorProxy,
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    slots: TensorProxy | None = None,
-    weight: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    **options: Any,
-) -> tuple[TensorProxy, ...]:
-    return tuple(TensorProxy(like=tensor) for tensor in (a, weight, bias) if tensor is not None)
+def _differentiable(operator: Operator, args: Sequence[Any]) -> list[Any]:
+    """The arguments that get a gradient, without those that are None or left out."""
+    found = (args[position] for position in operator.positions if position < len(args))
+    return [argument for argument in found if argument is not None]
 
 
-def _backward_impl(function: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """All gradients that there are, without the places of arguments that are None."""
-
-    def run(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-        grads = function(*args, **options, needs=(True, True, True))
-        return tuple(grad for grad in grads if grad is not None)
-
-    return run
-
-
-def _route_meta(expert_ids: TensorProxy, num_experts: int) -> tuple[TensorProxy, ...]:
-    slots = expert_ids.shape[0] * expert_ids.shape[1]
-    shapes = ((slots,), (num_experts,), tuple(expert_ids.shape))
-    return tuple(TensorProxy(like=expert_ids, shape=shape, dtype=dtypes.int32, requires_grad=False) for shape in shapes)
-
-
-def _without_amax(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Any, activation_amax: float | None = None, **kwargs: Any) -> Tensor:
-        return operator(*args, **kwargs)
-
-    return run
-
-
-_OPS = torch.ops.thunder_moe
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
 _COMBINE_NAME = "f16a_nvfp4weight_grouped_mm_combine"
-nvfp4_grouped_mm = EXECUTOR.register_operator(_NAME, meta=_nvfp4_meta, fn=_without_amax(getattr(_OPS, _NAME)))
-_nvfp4_dgrad = EXECUTOR.register_operator(f"{_NAME}_dgrad", meta=_nvfp4_dgrad_meta, fn=getattr(_OPS, f"{_NAME}_dgrad"))
-nvfp4_grouped_swiglu = EXECUTOR.register_operator(
-    _SWIGLU_NAME, meta=_swiglu_meta, fn=_without_amax(getattr(_OPS, _SWIGLU_NAME))
-)
-_swiglu_backward = EXECUTOR.register_operator(
-    f"{_SWIGLU_NAME}_backward", meta=_backward_meta, fn=_backward_impl(_grouped_swiglu.swiglu_backward)
-)
-nvfp4_combine = EXECUTOR.register_operator(_COMBINE_NAME, meta=_combine_meta, fn=getattr(_OPS, _COMBINE_NAME))
-_combine_backward = EXECUTOR.register_operator(
-    f"{_COMBINE_NAME}_backward", meta=_backward_meta, fn=_backward_impl(_grouped_mm_combine.combine_backward)
-)
-moe_route = EXECUTOR.register_operator("moe_route", meta=_route_meta, fn=_OPS.moe_route)
+nvfp4_grouped_mm = _symbol(_NAME, _AMAX)
+_nvfp4_dgrad = _symbol(f"{_NAME}_dgrad")
+nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
+nvfp4_combine = _symbol(_COMBINE_NAME)
+moe_route = _symbol("moe_route")
+_swiglu_backward, _combine_backward = (_backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME))
 
 
-def _nvfp4_grad(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    blockscale_offsets: TensorProxy | None = None,
-    problem_sizes: TensorProxy | None = None,
-    *,
-    layout: str = "linear",
-    activation_amax: float | None = None,
-) -> TensorProxy:
-    packed = (fp4_weight, scale, global_scale, offsets)
-    options = dict(layout=layout, activation_amax=activation_amax)
-    out = nvfp4_grouped_mm(a, *packed, blockscale_offsets, problem_sizes, **options)
-    put_grad(a, _nvfp4_dgrad(get_grad(out), *packed, layout=layout))
+def _nvfp4_grad(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
+    out = nvfp4_grouped_mm(a, *args, **options)
+    put_grad(a, _nvfp4_dgrad(get_grad(out), *args[:4], layout=options["layout"]))
     return out
 
 
-def _swiglu_grad(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    row_slot: TensorProxy | None = None,
-    slot_scale: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    *,
-    activation_amax: float | None = None,
-    **options: Any,
-) -> TensorProxy:
-    args = (a, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias)
-    out = nvfp4_grouped_swiglu(*args, **options, activation_amax=activation_amax)
-    _put_grads(_swiglu_backward(get_grad(out), *args, **options), a, slot_scale, bias)
-    return out
+def _gradient(symbol: Symbol, backward: Symbol) -> Callable[..., TensorProxy]:
+    operator = OPERATORS[symbol.name]
 
+    def gradient(*args: Any, activation_amax: float | None = None, **options: Any) -> TensorProxy:
+        more = {} if activation_amax is None else dict(activation_amax=activation_amax)
+        out = symbol(*args, **options, **more)
+        grads = backward(get_grad(out), *args, **options)
+        for argument, grad in zip(_differentiable(operator, args), grads, strict=True):
+            put_grad(argument, grad)
+        return out
 
-def _combine_grad(
-    a: TensorProxy,
-    fp4_weight: TensorProxy,
-    scale: TensorProxy,
-    global_scale: TensorProxy,
-    offsets: TensorProxy,
-    slot_row: TensorProxy,
-    slot_weight: TensorProxy | None = None,
-    bias: TensorProxy | None = None,
-    *,
-    layout: str = "linear",
-) -> TensorProxy:
-    args = (a, fp4_weight, scale, global_scale, offsets, slot_row, slot_weight, bias)
-    out = nvfp4_combine(*args, layout=layout)
-    _put_grads(_combine_backward(get_grad(out), *args, layout=layout), a, slot_weight, bias)
-    return out
-
-
-def _put_grads(grads: tuple[TensorProxy, ...], *arguments: TensorProxy | None) -> None:
-    given = (argument for argument in arguments if argument is not None)
-    for argument, grad in zip(given, grads, strict=True):
-        put_grad(argument, grad)
+    return gradient
 
 
 # ---- the prologue: weights are packed, and what their copies rely on is checked and declared
@@ -383,16 +280,16 @@ check_grad_mode, check_memory, declare_changed = (
     )
 )
 
-for _symbol, _gradient in (
+for _each, _grad_transform in (
     (grouped_mm, _grouped_mm_grad),
     (_dgrad, None),
     (_wgrad, None),
     (nvfp4_grouped_mm, _nvfp4_grad),
     (_nvfp4_dgrad, None),
-    (nvfp4_grouped_swiglu, _swiglu_grad),
+    (nvfp4_grouped_swiglu, _gradient(nvfp4_grouped_swiglu, _swiglu_backward)),
     (_swiglu_backward, None),
-    (nvfp4_combine, _combine_grad),
+    (nvfp4_combine, _gradient(nvfp4_combine, _combine_backward)),
     (_combine_backward, None),
     (moe_route, None),
 ):
-    EXECUTOR.register_implementation(_symbol, _symbol, grad_transform=_gradient)
+    EXECUTOR.register_implementation(_each, _each, grad_transform=_grad_transform)

@@ -1,0 +1,113 @@
+"""The gradients of the fused expert GEMMs, in plain torch around the two GEMMs of their weight.
+Called by ops; calls routing, activations and the GEMMs that it is given.
+
+Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thunder_moe.activations import GLU, pre_activation
+from thunder_moe.routing import expert_of_row, gather_rows, live_rows, scale_of_rows
+
+__all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu"]
+
+Gradients = tuple[Tensor | None, ...]
+Needs = Sequence[bool]  # which of the gradients are wanted
+# rows (M, K) -> (M, N), and the gradient (M, N) of its output -> (M, K); differentiable both.
+Gemms = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+def grouped_swiglu(
+    grad: Tensor,
+    activation: Tensor,
+    offsets: Tensor,
+    row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    form: GLU,
+    gemms: Gemms,
+    needs: Needs,
+) -> Gradients:
+    """Gradient (M, I) of `grouped_swiglu`'s output -> those of activation, slot_scale and bias.
+
+    Recomputes gate and up, so that nothing of (M, 2I) is kept for it. Rows of no expert have zero gradients.
+    """
+    (gemm, dgrad), rows = gemms, grad.shape[0]
+    row_scale = scale_of_rows(slot_scale, row_slot)
+    gate_up = gemm(gather_rows(activation, row_slot))
+    grad_pre = form.gradient(grad, pre_activation(gate_up, offsets, row_scale, bias))  # [M, 2I]
+    # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
+    live = live_rows(offsets, rows)
+    if row_slot is not None:
+        live = live & ((row_slot >= 0) & (row_slot < rows))[:, None]
+    if row_slot is not None or slot_scale is not None or bias is not None:
+        grad_pre = torch.where(live, grad_pre, 0)
+    grad_activation = grad_scale = grad_bias = None
+    if needs[0]:
+        scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
+        grad_activation = dgrad(scaled.to(activation.dtype))
+        if row_slot is not None:
+            of_slot = _sum_per_slot(torch.where(live, grad_activation, 0), row_slot)
+            tokens, k = activation.shape
+            of_slot = of_slot.view(tokens, rows // max(tokens, 1), k)
+            grad_activation = of_slot.float().sum(1).to(activation.dtype)
+    if needs[1] and slot_scale is not None:
+        of_row = torch.where(live, gate_up.float() * grad_pre, 0).sum(-1)
+        of_slot = of_row if row_slot is None else _sum_per_slot(of_row, row_slot)
+        grad_scale = of_slot.view(slot_scale.shape).to(slot_scale.dtype)
+    if needs[2] and bias is not None:
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_activation, grad_scale, grad_bias
+
+
+def grouped_mm_combine(
+    grad: Tensor,
+    activation: Tensor,
+    offsets: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    gemms: Gemms,
+    needs: Needs,
+) -> Gradients:
+    """Gradient (T, N) of `grouped_mm_combine`'s output -> those of activation, slot_weight and bias.
+
+    Recomputes the GEMM for the gradient of slot_weight. Slots without a row of an expert have zero gradients.
+    """
+    (gemm, dgrad), rows, slots = gemms, activation.shape[0], slot_row.numel()
+    live = ((slot_row >= 0) & (slot_row < offsets[-1].clamp_max(rows))).flatten()
+    grad_slot = grad.float()[:, None].expand(*slot_row.shape, -1).flatten(0, 1)  # [T * A, N]
+    grad_activation = grad_weight = grad_bias = None
+    if needs[0] or needs[2]:
+        weighted = grad_slot if slot_weight is None else grad_slot * slot_weight.flatten()[:, None]
+        # Added up, not copied: several slots may have the same row. Those without one add zeros anywhere, and there is
+        # a row for them if there is no other.
+        row = torch.where(live, slot_row.flatten(), torch.arange(slots, device=grad.device) % (rows + 1))
+        weighted = torch.where(live[:, None], weighted, 0)
+        grad_row = weighted.new_zeros(rows + 1, grad.shape[1]).index_add(0, row, weighted)[:rows]
+        if needs[0]:
+            grad_activation = torch.where(live_rows(offsets, rows), dgrad(grad_row.to(activation.dtype)), 0)
+        if needs[2] and bias is not None:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
+            grad_bias = grad_bias.index_add(0, expert_of_row(offsets, rows), grad_row).to(bias.dtype)
+    if needs[1] and slot_weight is not None:
+        out = gemm(activation).float()
+        if bias is not None:
+            out = out + bias[expert_of_row(offsets, rows)]
+        out = out[torch.where(live, slot_row.flatten(), 0)] if rows else torch.zeros_like(grad_slot)
+        grad_weight = torch.where(live, (out * grad_slot).sum(-1), 0).view(slot_row.shape).to(slot_weight.dtype)
+    return grad_activation, grad_weight, grad_bias
+
+
+def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:
+    """Puts what each row (M, ...) has in its slot; of rows with the same slot the sum."""
+    slot = row_slot.clamp(0, max(row_slot.shape[0] - 1, 0))
+    return torch.zeros_like(of_row).index_add(0, slot, of_row)
