@@ -21,7 +21,9 @@ def cache():
 @pytest.fixture
 def count(monkeypatch):
     calls = []
-    monkeypatch.setattr(weight_cache, "quantize", lambda weight: (calls.append(weight.shape), quantize(weight))[1])
+    monkeypatch.setattr(
+        weight_cache.select, "quantize", lambda weight: (calls.append(weight.shape), quantize(weight))[1]
+    )
     return calls
 
 

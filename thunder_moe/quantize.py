@@ -1,6 +1,6 @@
 """quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
 Called by users; loops over the families of thunder_moe.families, which know the kinds of modules; calls replaceable for
-what wraps them, formats.nvfp4 to quantize and kernels.select for the layout.
+what wraps them, kernels.select to quantize and lay out.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tqdm import tqdm
 from thunder_moe import grouped_experts
 from thunder_moe.families import ExpertFamily, Quantization, families_of, register
 from thunder_moe.formats.layouts import layout_fits
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, quantize
-from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
+from thunder_moe.kernels.select import lay_out, quantize, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS, NVFP4GroupedLinear
 from thunder_moe.replaceable import wrapped
 
@@ -170,7 +170,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         if module.layout != own:
             shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
     for modules in shared.values():
-        weight = modules[0].nvfp4_weight.to_layout(wanted[modules[0]])
+        weight = lay_out(modules[0].nvfp4_weight, wanted[modules[0]])
         for module in modules:
             module.set_weight(weight)
     return model

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import select
 from thunder_moe.ops.grouped_mm import operands
@@ -326,7 +325,7 @@ def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: 
         parts = [deinterleave(part) for part in parts]
     if layout == "swizzled_128x4":
         return _quantize_together(parts).to_layout(layout)
-    return NVFP4Weight.concatenate(*map(quantize, parts)).to_layout(layout)
+    return select.lay_out(NVFP4Weight.concatenate(*map(select.quantize, parts)), layout)
 
 
 def _swizzle(weights: tuple[torch.Tensor, ...], parts: int) -> NVFP4Weight:
@@ -349,7 +348,7 @@ def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:
     experts = []
     for rows in zip(*(part.unbind(0) for part in parts), strict=True):
         padded = [pad(part, (0, 0, 0, pad_rows(len(part)) - len(part))) for part in rows]
-        experts.append(quantize(torch.cat(padded)[None]))
+        experts.append(select.quantize(torch.cat(padded)[None]))
     scale = torch.cat([expert.scale.view(torch.uint8) for expert in experts]).view(torch.float8_e4m3fn)
     return NVFP4Weight(
         torch.cat([expert.qdata for expert in experts]), scale, torch.cat([expert.global_scale for expert in experts])

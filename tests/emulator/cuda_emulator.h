@@ -232,6 +232,11 @@ static uint32_t __match_any_sync(uint32_t, int value) {
 }
 
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+static uint32_t atomicMax(uint32_t* to, uint32_t value) {
+  const uint32_t before = *to;
+  *to = max(before, value);
+  return before;
+}
 static int atomicAdd(int* to, int value) {
   const int old = *to;
   *to += value;

@@ -20,6 +20,8 @@ __all__ = [
     "LAYOUTS",
     "WEIGHT_DTYPES",
     "NVFP4Weight",
+    "check_finite",
+    "check_quantizable",
     "dequantize",
     "dequantize_expert",
     "quantize",
@@ -59,20 +61,13 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     Raises:
         ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or an unknown scale_search.
     """
-    if scale_search is not None and scale_search not in SCALE_SEARCHES:
-        raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
-    require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
-    require(weight.dtype in WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
+    check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
-    require(experts > 0, "weight", weight, "at least one expert in dim 0")
-    require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
     weight = weight.detach()
     amax = torch.zeros(experts, device=weight.device)
     if n > 0:
         amax = torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
-    if not bool(torch.isfinite(amax).all()):
-        bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
-        raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
+    check_finite(amax)
     # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
     tiny = torch.finfo(torch.float32).tiny
     # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
@@ -84,6 +79,24 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
             packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
             qdata[expert, rows], scale[expert, rows] = packed
     return NVFP4Weight(qdata, scale, global_scale)
+
+
+def check_quantizable(weight: Tensor, scale_search: str | None) -> None:
+    """Raises the ValueError of `quantize` for what can be seen without data."""
+    if scale_search is not None and scale_search not in SCALE_SEARCHES:
+        raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
+    require(weight.ndim == 3, "weight", weight, "shape (experts, out_features, in_features)")
+    require(weight.dtype in WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
+    experts, _, k = weight.shape
+    require(experts > 0, "weight", weight, "at least one expert in dim 0")
+    require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
+
+
+def check_finite(amax: Tensor) -> None:
+    """Raises the ValueError of `quantize` where the largest magnitude (E,) of an expert is NaN or Inf. Synchronises."""
+    if not bool(torch.isfinite(amax).all()):
+        bad = (~torch.isfinite(amax)).nonzero().flatten().tolist()
+        raise ValueError(f"weight: got NaN or Inf in experts {bad[:8]}, wanted finite values")
 
 
 def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -166,10 +179,17 @@ def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) 
         codes, _ = _round_magnitudes(magnitudes, tried, global_scale)
         # Values against codes are the upper envelope of c / 2, c - 2 and 2 c - 8.
         values = torch.maximum(torch.maximum(codes * 0.5, codes - 2), codes.mul_(2).sub_(8))
-        error = values.mul_(tried.float()[..., None]).sub_(relative).square_().sum(-1)
+        error = _sum_of_16(values.mul_(tried.float()[..., None]).sub_(relative).square_())
         better = error < least
         best, least = torch.where(better, bits, best), torch.where(better, error, least)
     return best.view(torch.float8_e4m3fn)
+
+
+def _sum_of_16(values: Tensor) -> Tensor:
+    """Sums the last dimension, halves first: the same order, and so the same bits, on every device."""
+    for half in (8, 4, 2, 1):
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
 
 
 _PAIR_TABLES: dict[torch.device, Tensor] = {}

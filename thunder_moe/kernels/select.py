@@ -1,4 +1,5 @@
-"""The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, and which layout of weights it reads best.
+"""The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, which layout of weights it reads best, and
+what quantizes them.
 Called by ops, quantize, compilers, tests and benchmarks; calls kernels.cpu, .cuda and .reference (plain torch,
 anywhere).
 """
@@ -12,10 +13,13 @@ import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from thunder_moe.formats.layouts import LINEAR, preferred_on
+from thunder_moe.formats import nvfp4
+from thunder_moe.formats.layouts import LINEAR, TILED_64X64, layout_fits, preferred_on
 from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "SIMULATIONS",
     "lay_out",
     "preferred_layout",
+    "quantize",
     "resolve_layout",
     "select",
     "simulate_w4a4",
@@ -87,9 +92,32 @@ def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:
 
 
 def lay_out(weight: NVFP4Weight, layout: str) -> NVFP4Weight:
-    """A weight in a layout of `nvfp4.LAYOUTS`, or in the one that "auto" means for it, `resolve_layout`."""
+    """A weight in a layout of `formats.layouts.LAYOUTS`, or in the one that "auto" means for it, `resolve_layout`.
+
+    On a CUDA device "linear" becomes "tiled_64x64" by a kernel, byte for byte as `NVFP4Weight.to_layout` makes it.
+    """
     _, n, k = weight.shape
-    return weight.to_layout(resolve_layout(layout, weight.device, n, k))
+    layout = resolve_layout(layout, weight.device, n, k)
+    if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout) is None:
+        kernels = _cuda_quantizer(weight.device)
+        if kernels is not None:
+            return kernels.to_tiled(weight)
+    return weight.to_layout(layout)
+
+
+def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
+    """`formats.nvfp4.quantize` by the kernels of the weight's device: the same bytes, on CUDA many times faster."""
+    kernels = _cuda_quantizer(weight.device)
+    if kernels is None:
+        return nvfp4.quantize(weight, scale_search=scale_search)
+    return kernels.quantize(weight, scale_search=scale_search)
+
+
+def _cuda_quantizer(device: torch.device) -> Any:
+    """kernels.cuda.quantizer where it can run, else None."""
+    if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
+        return None
+    return importlib.import_module("thunder_moe.kernels.cuda.quantizer")
 
 
 @contextlib.contextmanager

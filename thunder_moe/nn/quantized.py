@@ -19,7 +19,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import MODULE_LAYOUTS, layout_of_blocks
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, dequantize
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import resolve_layout
+from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import grouped_swiglu  # noqa: F401  (registers the operator)
 from thunder_moe.ops.grouped_mm import operands
@@ -163,7 +163,7 @@ class NVFP4GroupedLinear(nn.Module):
             parted = "qdata" in given and "scale" not in given and _would_lose_codes(weight, layout)
             self._layout_to_be = layout if parted else None
             if layout != "linear" and not parted:
-                weight = NVFP4Weight(*weight.tensors()).to_layout(layout)
+                weight = lay_out(NVFP4Weight(*weight.tensors()), layout)
         finally:
             self._buffers.update(own)
         for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
@@ -216,7 +216,7 @@ class NVFP4GroupedLinear(nn.Module):
         if self.auto_layout:
             wanted = resolve_layout("auto", device, *sizes)
             if wanted != layout:
-                self.set_weight(self.nvfp4_weight.to_layout(wanted))
+                self.set_weight(lay_out(self.nvfp4_weight, wanted))
         elif device != before and layout != "linear" and layout != resolve_layout("auto", device, *sizes):
             warn_once(
                 ("moved", layout, device.type),

@@ -15,7 +15,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, nvrtc
+from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -31,6 +31,19 @@ OTHERS = {
     cuda_arguments.DequantizeArguments: (
         cuda._DEQUANTIZE,
         ["dequantize<true>", "dequantize<false>", "dequantize_tiled<true>", "dequantize_tiled<false>"],
+    ),
+    cuda_arguments.QuantizeArguments: (
+        quantizer._SOURCES,
+        [
+            *(f"largest_magnitude<{dtype}>" for dtype in range(3)),
+            *(
+                f"{name}<{dtype}, {search}>"
+                for name in ("quantize", "write_tiled")
+                for dtype in range(3)
+                for search in ("false", "true")
+            ),
+            "write_tiled<3, false>",
+        ],
     ),
 }
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.gate_up import deinterleave, interleave
-from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
 from thunder_moe.integrations.huggingface.forms import (
@@ -25,7 +24,7 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
-from thunder_moe.kernels.select import lay_out
+from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.replaceable import has_own_forward

@@ -11,6 +11,7 @@ __all__ = [
     "DequantizeArguments",
     "GatherArguments",
     "GemmArguments",
+    "QuantizeArguments",
     "RouteArguments",
     "RowStartsArguments",
     "SwigluArguments",
@@ -96,4 +97,14 @@ class DequantizeArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("rows_per_global", "k")),
+    )
+
+
+class QuantizeArguments(ctypes.Structure):
+    """In quantize.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "codes", "scales", "scale_map")),
+        *((name, ctypes.c_void_p) for name in ("amax", "qdata", "scale", "global_scale")),
+        *((name, ctypes.c_int) for name in ("n", "k", "blocks_per_expert", "first_expert")),
     )

@@ -1,0 +1,82 @@
+"""The CUDA quantizer on a CPU: its own source run by the emulator, byte for byte as formats/nvfp4.py.
+Called by pytest; judged by `formats.nvfp4.quantize` and `NVFP4Weight.to_layout`, which have oracles of their own.
+"""
+
+import pytest
+import torch
+
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.kernels.cuda import quantizer
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def same(got, expected):
+    assert got.layout == expected.layout
+    for name in ("qdata", "scale", "global_scale"):
+        mine, theirs = (getattr(weight, name).view(torch.uint8) for weight in (got, expected))
+        assert torch.equal(mine, theirs), name
+
+
+def awkward(dtype, shape=(3, 64, 128)):
+    """Weights of many magnitudes: zeros, signed zeros, subnormals, ties of the rounding, an expert of zeros."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape) * torch.exp2(torch.randint(-24, 4, (*shape[:2], shape[2] // 16, 1)).float()).expand(
+        *shape[:2], shape[2] // 16, 16
+    ).reshape(shape)
+    grid = torch.tensor([0.0, -0.0, 0.25, 0.5, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -5.0, 448.0, 1e-30, -2.0])
+    weight[0, :8, :64] = grid.repeat(4)
+    weight[0, 9] = 0.0
+    weight[0, 10, :16] = 2.0**-26
+    weight[1] = 0.0
+    weight[2, 3, 5] = 60000.0
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+@pytest.mark.parametrize("scale_search", [None, "mse"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bytes(emulated, dtype, scale_search, layout):
+    weight = awkward(dtype)
+    expected = quantize(weight, scale_search=scale_search).to_layout(layout)
+    same(quantizer.quantize(weight, scale_search=scale_search, layout=layout), expected)
+
+
+def test_strides_chunks_and_shapes(emulated, monkeypatch):
+    monkeypatch.setattr(quantizer, "_CHUNK_BYTES", 40000)
+    for weight in (
+        awkward(torch.bfloat16).mT,
+        awkward(torch.bfloat16, (5, 32, 128))[1:, ::2],
+        torch.tensor(1.0).expand(2, 3, 16),
+        torch.randn(4, 1, 16),
+        torch.randn(2, 0, 32),
+        awkward(torch.bfloat16).flatten()[1 : 1 + 64 * 128].view(1, 64, 128),  # not aligned
+    ):
+        same(quantizer.quantize(weight), quantize(weight))
+
+
+def test_tiny_and_huge_experts(emulated):
+    weight = torch.zeros(4, 2, 32)
+    weight[0, 0, 0] = 1e-38
+    weight[1, 0, 0] = 3e38
+    weight[1, 1, 3] = 1.0
+    weight[2, 0, :4] = torch.tensor([1e-44, 1e-45, -1e-45, 0.0])
+    same(quantizer.quantize(weight), quantize(weight))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_refuses_what_is_not_finite(emulated, value):
+    weight = torch.randn(3, 4, 32)
+    weight[1, 2, 3] = value
+    with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
+        quantizer.quantize(weight)
+
+
+def test_to_tiled_of_any_bytes(emulated):
+    torch.manual_seed(0)
+    scale = torch.randint(256, (2, 128, 12), dtype=torch.uint8)
+    scale[0, 0, :4] = 0
+    weight = NVFP4Weight(
+        torch.randint(256, (2, 128, 96), dtype=torch.uint8), scale.view(torch.float8_e4m3fn), torch.rand(2, 128)
+    )
+    same(quantizer.to_tiled(weight), weight.to_layout("tiled_64x64"))

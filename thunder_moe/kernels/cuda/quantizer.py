@@ -1,0 +1,97 @@
+"""Quantizes weights on a CUDA device, byte for byte as `formats.nvfp4.quantize`, at about the speed of its memory.
+Called by kernels.quantizer; calls kernels.cuda.backend's launches of src/quantize.cu, which tests run on a CPU, too.
+
+largest magnitude of each expert -> codes and scales, some experts at a time: what the first kernel has read is still in
+the L2 cache for the second.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats import nvfp4
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
+from thunder_moe.formats.tiled_64x64 import _scale_table
+from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
+from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda.arguments import QuantizeArguments
+from thunder_moe.kernels.cuda.configs import COMMON, TILED
+
+__all__ = ["quantize", "to_tiled"]
+
+_SOURCES = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
+_CHUNK_BYTES = 2**25  # of weights between the two kernels: two thirds of an H200's L2 cache
+_THREADS = 256
+_BLOCKS = 16384  # of a launch, about
+
+
+def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "linear") -> NVFP4Weight:
+    """`formats.nvfp4.quantize` of a weight on a CUDA device, in layout "linear" or "tiled_64x64".
+
+    Args:
+        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
+        scale_search: None or "mse".
+        layout: of the result; "tiled_64x64" wants multiples of 64.
+
+    Raises:
+        ValueError: as `formats.nvfp4.quantize`.
+    """
+    nvfp4.check_quantizable(weight, scale_search)
+    weight = weight.detach()
+    experts, n, k = weight.shape
+    search = str(scale_search is not None).lower()
+    amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
+    qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
+    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
+    global_scale = torch.ones(experts, device=weight.device)
+    dtype = DTYPE_CODES[weight.dtype]
+    scale_map = _scale_table(weight.device) if layout == TILED else None
+    whole = experts if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else _experts_of_a_chunk(weight)
+    for first in range(0, experts if n else 0, whole):
+        part = slice(first, first + whole)
+        rows = _aligned(weight[part])
+        tensors = (rows, None, None, scale_map, amax[part], qdata[part], scale[part], global_scale[part])
+        second = "write_tiled" if layout == TILED else "quantize"
+        expressions = (f"largest_magnitude<{dtype}>", f"{second}<{dtype}, {search}>")
+        _launch(expressions, tensors, tuple(rows.shape), _experts_of_a_chunk(rows))
+    nvfp4.check_finite(amax.view(torch.float32))
+    return NVFP4Weight(qdata, scale, global_scale, layout)
+
+
+def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
+    """A weight in layout "linear" in layout "tiled_64x64", as `NVFP4Weight.to_layout` gives it."""
+    codes, scales = _aligned(weight.qdata), _aligned(weight.scale)
+    qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
+    if qdata.numel():
+        tensors = (None, codes, scales, _scale_table(weight.device), None, qdata, scale, None)
+        _launch(("write_tiled<3, false>",), tensors, weight.shape, weight.shape[0])
+    return NVFP4Weight(qdata, scale, weight.global_scale, TILED)
+
+
+def _experts_of_a_chunk(weight: Tensor) -> int:
+    """How many experts of (E, N, K) pass through one kernel before the next begins with them."""
+    _, n, k = weight.shape
+    return max(1, _CHUNK_BYTES // max(n * k * weight.element_size(), 1))
+
+
+def _launch(
+    expressions: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], at_once: int
+) -> None:
+    """Launches kernels one after the other on `at_once` experts of (E, N, K), then on the next."""
+    experts, n, k = shape
+    (device,) = {tensor.device for tensor in tensors if tensor is not None}
+    threads_for = n * (k // BLOCK_SIZE)  # a thread rounds 16 weights
+    per_expert = max(1, min(-(-threads_for // _THREADS), _BLOCKS // min(at_once, experts)))
+    argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
+    for first in range(0, experts, at_once):
+        argument.first_expert = first
+        blocks = min(at_once, experts - first) * per_expert
+        for expression in expressions:
+            backend._launch(_SOURCES, expression, _THREADS, 0, blocks, argument, device)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, and aligned to the kernels' 16-byte loads."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -1,0 +1,266 @@
+// 16-bit or float32 weights -> NVFP4 codes and scales, in layout "linear" or "tiled_64x64"; also one layout to the other.
+// Compiled at run time by kernels/cuda/quantizer.py behind dequantize.cu; run on a CPU by tests/emulator/cuda_emulator.h.
+// A thread rounds a block of 16 weights. Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
+// divisions rounded to nearest, nothing contracted to a fused multiply-add.
+
+struct QuantizeArguments {
+  const void* weight;        // (E, N, K), contiguous; null where `codes` are laid out anew
+  const uint8_t* codes;      // (E, N, K / 2), linear
+  const uint8_t* scales;     // (E, N, K / 16), linear, E4M3
+  const uint8_t* scale_map;  // (256,): the byte of "tiled_64x64" for each E4M3 byte
+  uint32_t* amax;            // (E,): bits of the largest magnitude, 0 to begin with
+  uint8_t* qdata;            // result
+  uint8_t* scale;            // result
+  float* global_scale;       // (E,), result
+  int n, k;
+  int blocks_per_expert;  // thread blocks that share an expert
+  int first_expert;       // of this launch
+};
+
+#ifdef CUDA_EMULATOR
+DEVICE float divide(float a, float b) { return a / b; }
+DEVICE float multiply(float a, float b) { return a * b; }
+DEVICE float add(float a, float b) { return a + b; }
+DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
+DEVICE uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+#else
+DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
+#endif
+
+// 16 weights as float32. DTYPE: 0 float32, 1 bfloat16, 2 float16.
+template <int DTYPE>
+DEVICE void load_block(float (&out)[16], const void* weight, int64_t block) {
+  constexpr int kPieces = DTYPE == 0 ? 4 : 2;
+  uint4 pieces[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) pieces[i] = static_cast<const uint4*>(weight)[block * kPieces + i];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const uint32_t words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (DTYPE == 0) {
+        out[4 * i + j] = bits_to_float(words[j]);
+      } else {
+        out[8 * i + 2 * j] = widen<DTYPE == 1>(static_cast<uint16_t>(words[j]));
+        out[8 * i + 2 * j + 1] = widen<DTYPE == 1>(static_cast<uint16_t>(words[j] >> 16));
+      }
+    }
+  }
+}
+
+DEVICE uint32_t magnitude_bits(float value) { return float_to_bits(value) & 0x7FFFFFFF; }  // NaN is above Inf
+
+// The largest magnitude of each expert, as bits.
+template <int DTYPE>
+__global__ void __launch_bounds__(256) largest_magnitude(const QuantizeArguments args) {
+  await_previous_kernel();
+  __shared__ uint32_t of_warp[8];
+  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
+  const int64_t step = static_cast<int64_t>(args.blocks_per_expert) * 256;
+  uint32_t largest = 0;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x; item < items; item += step) {
+    float values[16];
+    load_block<DTYPE>(values, args.weight, expert * items + item);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = max(largest, magnitude_bits(values[i]));
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < 8; ++warp) largest = max(largest, of_warp[warp]);
+    atomicMax(args.amax + expert, largest);
+  }
+}
+
+// amax / 2688, not below the smallest normal float; 1 where all weights are 0.
+DEVICE float global_scale_of(uint32_t amax) {
+  return amax == 0 ? 1.0f : fmaxf(divide(bits_to_float(amax), 2688.0f), bits_to_float(1 << 23));
+}
+
+// E4M3 of a value from 0 to 448, to nearest even.
+DEVICE uint32_t to_e4m3(float value) {
+  if (value < bits_to_float(121 << 23)) {  // 2^-6: below, steps of 2^-9, the last place of 2^14
+    return float_to_bits(add(value, 16384.0f)) - float_to_bits(16384.0f);
+  }
+  const uint32_t bits = float_to_bits(value);
+  return ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+}
+
+// Divides by the same number many times, each quotient rounded to nearest as `divide` does: with the correctly rounded
+// reciprocal, one step of correction is exact (Markstein, IBM J. Res. Dev. 34-1, 1990) where nothing is subnormal.
+struct Divisor {
+  float value, inverse;
+  bool exact;  // the remainders of quotients that matter, 2^-3 and more, are normal floats
+
+  METHOD explicit Divisor(float by)
+      : value(by), inverse(divide(1.0f, by)), exact(by > bits_to_float((127 - 60) << 23) && by < bits_to_float((127 + 60) << 23)) {}
+
+  METHOD float into(float dividend) const {
+    if (!exact) return divide(dividend, value);
+    const float quotient = multiply(dividend, inverse);
+    return fused(fused(-quotient, value, dividend), inverse, quotient);
+  }
+};
+
+// 2^22 times the power of two of a magnitude up to 6 (1 for those below 1), as bits: added to it, the sum ends in the place of
+// E2M1's last bit, in steps of 1/2, 1 or 2.
+DEVICE uint32_t rounding_bits(float scaled) { return max(float_to_bits(scaled) & 0x7F800000, 0x3F800000u) + (22 << 23); }
+
+// The code, 0 to 7, of a magnitude over its scales: to nearest even, not above 6.
+DEVICE uint32_t magnitude_code(float scaled) {
+  scaled = fminf(scaled, 6.0f);
+  const uint32_t shift = rounding_bits(scaled);
+  return (float_to_bits(add(scaled, bits_to_float(shift))) & 7) + ((shift - ((127 + 22) << 23)) >> 22);
+}
+
+// The value of that code.
+DEVICE float magnitude_value(float scaled) {
+  scaled = fminf(scaled, 6.0f);
+  const float shift = bits_to_float(rounding_bits(scaled));
+  return add(add(scaled, shift), -shift);
+}
+
+// Sum of squared errors of a block with a scale, relative to the global scale; the order of the sum is formats/nvfp4.py's.
+DEVICE float squared_error(const float (&values)[16], const float (&relative)[16], float scale, float global_scale) {
+  const Divisor divisor(multiply(scale, global_scale));
+  float error[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const float value = divisor.value > 0.0f ? magnitude_value(divisor.into(fabsf(values[i]))) : 0.0f;
+    const float difference = add(multiply(value, scale), -relative[i]);
+    error[i] = multiply(difference, difference);
+  }
+#pragma unroll
+  for (int half = 8; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) error[i] = add(error[i], error[i + half]);
+  return error[0];
+}
+
+// A block of 16 weights -> its E4M3 scale, and codes in two words, the first weight in the lowest bits.
+template <bool SEARCH>
+DEVICE uint32_t quantize_block(uint2& codes, const float (&values)[16], float global_scale) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) largest = fmaxf(largest, fabsf(values[i]));
+  uint32_t scale = to_e4m3(fminf(divide(largest, multiply(6.0f, global_scale)), 448.0f));
+  if constexpr (SEARCH) {
+    constexpr int kSteps[5] = {0, -1, 1, 4, 5};
+    float relative[16], least = bits_to_float(0x7F800000);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) relative[i] = divide(fabsf(values[i]), global_scale);
+    const int usual = static_cast<int>(scale);
+    for (int s = 0; s < 5; ++s) {
+      const uint32_t tried = static_cast<uint32_t>(min(max(usual + kSteps[s], 0), 126));
+      const float error = squared_error(values, relative, e4m3(tried), global_scale);
+      if (error < least) least = error, scale = tried;
+    }
+  }
+  const Divisor divisor(multiply(e4m3(scale), global_scale));
+  uint32_t words[2] = {0, 0};
+  if (divisor.value > 0.0f) {  // a block whose scale is 0 is all zeros, without signs
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t sign = float_to_bits(values[i]) >> 31 << 3;
+      words[i / 8] |= (magnitude_code(divisor.into(fabsf(values[i]))) | sign) << (4 * (i % 8));
+    }
+  }
+  codes = make_uint2(words[0], words[1]);
+  return scale;
+}
+
+template <int DTYPE, bool SEARCH>
+__global__ void __launch_bounds__(256) quantize(const QuantizeArguments args) {
+  await_previous_kernel();
+  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
+  const int64_t step = static_cast<int64_t>(args.blocks_per_expert) * 256;
+  const float global_scale = global_scale_of(args.amax[expert]);
+  const int64_t first = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x;
+  if (first == 0) args.global_scale[expert] = global_scale;
+  for (int64_t item = first; item < items; item += step) {
+    const int64_t at = expert * items + item;
+    float values[16];
+    load_block<DTYPE>(values, args.weight, at);
+    uint2 codes;
+    args.scale[at] = static_cast<uint8_t>(quantize_block<SEARCH>(codes, values, global_scale));
+    reinterpret_cast<uint2*>(args.qdata)[at] = codes;
+  }
+}
+
+// A byte of two codes, the even k in the low nibble -> a register of "tiled_64x64" (`to_tiled` in formats/layouts.py).
+DEVICE uint32_t code_register(uint32_t byte) {
+  return (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+}
+
+// The byte of "tiled_64x64" that stands for an E4M3 byte. Those of 128 and more are no block scales; a table has them.
+DEVICE uint32_t scale_byte(const QuantizeArguments& args, uint32_t scale) {
+  if (scale >= 128) return args.scale_map[scale];
+  // The upper bits of a small integer as float32 are its exponent and 3 bits of mantissa.
+  return scale >= 8 ? scale + 112 : scale > 0 ? (float_to_bits(static_cast<float>(scale)) >> 20) - 920 : 0;
+}
+
+// Into layout "tiled_64x64", a block of 64 x 64 weights at a time: from weights of a dtype, or from linear codes (DTYPE 3).
+template <int DTYPE, bool SEARCH>
+__global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args) {
+  await_previous_kernel();
+  __shared__ uint4 codes[64][3];  // 32 bytes of a row, and 16 unused: rows begin in different banks
+  __shared__ uint8_t scales[64][4];
+  constexpr uint32_t kInFirst = 0x06030603;
+  const int blocks_k = args.k / 64, blocks = args.n / 64 * blocks_k, thread = threadIdx.x;
+  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert;
+  const int row = thread / 4, column = thread % 4;
+  const int warp = thread / 64, lane = thread / 2 % 32, pair = thread % 2;
+  float global_scale = 0.0f;
+  if constexpr (DTYPE != 3) {
+    global_scale = global_scale_of(args.amax[expert]);
+    if (blockIdx.x % args.blocks_per_expert == 0 && thread == 0) args.global_scale[expert] = global_scale;
+  }
+  for (int block = blockIdx.x % args.blocks_per_expert; block < blocks; block += args.blocks_per_expert) {
+    const int64_t item = (expert * args.n + block / blocks_k * 64 + row) * (args.k / 16) + block % blocks_k * 4 + column;
+    uint2 words;
+    uint32_t scale;
+    if constexpr (DTYPE == 3) {
+      scale = args.scales[item];
+      words = reinterpret_cast<const uint2*>(args.codes)[item];
+      if (scale == 0) words = make_uint2(0, 0);
+    } else {
+      float values[16];
+      load_block<DTYPE>(values, args.weight, item);
+      scale = quantize_block<SEARCH>(words, values, global_scale);
+    }
+    reinterpret_cast<uint2*>(codes[row])[column] = words;
+    scales[row][column] = static_cast<uint8_t>(scale_byte(args, scale));
+    __syncthreads();
+    uint32_t registers[8];  // of an even step of 16 k, and of the odd one behind it
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const uint4 bytes = codes[16 * warp + lane / 4 + 8 * below][pair];
+      const uint32_t steps[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) registers[2 * i + below] = code_register(steps[i] >> (8 * (lane % 4)) & 0xFF);
+    }
+    const uint32_t shared = registers[3] >> 6 | rotate_left(registers[7], 20);
+    uint2 out;
+    out.x = registers[0] | registers[1] >> 4 | rotate_left(registers[2], 22) | (shared & kInFirst);
+    out.y = registers[4] | registers[5] >> 4 | rotate_left(registers[6], 22) | rotate_left(shared & ~kInFirst, 30);
+    reinterpret_cast<uint2*>(args.qdata)[(expert * blocks + block) * 256 + thread] = out;
+    if (thread < 64) {
+      const int upper = thread / 16 * 16 + thread / 2 % 8, step = thread % 2 * 2;
+      const uint32_t bytes = scales[upper][step] | scales[upper][step + 1] << 8 | scales[upper + 8][step] << 16 |
+                             static_cast<uint32_t>(scales[upper + 8][step + 1]) << 24;
+      reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 64 + thread] = rotate_left(bytes, 28);
+    }
+    __syncthreads();
+  }
+}
