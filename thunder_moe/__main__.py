@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; run the same command to resume", file=sys.stderr)
         return 130
     if not options.quiet:
         print(summary(errors))
@@ -59,11 +59,11 @@ def _parser() -> argparse.ArgumentParser:
         description=(
             "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit Hugging Face"
             " checkpoint, or exactly from MXFP4 (GPT-OSS) or compressed-tensors. Goes layer by layer, never holds the"
-            " whole model, and when interrupted goes on with the next call. Nothing is overwritten."
+            " whole model, and resumes an interrupted conversion. Nothing is overwritten."
         ),
     )
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
-    command.add_argument("destination", help="directory to make; until it is whole, work lies in DESTINATION.partial")
+    command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")

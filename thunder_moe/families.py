@@ -44,7 +44,7 @@ class ExpertFamily:
     description: str
 
     def match(self, module: nn.Module) -> bool:
-        """Whether this is a 16-bit module of the family, whatever has become of it."""
+        """Whether this is a 16-bit module of the family, customized or not."""
         raise NotImplementedError
 
     def match_quantized(self, module: nn.Module) -> bool:
@@ -52,7 +52,7 @@ class ExpertFamily:
         raise NotImplementedError
 
     def obstacle(self, module: nn.Module) -> str | None:
-        """Why a module, 16-bit or 4-bit, cannot be replaced, whatever is around it; None when it can."""
+        """Why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None when it can."""
         raise NotImplementedError
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
@@ -60,8 +60,8 @@ class ExpertFamily:
         raise NotImplementedError
 
     def prepare(self, modules: Iterable[nn.Module], run: Quantization) -> None:
-        """Sees all modules that are going to be converted, ahead of the first. Keep no reference: each is freed once
-        it is converted."""
+        """Called once with all modules to convert, before the first. Keep no reference to them: each is freed once it
+        is converted."""
 
     def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
         """(N, K) of each 4-bit weight that `convert` is going to make."""
@@ -83,7 +83,7 @@ class ExpertFamily:
         setattr(parent, name, module)
 
 
-# Module -> the packages of the classes that its families are asked about; all where there are none.
+# Module that has families -> the packages of the classes that they handle; any class when empty.
 _MODULES: dict[str, tuple[str, ...]] = {}
 
 
@@ -91,14 +91,14 @@ def register(module: str, *, packages: tuple[str, ...] = ()) -> None:
     """Adds the families of a module, which has them as `FAMILIES`; once is enough.
 
     Args:
-        module: the name of one, imported with the first model that it is asked about.
-        packages: it is asked only about models that hold a module whose class is of one of these; about all when empty.
+        module: its name; imported when the first such model is quantized.
+        packages: it is imported only for models that hold a module whose class is in one of these; for all when empty.
     """
     _MODULES[module] = packages
 
 
 def families_of(model: nn.Module) -> list[ExpertFamily]:
-    """The families to ask about a model."""
+    """The families that may match modules of a model."""
     homes = {type(module).__module__ for module in model.modules()}
     found: list[ExpertFamily] = []
     for module, packages in _MODULES.items():

@@ -109,7 +109,7 @@ def _linears(module: nn.Module) -> list[GroupedLinear]:
 
 
 def _fusible(modules: Iterable[nn.Module]) -> WeakSet[nn.Module]:
-    """The blocks whose gate and up projections can become one: neither weight is tied to another place alone."""
+    """The blocks whose gate and up projections can be fused: neither weight is tied elsewhere without the other."""
     modules = list(modules)
     partners: dict[nn.Parameter, set[tuple[int, ...]]] = defaultdict(set)
     for module in modules:

@@ -50,28 +50,28 @@ _Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified 
 def quantize_(
     model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "auto"
 ) -> Model:
-    """Replaces the experts of a model by their NVFP4 form, in place.
+    """Replaces the experts of a model with their NVFP4 form, in place.
 
     Knows `GroupedSwiGLU` and `GroupedLinear`, and the experts modules of transformers' models
     (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed module by module.
     Modules and weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by
-    ``model.to``. The logger "thunder_moe" tells at level INFO what became of each layer.
+    ``model.to``. The logger "thunder_moe" lists each replaced module at level INFO.
 
-    Replaces only what is nothing but its class and its parameters. A module that has anything of its own stays 16-bit,
-    as a whole, and the logger tells at level WARNING which and why: a subclass, a forward or another method replaced on
-    the instance, hooks of torch (accelerate's on transformers' experts are carried over), a parametrization, other
-    children, parameters or buffers than its class has (LoRA), a parameter of another type than ``nn.Parameter``
-    (DTensor), a ``module.compile()``, a wrapper around it that would go on with what it was (PEFT's, torch.compile of
-    the module itself, thunder.jit of a module that holds it). Of transformers' experts, subclasses are replaced
-    when they have the forward of transformers' interface; what they make of the gate is kept. With a `filter` that
-    declines such a `GroupedSwiGLU` and takes its projections, those that are plain are replaced one by one.
+    Replaces only modules without customization. A customized module stays 16-bit as a whole, and the logger says at
+    level WARNING which and why: a subclass, a forward or another method replaced on the instance, hooks of torch
+    (accelerate's on transformers' experts are kept), a parametrization, other children, parameters or buffers than its
+    class has (LoRA), a parameter of another type than ``nn.Parameter`` (DTensor), a ``module.compile()``, a wrapper
+    around it that would keep using the 16-bit module (PEFT's, torch.compile of the module itself, thunder.jit of a
+    module that holds it). Of transformers' experts, subclasses are replaced when they have the forward of transformers'
+    interface; their own gate function is kept. With a `filter` that declines such a `GroupedSwiGLU` and takes its
+    projections, those without customization are replaced one by one.
 
     Args:
         model: any module that holds experts.
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
-        layout: how the weights lie in memory. "auto": each as the default kernels read it best where it is now,
+        layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
             in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.
 
@@ -83,10 +83,11 @@ def quantize_(
             in_features that are no multiple of 16, a dtype other than bfloat16, float16 and float32, NaN or Inf, no
             data (the "meta" device), gate and up on several devices, two tied weights of which only one is taken or can
             be, an unknown layout, or one that a weight's shape does not fit. The model is unchanged then.
-        TypeError: experts of transformers hang in a layer that does not call them as its own do; unchanged likewise.
+        TypeError: the parent of transformers' experts is not the layer that calls them; unchanged likewise.
 
-    All that can be known is checked before the first module is replaced. What cannot (memory runs out, an interrupt)
-    leaves the first modules quantized and the others as they were: a model that computes, and another call goes on.
+    Everything that can be checked is, before the first module is replaced. An error that cannot be foreseen (out of
+    memory, an interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and
+    another call quantizes the rest.
     """
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
@@ -162,8 +163,8 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         n, k = module.out_features, module.in_features
         wanted[module] = resolve_layout(layout, module.qdata.device, n, k)
         _require_fit(wanted[module], name, n, k)
-    # Modules that share memory, though they may have buffers of their own, share the new; all lie there until the first
-    # is laid out.
+    # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
+    # is converted.
     shared: dict[tuple[Any, ...], list[NVFP4GroupedLinear]] = defaultdict(list)
     for module, own in wanted.items():
         module.auto_layout = layout == "auto"
@@ -177,7 +178,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Which memory a tensor is of, while it lives."""
+    """Identifies the memory of a living tensor."""
     if tensor.is_meta:
         return (id(tensor),)
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -200,7 +201,7 @@ def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily
 
 
 def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chosen: _Chosen, left: _Left) -> None:
-    """Into `chosen`, or into `left` when something around the module or of its own is in the way."""
+    """Adds the module to `chosen`, or to `left` when a wrapper around it or a customization prevents replacement."""
     reason = outside.get(module) or place.family.obstacle(module)
     if reason is None:
         chosen[module] = place
@@ -209,7 +210,7 @@ def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chose
 
 
 def _report(model: nn.Module, chosen: _Chosen, left: _Left, bits: str) -> None:
-    """Logs what stays as it is.
+    """Logs the modules that are not replaced.
 
     Raises:
         ValueError: that is all there is.

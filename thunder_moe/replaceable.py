@@ -1,4 +1,4 @@
-"""Whether a module may be replaced by another form of it: only one that is nothing but its class and its parameters.
+"""Whether a module may be replaced by its other form: only one without customization (hooks, wrappers, extra tensors).
 Called by quantize, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
 wraps a forward.
 """
@@ -39,7 +39,7 @@ _HOOKS = {
 
 
 def not_plain(module: nn.Module) -> str | None:
-    """Why a module of this package (or of a subclass) is not just what its class makes it; None when it is.
+    """How a module of this package (or of a subclass) is customized; None when it is not.
 
     In that order: parametrizations, another class, hooks, methods or a forward of the instance's own, tensors or
     children that the class does not have or that are of another type; then the same of its children.
@@ -82,8 +82,8 @@ def not_plain(module: nn.Module) -> str | None:
 
 
 def impure(module: nn.Module) -> str | None:
-    """What a module has beside the code of its class and its tensors that a replacement would not have: hooks of torch,
-    methods of the instance's own, a compiled call. The forward is `has_own_forward`'s."""
+    """Which customization of a module a replacement would lose: hooks of torch, methods set on the instance, a compiled
+    call. `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
@@ -112,14 +112,14 @@ def has_own_forward(module: nn.Module) -> bool:
         return True
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         return False
-    own: Any = type(module).forward  # which may have been wrapped since
+    own: Any = type(module).forward  # which may have been wrapped after the hook
     while own is not None and own is not forward.__func__:
         own = getattr(own, "__wrapped__", None)
     return own is not None
 
 
 def wrapped(model: nn.Module) -> dict[nn.Module, str]:
-    """Why modules may not be replaced where they hang: who wraps them would go on with what they were."""
+    """Why the children of wrappers may not be replaced: the wrapper would keep using the old module."""
     reasons: dict[nn.Module, str] = {}
     for parent in model.modules():
         kind = type(parent)

@@ -385,7 +385,7 @@ def test_what_cannot_be_converted(tmp_path):
         convert(tmp_path / "source", tmp_path / "out", scale_search="best")
     with pytest.raises(ValueError, match="device: got 'abacus', wanted one of torch's"):
         convert(tmp_path / "source", tmp_path / "out", device="abacus")
-    with pytest.raises(FileNotFoundError, match="nothing is no directory"):
+    with pytest.raises(FileNotFoundError, match="nothing is not a directory"):
         convert(tmp_path / "nothing", tmp_path / "out")
     (tmp_path / "dense").mkdir()
     (tmp_path / "dense" / "config.json").write_text("{}")
@@ -428,7 +428,7 @@ def test_interruption_is_said(tmp_path, monkeypatch, capsys):
     make_source(tmp_path / "source")
     monkeypatch.setattr(quantize_experts, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 130
-    assert "interrupted; the same command goes on from here" in capsys.readouterr().err
+    assert "interrupted; run the same command to resume" in capsys.readouterr().err
 
 
 def test_works_without_transformers(tmp_path):

@@ -324,7 +324,7 @@ def test_inconsistent_index(tmp_path):
     with pytest.raises(ValueError, match="got no 'weight_map'"):
         Checkpoint(copy)
     index.write_text("{")
-    with pytest.raises(ValueError, match=r"index.json: is no JSON"):
+    with pytest.raises(ValueError, match=r"index.json: is not JSON"):
         Checkpoint(copy)
 
 
@@ -337,7 +337,7 @@ def test_two_shards_that_hold_the_same_tensor(tmp_path, same):
     name = next(name for name, shard in index.items() if shard == first)
     tensor = load_file(copy / first)[name]
     edit_tensors(copy, lambda tensors: tensors.update({name: tensor if same else torch.zeros_like(tensor)}), second)
-    message = rf"{second}: tensor '{name}' lies in .*{first} as well, wanted it once"
+    message = rf"{second}: tensor '{name}' is also in .*{first}, wanted in one file only"
     with pytest.raises(ValueError, match=message):
         Checkpoint(copy)
     with pytest.raises(ValueError, match=message):
@@ -347,7 +347,7 @@ def test_two_shards_that_hold_the_same_tensor(tmp_path, same):
 
 
 def test_not_a_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no/where is no directory"):
+    with pytest.raises(FileNotFoundError, match="no/where is not a directory"):
         Checkpoint("no/where")
     with pytest.raises(FileNotFoundError, match="has no config.json"):
         Checkpoint(tmp_path)
@@ -369,6 +369,6 @@ def test_a_model_in_the_local_hub_cache(tmp_path, monkeypatch):
     (refs / "main").write_text("abc")
     assert Checkpoint("someone/tiny").path == snapshot
     with pytest.raises(
-        FileNotFoundError, match="someone/else is no directory, and the local Hugging Face cache has no"
+        FileNotFoundError, match="someone/else is not a directory, and the local Hugging Face cache has no"
     ):
         Checkpoint("someone/else")

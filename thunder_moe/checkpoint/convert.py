@@ -1,5 +1,5 @@
 """Converts a checkpoint to NVFP4 experts layer by layer, resumably, and measures the error of each layer.
-Called by the command line and users; calls reader, writer and nvfp4.
+Called by the command line and users; calls reader, quantize_experts and writer.
 
 Pipeline: headers checked -> per layer: 16-bit experts -> quantize -> ModelOpt tensors -> shard -> configs -> rename.
 """
@@ -46,7 +46,7 @@ _NOT_COMPANIONS = ("config.json", "hf_quant_config.json", "model.safetensors.ind
 
 @dataclass(frozen=True)
 class LayerError:
-    """What quantizing the experts of a layer cost.
+    """The quantization error of the experts of a layer.
 
     Attributes:
         name: path of the experts.
@@ -73,12 +73,12 @@ def convert(
 ) -> list[LayerError]:
     """Writes a checkpoint whose experts are NVFP4 in ModelOpt's form; everything else stays as it is.
 
-    16-bit experts are quantized; experts that are NVFP4 or MXFP4 already are taken over exactly. Dense modules that are
-    4-bit become 16-bit. In memory are one layer, and one shard twice.
+    16-bit experts are quantized; experts that are NVFP4 or MXFP4 already are copied exactly. Dense modules that are
+    4-bit become 16-bit. Memory holds one layer, and one shard twice.
 
-    What is done lies in ``<destination>.partial`` until all is; the destination appears whole. After an interruption
-    (a signal, a full disk) the same call goes on from the last whole shard. When the source is at fault nothing is
-    left.
+    Finished shards are kept in ``<destination>.partial`` until the conversion is complete; then the directory is
+    renamed. After an interruption (a signal, a full disk) the same call resumes after the last complete shard. An
+    invalid source leaves nothing behind.
 
     Args:
         source: directory, or the name of a hub model in the local cache.
@@ -124,7 +124,7 @@ def convert(
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int) -> dict[str, Any]:
-    """What must be the same for a conversion to go on where an earlier one stopped."""
+    """What must be the same for a conversion to resume an interrupted one."""
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     source = str(checkpoint.path.resolve())
@@ -132,7 +132,7 @@ def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int) -> di
 
 
 def _open_partial(partial: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Makes the directory, or takes over what an earlier run of the same job left; returns its state."""
+    """Creates the directory, or resumes that of an earlier run of the same job; returns its state."""
     partial.mkdir(parents=True, exist_ok=True)
     for file in partial.glob("*.unfinished"):
         file.unlink()
@@ -143,7 +143,7 @@ def _open_partial(partial: Path, job: dict[str, Any]) -> dict[str, Any]:
     state = read_json(partial / PROGRESS_NAME) if (partial / PROGRESS_NAME).is_file() else {}
     if state.get("job") != job:
         raise FileExistsError(f"path: {partial} is of another source or other options; remove it to start anew")
-    logger.info("%s: going on after %d modules", partial, len(state["done"]))
+    logger.info("%s: resuming after %d modules", partial, len(state["done"]))
     return state
 
 
@@ -192,7 +192,7 @@ def _convert_all(
 
 
 def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """What is converted one after the other, in the order of the files, and the modules that are 16-bit in the end."""
+    """The modules and tensors to convert, in the order of the files, and the modules that stay or become 16-bit."""
     first = {name: block.any() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
     if checkpoint.method is None:  # in a quantized checkpoint, layers were left 16-bit on purpose
@@ -214,7 +214,7 @@ def _units(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 def _layer(
     checkpoint: Checkpoint, name: str, device: torch.device, scale_search: str | None
 ) -> tuple[ExpertWeights, LayerError]:
-    """The experts of a layer: taken over when they are 4-bit, quantized when not."""
+    """The experts of a layer: copied when they are 4-bit, else quantized."""
     if name in checkpoint.blocks:
         weights = checkpoint.read_experts(name)
         return weights, LayerError(name, inf, inf, weights.nbytes)

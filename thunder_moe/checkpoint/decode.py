@@ -1,4 +1,4 @@
-"""The experts of a layer as `ExpertWeights`, whatever format their tensors lie in.
+"""Decodes the experts of a layer to `ExpertWeights`, from any format.
 Called by reader; calls formats.registry for what reads a module, and files.
 
 Legend: E experts, N output features, K input features, I intermediate_size, H hidden_size.
@@ -54,7 +54,7 @@ def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device:
 def _stack(
     files: TensorFiles, block: ExpertBlock, parts: tuple[str, ...], experts: range
 ) -> tuple[NVFP4Weight, torch.Tensor | None]:
-    """The rows of these projections one below the other, for all experts: (E, len(parts) * N, K), and their biases."""
+    """The stacked rows of these projections, for all experts: (E, len(parts) * N, K), and their biases."""
     form = format_of(block.modules[parts[0], 0])
     first = form.infos(block.modules[parts[0], 0], 2)[0]
     n, half = first.shape

@@ -32,7 +32,7 @@ class ExpertsLayout:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The weights of the experts of one layer, in one form whatever the checkpoint's.
+    """The weights of the experts of one layer, in one form for all checkpoint formats.
 
     Attributes:
         gate_up: (E, 2I, H), the gate's rows first; (E, I, H) for experts without a gate.
@@ -47,13 +47,13 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same on another device."""
+        """Copies the weights to another device."""
         biases = (bias if bias is None else bias.to(device) for bias in (self.gate_up_bias, self.down_bias))
         return ExpertWeights(self.gate_up.to(device), self.down.to(device), *biases)
 
     @property
     def gated(self) -> bool:
-        """Whether gate_up holds gates and ups, not ups alone."""
+        """Whether gate_up holds gate and up projections, not just up."""
         return self.gate_up.shape[1] == 2 * self.down.shape[2]
 
     @property

@@ -22,7 +22,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
-# Files kept open: the tensors of one layer lie in two or three shards, and what is closed leaves memory.
+# Files kept open: the tensors of one layer are in two or three shards; closing a file releases its mapping.
 _OPEN_FILES = 4
 
 
@@ -117,7 +117,7 @@ class TensorFiles:
                 raise FileNotFoundError(f"{index}: names {file} for tensor {name!r}, which is not there")
             for info in _read_header(self.path / file).values():
                 if info.name in self.infos:
-                    raise info.error(f"lies in {self.infos[info.name].file} as well, wanted it once")
+                    raise info.error(f"is also in {self.infos[info.name].file}, wanted in one file only")
                 self.infos[info.name] = info
         for name, file in weight_map.items():
             if name not in self.infos or self.infos[name].file.name != Path(file).name:
@@ -145,7 +145,7 @@ def find_checkpoint(path: str | Path) -> Path:
             return Path(snapshot_download(str(path), local_files_only=True))
         except (ValueError, OSError) as error:  # not a model's name, or not in the cache
             why = f"the local Hugging Face cache has no model of that name ({type(error).__name__})"
-    raise FileNotFoundError(f"path: {path} is no directory, and {why}")
+    raise FileNotFoundError(f"path: {path} is not a directory, and {why}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: is no JSON ({error})") from error
+        raise ValueError(f"{path}: is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds a {type(value).__name__}, wanted a JSON object")
     return value

@@ -52,7 +52,7 @@ class Module:
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
 
     def any(self) -> TensorInfo:
-        """Some tensor of the module, for an error's sake."""
+        """Any tensor of the module, to name in an error."""
         return next(iter(self.fields.values()))
 
     def require(self, *fields: str) -> list[TensorInfo]:
@@ -104,7 +104,7 @@ class ExpertBlock:
         return [info for module in self.modules.values() for info in module.fields.values()]
 
     def any(self) -> TensorInfo:
-        """Some tensor of the block, for an error's sake."""
+        """Any tensor of the block, to name in an error."""
         return next(iter(self.modules.values())).any()
 
     def experts(self) -> range:
@@ -130,7 +130,7 @@ class ExpertBlock:
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """How this block is laid out; `interleaved` is said of models whose fused gate and up rows alternate.
+        """How this block is laid out; `interleaved`: the rows of the model's fused gate_up projection alternate.
 
         Raises:
             ValueError: the shapes of fused projections fit neither order of their dimensions.
@@ -141,10 +141,10 @@ class ExpertBlock:
         return ExpertsLayout(fused=self.k_first(), interleaved=interleaved and "gate_up" in self.projections)
 
     def k_first(self) -> bool:
-        """Whether fused projections lie as (E, in_features, out_features), from their shapes."""
+        """Whether fused projections are stored as (E, in_features, out_features), from their shapes."""
         down = self.modules["down", None].fields
         if "blocks" in down:
-            return True  # not these bytes, but the model that they are of
+            return True  # in the model; MXFP4 files have K last
         first = self.modules.get(("gate_up", None)) or self.modules["up", None]
         if "weight_scale" in down and "weight" in down:  # the scales are an eighth of the bytes along in_features
             return down["weight"].shape[1] == 8 * down["weight_scale"].shape[1]

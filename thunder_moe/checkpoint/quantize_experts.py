@@ -1,5 +1,5 @@
-"""The 16-bit experts of a checkpoint quantized, one expert at a time, with the error that this makes.
-Called by convert; calls files to read, nvfp4 to quantize.
+"""Quantizes the 16-bit experts of a checkpoint, one expert at a time, and measures the error.
+Called by convert; calls files to read, thunder_moe.formats to quantize.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Noise:
 def quantize_experts(
     files: TensorFiles, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
 ) -> QuantizedExperts:
-    """Quantizes the experts of a layer as the format of their checkpoint wants it.
+    """Quantizes the experts of a layer with the global scales that the written format holds.
 
     Gate and up of an expert share a global scale, which other readers assume; fused projections have one for all
     experts where ModelOpt's fused form is going to hold them.
@@ -129,7 +129,7 @@ def _fused(
     scale_search: str | None,
     noise: _Noise,
 ) -> NVFP4Weight:
-    """(E, N, K) of one projection that lies in one tensor."""
+    """(E, N, K) of one projection that is stored as one tensor."""
     (info,) = block.modules[part, None].require("weight")
     info.require(FLOATS, None)
     weight = files.read(info.name)

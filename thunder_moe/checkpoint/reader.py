@@ -1,5 +1,6 @@
 """Reads NVFP4 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as NVFP4Weights, dense modules in 16
-bits, and all other tensors as they are. Called by integrations and convert; calls files, formats and decode.
+bits, and all other tensors as they are. Called by integrations.huggingface and convert; calls files, formats.registry,
+modules and decode.
 
 Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied into one NVFP4Weight.
 """
@@ -114,7 +115,7 @@ class Checkpoint:
         device: torch.device | str | Callable[[str], torch.device | str] = "cpu",
         progress: bool = False,
     ) -> Iterator[tuple[str, ExpertWeights | torch.Tensor]]:
-        """Everything, file after file: at any time one layer is held beside what the caller keeps.
+        """Yields everything, file by file; one layer at a time is in memory besides what the caller keeps.
 
         Args:
             dtype: of dense modules that are dequantized.

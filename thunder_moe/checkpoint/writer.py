@@ -1,5 +1,5 @@
 """Writes checkpoints in ModelOpt's form, which vLLM, SGLang and TensorRT-LLM read: shards, index, configs.
-Called by integrations and convert; calls safetensors and nvfp4.
+Called by integrations.huggingface and convert; calls formats.modelopt to encode, and safetensors.
 
 A checkpoint is written beside its place and moved there when whole, so that a path never holds half of one.
 """
@@ -80,7 +80,7 @@ class ShardWriter:
         path = self._part(len(self.shards))
         unfinished = path.with_suffix(".unfinished")
         import_safetensors().torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
-        unfinished.chmod(0o666 & ~_umask())  # safetensors makes files for their owner alone
+        unfinished.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
         os.replace(unfinished, path)
         self.shards.append({"names": list(self._pending), "nbytes": self._pending_bytes})
         self._pending, self._pending_bytes = {}, 0
@@ -95,7 +95,7 @@ class ShardWriter:
         if count == 1:
             names = [SINGLE_NAME]
         for number, name in enumerate(names):
-            if self._part(number).exists():  # not when an earlier run got so far
+            if self._part(number).exists():  # False when an interrupted run renamed it already
                 os.replace(self._part(number), self.directory / name)
         if count > 1:
             weight_map = {t: name for name, shard in zip(names, self.shards, strict=True) for t in shard["names"]}
@@ -131,7 +131,7 @@ def write_checkpoint(
 
     Raises:
         FileExistsError: the path exists.
-        ValueError: a size that is none, or weights that the layout cannot hold. Nothing is left behind then.
+        ValueError: invalid max_shard_size, or weights that the layout cannot hold. Nothing is left behind then.
     """
     path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
@@ -188,7 +188,7 @@ def parse_size(size: int | str) -> int:
     """Bytes of a size such as 1000, "500MB" or "5GB".
 
     Raises:
-        ValueError: it is none, or not positive.
+        ValueError: it cannot be parsed, or is not positive.
     """
     text = str(size).strip().upper()
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")

@@ -145,7 +145,7 @@ class Llama4MoE(nn.Module):
         return out_TH.reshape(hidden_states.shape)
 
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
-        """(T, H) -> (T, H): the routed experts alone, weighted by the router."""
+        """(T, H) -> (T, H): the routed experts without the shared one, weighted by the router."""
         logits_TA, ids_TA = self.router(x_TH).topk(self.top_k, dim=-1)  # A = top_k
         weights = weights_to_fuse(self.routed_experts)
         if weights is not None:

@@ -1,4 +1,4 @@
-"""The 4-bit modules: NVFP4GroupedLinear and NVFP4GroupedSwiGLU, whose buffers tell their layout by their shapes.
+"""The 4-bit modules, NVFP4GroupedLinear and NVFP4GroupedSwiGLU; the shapes of their buffers encode the layout.
 Called by users, nn.llama4, grouped_experts and integrations.huggingface; calls the package's operators, and
 kernels.select for the layout that a device reads best.
 
@@ -33,8 +33,8 @@ Module = TypeVar("Module", bound=nn.Module)
 class NVFP4GroupedLinear(nn.Module):
     """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
 
-    The shapes of qdata and scale tell their layout (`formats.layouts.block_shapes`), so whoever holds the buffers, puts
-    others in their place (``functional_call``) or keeps older ones has the layout with the bytes. State dicts hold
+    The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`): buffers that are passed around,
+    replaced (``functional_call``) or kept from before always carry their layout with their bytes. State dicts hold
     layout "linear" whatever the module's, and load into any: they are converted on the way. Those of a module in
     another layout are copies then, which do not follow the module, and where modules share weights, one each.
 
@@ -91,8 +91,8 @@ class NVFP4GroupedLinear(nn.Module):
         layout = layout_of_blocks(qdata, scale)
         if layout != "linear":
             if torch.compiler.is_compiling():
-                # It does nothing, or fails for buffers of another rank: an exported program keeps these calls and the
-                # buffers, whose layout may change afterwards.
+                # An identity that fails for buffers of another rank: an exported program keeps these calls, and the
+                # layout of its buffers may change afterwards.
                 dims = tuple(range(qdata.ndim))
                 qdata, scale = qdata.permute(dims), scale.permute(dims)
             rows = (self.num_experts, self.out_features)
@@ -185,7 +185,7 @@ class NVFP4GroupedLinear(nn.Module):
         own = {field: self._buffers.pop(field) for field in _FIELDS}
         try:
             parent: Any = super()
-            parent._apply(fn, recurse)  # whatever else a subclass has
+            parent._apply(fn, recurse)  # other tensors of a subclass
         finally:
             self._buffers.update(own)
         for field in _FIELDS:
@@ -204,12 +204,12 @@ class NVFP4GroupedLinear(nn.Module):
         if torch._has_compatible_shallow_copy_type(buffer, tensor):
             buffer.data = tensor
             return buffer
-        self._buffers[field] = tensor  # between a real device and "meta"; nn.Module unties there too
+        self._buffers[field] = tensor  # between a real device and "meta"; nn.Module breaks ties there too
         return tensor
 
     def _fit_device(self, before: torch.device) -> None:
-        """Lays the weights out for the device that they were moved to, or tells who asked for a layout that it is slow
-        there."""
+        """Converts the weights to the layout of the device that they were moved to; with a fixed layout that is slow
+        there, warns."""
         device, layout, sizes = self.qdata.device, self.layout, (self.out_features, self.in_features)
         if device.type == "meta":
             return
@@ -270,7 +270,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
 
 
 def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Module]:
-    """Whether a call of a module is that of its class and nothing else, so that an operator may do it instead."""
+    """Whether a call of a module runs the forward of `cls` and no hooks, so that an operator may replace the call."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return type(module) is cls and not hooks and "forward" not in vars(module)
 

@@ -341,7 +341,7 @@ def test_what_is_refused(tmp_path, monkeypatch):
     tiny_model("qwen3_moe", BF16).save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match="plain is a 16-bit checkpoint, wanted a quantized one; load it with"):
         load_checkpoint(tmp_path / "plain")
-    with pytest.raises(FileNotFoundError, match="nowhere is no directory"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
         load_checkpoint(tmp_path / "nowhere")
     with pytest.raises(TypeError, match="model: got Linear, wanted a transformers model"):
         save_checkpoint(torch.nn.Linear(2, 2), tmp_path / "out")

@@ -58,7 +58,7 @@ class CheckpointFormat(ABC):
         along K. The decode scale is (), or of all experts (), (E,) or (E, N), or any shape of as many numbers.
 
         Raises:
-            ValueError: a value that is none of the format; names file and tensor.
+            ValueError: a value that the format does not allow; names file and tensor.
         """
 
     def read_dense(

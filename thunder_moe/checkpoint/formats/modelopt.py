@@ -25,10 +25,10 @@ __all__ = ["MODELOPT", "ModelOpt"]
 
 logger = logging.getLogger(__name__)
 
-# Algorithms that are read; FP8 stands beside NVFP4 in MIXED_PRECISION, for dense layers alone.
+# Algorithms that are read; FP8 occurs beside NVFP4 in MIXED_PRECISION, for dense layers only.
 ALGOS = ("NVFP4", "W4A16_NVFP4")
 LAYER_ALGOS = (*ALGOS, "FP8")
-# The one that is written. Weights alone are 4-bit: nothing here calibrates the scales of 4-bit activations ("NVFP4").
+# The one that is written: 4-bit weights, 16-bit activations. "NVFP4" would need calibrated scales of activations.
 QUANT_ALGO = "W4A16_NVFP4"
 
 
@@ -69,7 +69,7 @@ class ModelOpt(NVFP4Format):
 
         The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert,
         which vLLM reads of Llama 4 as well; with biases or alternating rows, where nobody reads that, fused with all
-        their global scales, which only this package reads (and a warning says so).
+        their global scales, which only this package reads (a warning says so).
 
         Args:
             path: of the block, "model.layers.0.mlp.experts".

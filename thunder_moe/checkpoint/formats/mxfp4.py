@@ -1,4 +1,4 @@
-"""GPT-OSS's MXFP4: blocks of 32 codes with a power-of-two scale, of fused experts alone; read exactly as NVFP4.
+"""GPT-OSS's MXFP4: blocks of 32 codes with a power-of-two scale, of fused experts only; converted to NVFP4 exactly.
 Called by registry; calls interface and formats.mxfp4.
 """
 
@@ -17,13 +17,13 @@ __all__ = ["MXFP4"]
 
 
 class MXFP4(CheckpointFormat):
-    """What OpenAI published GPT-OSS in."""
+    """The format of OpenAI's GPT-OSS checkpoints."""
 
     method = "mxfp4"
     marker = "blocks"
 
     def check(self, quantization: dict[str, Any]) -> None:
-        """Its config has nothing that could differ."""
+        """Accepts every config: it has no options."""
 
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
         blocks, scales = infos = module.require("blocks", "scales")

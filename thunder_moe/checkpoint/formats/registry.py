@@ -18,17 +18,17 @@ FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in (MODELOPT,
 
 
 def format_of(module: Module) -> CheckpointFormat:
-    """The format of a quantized module, by its fields; ModelOpt's where none shows it: its errors say what lacks."""
+    """The format of a quantized module, by its fields; by default ModelOpt's, whose errors name what is missing."""
     others = (form for form in FORMATS.values() if form is not MODELOPT)
     return next((form for form in others if form.marker in module.fields), MODELOPT)
 
 
 def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a checkpoint says of its quantization, None when nothing.
+    """The quantization_config of a checkpoint, None when it has none.
 
     Args:
         config: config.json.
-        hf_quant_config: hf_quant_config.json, which older versions of ModelOpt write alone.
+        hf_quant_config: hf_quant_config.json, the only place where older versions of ModelOpt write it.
     """
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if found is None and hf_quant_config is not None:
@@ -37,7 +37,7 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """What quantized a checkpoint, one of `FORMATS`.
+    """The method that quantized a checkpoint, a key of `FORMATS`.
 
     Args:
         quantization: its quantization_config.

@@ -1,4 +1,4 @@
-"""accelerate's hooks, with which a model on several devices carries its activations about, through a swap of modules.
+"""accelerate's hooks, which move activations between the devices of a model, kept through a replacement of modules.
 Called by experts and families; imports accelerate where a module has such a hook.
 """
 
@@ -13,7 +13,7 @@ from thunder_moe.replaceable import has_hook
 
 __all__ = ["HOOK_ATTRIBUTES", "hook_alike", "unhooked"]
 
-# What accelerate puts into a module's __dict__: the hook, and what wraps the forward in it.
+# What accelerate adds to a module's __dict__: the hook, and the forward that calls it.
 HOOK_ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
@@ -27,7 +27,7 @@ def hook_alike(module: nn.Module, other: nn.Module) -> None:
 
 @contextlib.contextmanager
 def unhooked(module: nn.Module) -> Iterator[None]:
-    """Takes a module's hook off and puts it on again, so that it wraps the forward of a class that has changed."""
+    """Removes a module's hook and adds it again afterwards, so that it wraps the forward of the class set meanwhile."""
     hook = vars(module).get("_hf_hook")
     if hook is None:
         yield
@@ -35,6 +35,6 @@ def unhooked(module: nn.Module) -> Iterator[None]:
     from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
     remove_hook_from_module(module)
-    vars(module).pop("forward", None)  # accelerate leaves the old class' forward there
+    vars(module).pop("forward", None)  # accelerate leaves the forward of the old class there
     yield
     add_hook_to_module(module, hook)

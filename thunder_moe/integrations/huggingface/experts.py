@@ -80,8 +80,8 @@ class NVFP4Experts(nn.Module):
 
         Args:
             hf_experts_module: one of `expert_blocks`; its weights are not read, so they may be on the "meta" device.
-            gate_up: (E, 2I, H), gate rows first, then up rows, whatever the module's own order; (E, I, H) for experts
-                without a gate.
+            gate_up: (E, 2I, H), gate rows first, then up rows, even where the module interleaves them; (E, I, H) for
+                experts without a gate.
             down: (E, H, I).
             gate_up_bias: (E, 2I) in the same order of rows, if the module has one.
             down_bias: (E, H), likewise.
@@ -238,7 +238,7 @@ def _require_plain(module: nn.Module) -> None:
 
 
 def _copy_attributes(source: nn.Module, target: nn.Module, *, skip: Container[str]) -> None:
-    """Gives one module all that another one has, by the same names, but for its forward and what is skipped."""
+    """Gives a module the attributes, children, parameters and buffers of another one, except the forward and `skip`."""
     for name, value in vars(source).items():
         if name not in _TORCH_STATE and name not in HOOK_ATTRIBUTES and name not in skip:
             vars(target)[name] = value

@@ -19,7 +19,7 @@ _LLAMA4 = ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")
 
 
 class TransformersExperts(ExpertFamily):
-    """Modules of transformers' experts interface, or whose weights lie as there, and `NVFP4Experts`."""
+    """Modules of transformers' experts interface, or with the same weight layout, and `NVFP4Experts`."""
 
     description = "experts of transformers"
 

@@ -1,4 +1,4 @@
-"""What an experts module of transformers is made of: where its weights lie, which activation it has, how to rebuild it.
+"""`ExpertsForm`: the weight layout and the activation of an experts module of transformers, and how to recognize it.
 Called by experts, families, implementation and quantizer; calls the module's own gate to prove that a fused form
 computes the same.
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Classes outside of the experts interface whose weights lie as its own do: (is_transposed, weight_on_input).
+# Classes outside of the experts interface with its weight layout: (is_transposed, weight_on_input).
 _OTHERS = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): (True, True),
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): (False, False),
@@ -42,7 +42,7 @@ _PROBES = (0.0, 1e-3, 0.1, 0.5, 1.0, 1.7, 2.5, 3.9, 6.5, 6.99, 7.01, 9.0, 15.0, 
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """How the weights of an experts module lie and what it computes.
+    """The weight layout of an experts module and what it computes.
 
     Attributes:
         gated: the first projection is of gate and up; else of up alone, followed by ``act_fn``.
@@ -68,7 +68,7 @@ class ExpertsForm:
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether a module is of transformers' experts interface or one of `_OTHERS`, whatever has become of it."""
+    """Whether a module is of transformers' experts interface or one of `_OTHERS`, customized or not."""
     interface = all(hasattr(module, name) for name in _INTERFACE) and hasattr(module, "_apply_gate")
     return interface or any(_key(cls) in _OTHERS for cls in type(module).__mro__)
 
@@ -185,11 +185,11 @@ def _fused(module: Any, interleaved: bool) -> GLU | None:
     limits = {None} | {_finite(getattr(module, name, None)) for name in ("limit", "swiglu_limit")}
     probes = [*_PROBES, *(factor * limit for limit in limits if limit is not None for factor in (0.9, 1.1, 4.0))]
     signed = [sign * probe for probe in probes for sign in (1.0, -1.0)]
-    values = torch.tensor(signed, dtype=torch.float32, device="cpu")  # whatever the default dtype
+    values = torch.tensor(signed, dtype=torch.float32, device="cpu")  # independent of the default dtype
     gate, up = torch.cartesian_prod(values, values).unbind(-1)  # [P]
     own = apply_gate(module, type(module), torch.cat([gate, up])[None], interleaved)[0]
     if own.shape != gate.shape:
-        return None  # a gate that knows the sizes of its layer
+        return None  # a gate that depends on the sizes of its layer
     alphas = {1.0, 1.702} | {float(getattr(module, name, 1.0)) for name in ("alpha", "swiglu_alpha")}
     for alpha, limit, up_shift in itertools.product(sorted(alphas), limits, (0.0, 1.0)):
         form = GLU(alpha, limit, up_shift)

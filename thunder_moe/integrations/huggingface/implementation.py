@@ -79,7 +79,7 @@ def run_experts(
     return torch.where(slot_row[..., None] >= 0, picked, 0).sum(1).to(hidden.dtype)
 
 
-# What each module was when its form was proven, and the form.
+# The state of each module when its form was determined, and the form.
 _FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = WeakKeyDictionary()
 _SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
 
@@ -99,14 +99,14 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
         if torch.compiler.is_dynamo_compiling():
             _require_backend()
         return _run_16_bit(self, *inputs)
-    if parametrize.is_parametrized(self):  # its weights are made anew at each access (LoRA of PEFT, for one)
+    if parametrize.is_parametrized(self):  # its weights are computed at each access (PEFT's LoRA, for one)
         return grouped_mm_experts_forward(self, *inputs)
     form = _form_now(self)
     first, second, *stored_biases = stored_weights(self, form).values()
     biases: list[Tensor] = [*stored_biases]
     trained = first.requires_grad or second.requires_grad
     if trained and (torch.is_grad_enabled() or is_hidden_training_forward()):
-        WEIGHT_CACHE.changed(first, second)  # what trains them may leave no trace
+        WEIGHT_CACHE.changed(first, second)  # an optimizer may change them without a new version number
         return grouped_mm_experts_forward(self, *inputs)
     layouts = [stacked_layout(weight, transposed=form.transposed) for weight in (first, second)]
     gate_up = WEIGHT_CACHE.get(first, transposed=form.transposed, interleaved=form.interleaved, layout=layouts[0])
@@ -117,7 +117,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 
 
 def _form_now(module: nn.Module) -> ExpertsForm:
-    """The form of a module, proven once and again when its activation or gate was replaced."""
+    """The form of a module, determined once and again when its activation or gate was replaced."""
     state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in _SHAPES_THE_FORM)
     known, form = _FORMS.get(module, (None, None))
     if form is None or known != state:
@@ -127,7 +127,7 @@ def _form_now(module: nn.Module) -> ExpertsForm:
 
 
 def _run_16_bit(module: Any, hidden: Tensor, ids: Tensor, slot_weight: Tensor) -> Tensor:
-    """transformers' own grouped_mm in what both compilers trace and rewrite (Thunder knows no histc, for one)."""
+    """transformers' grouped_mm, written in operations that both compilers trace (Thunder lacks histc, for one)."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     experts, top_k = first.shape[0], ids.shape[1]
     ids = ids.reshape(-1)  # [M]

@@ -60,9 +60,9 @@ def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Ten
 
 
 def check_layer(layer: nn.Module) -> None:
-    """TypeError when Llama 4's experts hang in another layer than its own, whose routing is not known."""
+    """Raises a TypeError unless the parent of Llama 4's experts is Llama 4's own layer, whose routing is known."""
     if type(layer) not in (Llama4TextMoe, RoutedLlama4TextMoe):
-        raise TypeError(f"model: Llama 4's experts hang in a {type(layer).__name__}, wanted Llama4TextMoe")
+        raise TypeError(f"model: the parent of Llama 4's experts is a {type(layer).__name__}, wanted Llama4TextMoe")
     if not has_own_forward(layer):
         raise TypeError("model: the forward of a Llama4TextMoe was replaced, wanted its own, which routing replaces")
 

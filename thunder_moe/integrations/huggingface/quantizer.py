@@ -50,7 +50,7 @@ __all__ = ["METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "regis
 logger = logging.getLogger(__name__)
 
 METHOD = "thunder_moe"
-# Where the 16-bit weight of a dense module waits while transformers loads: it must not meet the 4-bit one of its name.
+# Temporary name of a dense module's 16-bit weight while transformers loads: the file has a 4-bit one by its own name.
 _WAITING = "_thunder_moe_weight"
 _NOT_WEIGHTS = r"\.(input_scale|input_global_scale|k_scale|v_scale|weight_scale|weight_scale_2|weight_global_scale)$"
 
@@ -100,7 +100,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
         layouts: path of each block of experts in the model -> its path and layout in the checkpoint.
     """
 
-    requires_calibration = True  # transformers' word for: of quantized checkpoints alone
+    requires_calibration = True  # transformers' word for a quantizer that loads quantized checkpoints only
 
     def __init__(self, quantization_config: NVFP4CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -292,7 +292,7 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
 
 
 class _CompressedTensors:
-    """Stands before transformers' config of compressed-tensors: takes NVFP4, hands on all other formats."""
+    """Replaces transformers' config of compressed-tensors: handles NVFP4, delegates all other formats to it."""
 
     original: Any = None
 
