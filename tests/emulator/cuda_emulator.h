@@ -1,7 +1,7 @@
-// Runs a CUDA kernel's own source on a CPU: one block at a time, each thread a fiber, warp and block instructions as
-// meeting points. Included before the kernel by the program that conftest.py compiles; calls ucontext alone.
-// What hardware may do early or late is done at the worst time that an `Adversary` allows, so that a missing barrier or
-// wait shows as a wrong result. It checks what a kernel computes and that its barriers match, not how fast it is.
+// Runs the source of a CUDA kernel on a CPU: one block at a time, each thread a fiber, warp and block instructions as
+// meeting points. Included before the kernel by the programs of emulator/build.py; calls ucontext alone.
+// Where hardware may act early or late, it acts at the worst time that an `Adversary` allows, so that a missing barrier or
+// wait gives a wrong result. It checks what a kernel computes and that its barriers match, not how fast it is.
 #pragma once
 #define CUDA_EMULATOR
 #include <ucontext.h>

@@ -1,5 +1,5 @@
-"""Tensors at the end of their memory, for kernels that a test runs on this CPU.
-Called by test_cuda.py; calls mmap and mprotect.
+"""Tensors that end where their memory does, for kernels that a test runs on this CPU.
+Called by the tests of the CUDA kernels; calls mmap and mprotect.
 """
 
 import ctypes

@@ -1,21 +1,16 @@
-"""Runs the backends' CUDA sources on a CPU, by emulator/cuda_emulator.h: the fixtures `emulator` and `emulated`.
-Called by pytest for the tests beside it.
+"""The CUDA backend on a CPU, its kernels run by the emulator: the fixtures `emulator`, `adversary` and `emulated`.
+Called by pytest for the tests of kernels; calls emulator/build.py.
 """
 
 import ctypes
-import hashlib
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from emulator import build
 
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc, workspace
-
-EMULATOR = Path(__file__).parents[1] / "emulator"
 
 
 class Adversary(ctypes.Structure):
@@ -35,40 +30,21 @@ class MatrixMap(ctypes.Structure):
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory):
+def emulator():
     """launch(sources, expression, threads, blocks, argument, adversary): runs a kernel of .cu files on this CPU."""
-    compiler = shutil.which("c++")
-    if compiler is None:
+    if build.compiler() is None:
         pytest.skip("no C++ compiler")
-    folder, libraries = tmp_path_factory.mktemp("cuda"), {}
-
-    def build(sources: tuple[Path, ...], expression: str, argument: type[ctypes.Structure]) -> ctypes.CDLL:
-        name = hashlib.sha256(f"{sources}{expression}".encode()).hexdigest()[:16]
-        program = folder / f"{name}.cpp"
-        includes = "\n".join(f'#include "{file}"' for file in (EMULATOR / "cuda_emulator.h", *sources))
-        program.write_text(f"""{includes}
-{nvrtc.struct_checks(argument)}
-extern "C" void run(const {argument.__name__}* argument, int blocks, int threads, Adversary worst) {{
-  adversary = worst;
-  launch(blocks, threads, [&] {{ {expression}(*argument); }});
-}}
-""")
-        library = program.with_suffix(".so")
-        options = ["-std=c++17", "-O1", "-fno-strict-aliasing", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-        subprocess.run([compiler, *options, str(program), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
 
     def run(sources, expression, threads, blocks, argument, adversary):
-        if (sources, expression) not in libraries:
-            libraries[sources, expression] = build(sources, expression, type(argument))
-        libraries[sources, expression].run(ctypes.byref(argument), blocks, threads, adversary)
+        library = build.library(sources, expression, type(argument))
+        library.run(ctypes.byref(argument), blocks, threads, adversary)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def adversary():
-    """What the emulated device chooses where hardware is free; a test may change it (and puts it back)."""
+    """The order of threads and the delays that the emulated device chooses; a test that changes it puts it back."""
     return Adversary(late_copies=1, late_products=1, order=2)
 
 

@@ -1,6 +1,6 @@
 """The compiled CPU kernel: exact decoding, products against an fp32 loop, edge rows, threads, no compiler.
 Called by pytest; skipped with the backend's own reason where it cannot run.
-Calls kernels.cpu alone; judged by tests/oracle.py's decoding and by fp64 products.
+Calls kernels/cpu/backend.py alone; judged by tests/oracle.py's decoding and by fp64 products.
 """
 
 import os
@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import dequantize as decode
 from oracle import grouped_swiglu, relative_error
+from pairwise import pairwise
 
 from thunder_moe.formats.nvfp4 import NVFP4Weight
 from thunder_moe.kernels.cpu import backend as cpu
@@ -57,12 +58,11 @@ def assert_close(actual, expected, dtype, roundings=1):
     assert error <= roundings * TOLERANCE[dtype] * norm, f"relative error {error / norm}"
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("per_column", [False, True], ids=["global (E,)", "global (E, N)"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
-def test_grouped_mm(rows, shape, per_column, dtype):
-    n, k = shape
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "per_column"), pairwise(list(ROWS), SHAPES, list(TOLERANCE), [False, True]), ids=str
+)
+def test_grouped_mm(name, shape, dtype, per_column):
+    rows, (n, k) = ROWS[name], shape
     weight = weights(4, n, k, per_column)
     offsets = torch.tensor(rows).cumsum(0).int()
     x = torch.randn(sum(rows) + 3, k).to(dtype)  # three rows past the last group
@@ -85,12 +85,12 @@ def test_no_rows_at_all(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("count", range(1, 27))
-def test_every_number_of_rows(count, dtype):
-    weight = weights(1, 21, 160)
-    x = torch.randn(count, 160).to(dtype)
-    actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
-    assert_close(actual, oracle(x.float(), decode(*weight.tensors()), [count]), dtype)
+def test_every_number_of_rows(dtype):
+    for count in range(1, 27):
+        weight = weights(1, 21, 160)
+        x = torch.randn(count, 160).to(dtype)
+        actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
+        assert_close(actual, oracle(x.float(), decode(*weight.tensors()), [count]), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -151,16 +151,17 @@ RANGES = {
 }
 
 
-@pytest.mark.parametrize("counts", [(1, 0, 9), (13, 7, 30)], ids=["few rows", "both kernels"])
-@pytest.mark.parametrize("factor", [1.0, 1e-4, 1e-30])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("numbers", RANGES.values(), ids=RANGES.keys())
-def test_activations_of_every_size(numbers, dtype, factor, counts):
+@pytest.mark.parametrize(
+    ("name", "dtype", "factor", "counts"),
+    pairwise(list(RANGES), list(TOLERANCE), [1.0, 1e-4, 1e-30], [(1, 0, 9), (13, 7, 30)]),
+    ids=str,
+)
+def test_activations_of_every_size(name, dtype, factor, counts):
     """Each output is within rounding of fp64: no subnormal is lost, and nothing overflows that need not."""
     weight = weights(3, 37, 160)
     weight = NVFP4Weight(weight.qdata, weight.scale, weight.global_scale * factor)
     finfo, offsets = torch.finfo(dtype), torch.tensor(counts).cumsum(0).int()
-    x = numbers()[: sum(counts)].clamp(-finfo.max, finfo.max).to(dtype)
+    x = RANGES[name]()[: sum(counts)].clamp(-finfo.max, finfo.max).to(dtype)
     actual = cpu.grouped_mm(x, weight, offsets)
     matrices = decode(weight.qdata, weight.scale, torch.ones(3)).double() * weight.global_scale.double()[:, None, None]
     rows = list(zip([0, *offsets], offsets, range(3), strict=False))
@@ -297,7 +298,7 @@ def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype):
 
 SCRIPT = """
 import torch
-from thunder_moe.kernels import cpu
+from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.formats.nvfp4 import quantize
 print(cpu.unavailable_reason())
 try:

@@ -59,7 +59,7 @@ def test_only_files_of_this_user_are_used(kept, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot be kept in .*file.*set XDG_CACHE_HOME"):
+    with pytest.warns(UserWarning, match="cannot be cached in .*file.*set XDG_CACHE_HOME"):
         cubin_cache.write(KEY, CONTENT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

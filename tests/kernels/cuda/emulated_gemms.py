@@ -1,0 +1,52 @@
+"""The configurations of the CUDA GEMMs that tests run in the emulator, and their operands.
+Called by the tests beside it; calls tests/oracle.py.
+"""
+
+import torch
+from oracle import dequantize
+
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.cuda.configs import GemmConfig
+
+DTYPES = [torch.bfloat16, torch.float16]
+CONFIGS = {
+    "split 8": GemmConfig("split", 1, 1, 1, 8, 4),
+    "split 2": GemmConfig("split", 2, 1, 4, 2, 2),
+    "two blocks of rows": GemmConfig("split", 1, 2, 2, 1, 2),
+    "staged": GemmConfig("staged", 4, 2, 2, 1, 3),
+    "staged, 64 tokens": GemmConfig("staged", 8, 1, 4, 1, 2),
+    "wgmma": GemmConfig("wgmma", 8, 1, 2, 1, 3),
+    "wgmma, two blocks of rows": GemmConfig("wgmma", 16, 2, 1, 1, 4),
+    "wgmma, 192 tokens": GemmConfig("wgmma", 24, 1, 2, 1, 3),
+}
+TILED_CONFIGS = {
+    "tiled mma": GemmConfig("tiled_mma", 1, 1, 1, 1, 1),
+    "tiled mma, split 2": GemmConfig("tiled_mma", 1, 1, 1, 2, 2),
+    "tiled mma, 16 tokens": GemmConfig("tiled_mma", 2, 1, 2, 2, 1),
+    "tiled mma, 32 tokens": GemmConfig("tiled_mma", 4, 2, 1, 2, 2),
+    "tiled mma, split 4": GemmConfig("tiled_mma", 1, 2, 1, 4, 1),
+    "tiled mma, four blocks of rows": GemmConfig("tiled_mma", 1, 4, 1, 3, 1),
+    "tiled mma, shared": GemmConfig("tiled_mma", 1, 2, 1, 2, 1, True),
+    "tiled mma, shared, 16 tokens": GemmConfig("tiled_mma", 2, 1, 2, 1, 1, True),
+    "tiled wgmma": GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1),
+    "tiled wgmma, odd": GemmConfig("tiled_wgmma", 9, 1, 2, 1, 1),
+    "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 2, 2, 1, 1, 1),
+    "tiled wgmma, three warpgroups": GemmConfig("tiled_wgmma", 6, 2, 3, 1, 1),
+    "tiled wgmma, 128 k": GemmConfig("tiled_wgmma", 7, 1, 4, 1, 2),
+    "tiled wgmma, 256 k": GemmConfig("tiled_wgmma", 3, 2, 1, 1, 4),
+}
+SWIGLU_CONFIGS = {
+    "split 4": GemmConfig("split", 1, 2, 2, 4, 2),
+    "staged": GemmConfig("staged", 4, 2, 2, 1, 4),
+    "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
+}
+TILED_SWIGLU_CONFIGS = {name: config for name, config in TILED_CONFIGS.items() if config.row_blocks == 2}
+
+
+def make(experts, n, k, halves=1):
+    parts = [quantize(torch.randn(experts, n // halves, k) * (i + 1)) for i in range(halves)]
+    weight = NVFP4Weight.concatenate(*parts)
+    # Extremes of the format: zero and subnormal scales, and the largest.
+    weight.scale.view(torch.uint8)[:, 0, 0] = torch.tensor([0, 1, 7, 126], dtype=torch.uint8)[:experts]
+    return weight, dequantize(*weight.tensors())

@@ -1,0 +1,75 @@
+"""Which configuration of the CUDA GEMMs is chosen for a shape. Called by pytest; nothing is run."""
+
+import json
+
+import pytest
+
+from thunder_moe.kernels.cuda import configs as cuda_configs
+from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("layout", cuda_configs.LAYOUTS)
+def test_each_layout_was_measured(layout, swiglu):
+    """What benchmarks/suites/tune.py has measured of one layout does not drive out what it has of another."""
+    rows = [point.rows for point, _ in cuda_configs._measured((9, 0), swiglu, layout)]
+    assert len(rows) >= 24
+    assert min(rows) == 1
+    assert max(rows) >= 512
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_configurations_fit_the_device(capability):
+    """Tiles of every configuration that can be chosen fit shared memory, and split K only as far as there is K."""
+    available = (227 if capability == (9, 0) else 99) << 10  # 99: Ada and consumer Blackwell
+    for rows in (1, 8, 64, 1000, 10_000, 262_144):
+        for experts, features, k in ((1, 16, 16), (8, 28672, 4096), (128, 768, 2048), (512, 5120, 8192)):
+            for swiglu in (False, True):
+                live = min(rows, experts)
+                point = Point(live, rows / live, features, k)
+                layouts = cuda_configs.LAYOUTS if k % 64 == 0 and capability == (9, 0) else ("linear",)
+                for layout in layouts:
+                    found = candidates(point, swiglu, capability, layout)
+                    chosen = choose_config(rows, experts, features, k, swiglu, 132, capability, layout)
+                    for config in (chosen, *found):
+                        assert config.layout == layout
+                        assert config.kernel != "wgmma" or capability == (9, 0)
+                        assert config.shared_bytes <= available
+                        assert config.threads <= (512 if layout == "linear" else 640)
+                        assert config.depth % 2 == 0 or config.kernel != "split"
+                        assert config.row_blocks == 2 or not swiglu
+                        if layout == "linear":
+                            assert config.warps_k <= max(1, k // 128)
+                        else:
+                            assert config == config.fitted(k)
+                            assert config.warps_k * 64 <= max(64, k)
+                            assert config.stages >= 3
+
+
+def test_a_configuration_is_fitted_to_k():
+    mma, wgmma = GemmConfig("tiled_mma", 1, 1, 1, 4, 4, True), GemmConfig("tiled_wgmma", 6, 1, 4, 1, 4)
+    assert mma.fitted(1 << 20) == mma
+    assert mma.fitted((1 << 20) + 64) == GemmConfig("tiled_mma", 1, 1, 1, 4, 4, False)
+    assert wgmma.fitted(512) == wgmma
+    assert wgmma.fitted(384).depth == 2
+
+
+def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
+    file = tmp_path / "configs.json"
+    few, many = ["split", 1, 1, 4, 2, 4], ["wgmma", 16, 2, 2, 1, 4]
+    entries = [
+        dict(capability=[9, 0], swiglu=False, point=[8, 1.0, 1536, 2048], config=few),
+        dict(capability=[9, 0], swiglu=False, point=[128, 64.0, 1536, 2048], config=many),
+        dict(capability=[9, 0], swiglu=True, point=[8, 1.0, 768, 2048], config=["split", 2, 2, 4, 2, 2]),
+    ]
+    file.write_text(json.dumps(dict(entries=entries)))
+    monkeypatch.setattr(cuda_configs, "MEASURED", file)
+    cuda_configs._measured.cache_clear()
+    shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
+    assert choose_config(8, 128, **shape) == GemmConfig(*few)
+    assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
+    assert choose_config(8 * 8, 8, **shape) == GemmConfig(*few)
+    assert choose_config(8 * 9, 8, **shape) == GemmConfig(*many)  # nearer to `few`, which would take two tiles
+    assert choose_config(8, 128, **{**shape, "k": 128}) == GemmConfig(*many)  # `few` has two warps along K
+    assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
+    cuda_configs._measured.cache_clear()

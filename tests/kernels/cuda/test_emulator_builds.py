@@ -1,0 +1,47 @@
+"""The emulator's builds: found again by content, made again when something they depend on changes. Called by pytest."""
+
+import pytest
+from emulator import build
+
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda.arguments import RowStartsArguments
+
+KERNEL = (cuda._ROUTE, "row_starts", RowStartsArguments)
+pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """What is compiled, in an empty cache and by what passes for a new process."""
+    calls, compile_program = [], build._compile
+    monkeypatch.setattr(build, "_compile", lambda *arguments: calls.append(arguments) or compile_program(*arguments))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached = (build.library, build._precompiled_header, build._folder, build._environment)
+    for function in cached:
+        function.cache_clear()
+    yield calls
+    for function in cached:
+        function.cache_clear()
+
+
+def test_a_build_is_found_again_by_other_processes(compiled, tmp_path):
+    build.library(*KERNEL)
+    assert len(compiled) == 2  # the header, the kernel
+    for function in (build.library, build._precompiled_header):
+        function.cache_clear()
+    build.library(*KERNEL)
+    assert len(compiled) == 2
+    found = sorted(path.suffix for path in (tmp_path / "thunder_moe" / "emulator").iterdir())
+    assert found == [".header", ".so"]  # nothing else is left behind
+
+
+def test_another_compiler_or_source_is_another_build(compiled, monkeypatch):
+    first = build._key("source")
+    assert build._key("other source") != first
+    monkeypatch.setattr(build, "_environment", lambda: "another compiler")
+    assert build._key("source") != first
+
+
+def test_what_does_not_compile_shows_the_compiler_message(compiled):
+    with pytest.raises(AssertionError, match="nothing"):
+        build.library(cuda._ROUTE, "nothing", RowStartsArguments)

@@ -1,0 +1,74 @@
+"""Tile schedulers: any number of blocks, stream-K, counters and semaphores that are zero afterwards.
+Called by pytest; emulated launches replace `_launch` of kernels/cuda/backend.py, all else is the backend's own code.
+"""
+
+import pytest
+import torch
+from emulated_gemms import CONFIGS, TILED_CONFIGS, make
+from oracle import grouped_mm, relative_error
+
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import workspace
+from thunder_moe.kernels.cuda.configs import GemmConfig
+
+SMALL_TILES = GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True)
+LARGE_TILES = GemmConfig("tiled_mma", 2, 1, 2, 2, 2, True)
+# Tiles of an expert, stages of their K, and how many of the tiles seven blocks share.
+SHARED_TILES = [
+    (1, 15, 1), (2, 15, 2), (3, 15, 3), (4, 15, 0), (7, 15, 0), (8, 15, 8), (12, 15, 12), (14, 15, 0), (17, 15, 10),
+    (1, 5, 1), (3, 2, 0), (8, 6, 8), (12, 6, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *TILED_CONFIGS.values()], ids=[*CONFIGS, *TILED_CONFIGS])
+def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, config):
+    weight, _ = make(4, 160 if config.layout == "linear" else 192, 256)
+    weight = weight.to_layout(config.layout)
+    rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
+    first = cuda.grouped_mm(rows, weight, offsets, config=config)
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (9, 0)))
+    assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
+    assert not workspace.semaphore_pool(rows.device).take().any()  # nothing that blocks have counted is left
+
+
+@pytest.mark.parametrize(
+    ("config", "tiles", "stages", "shared"),
+    [
+        *((SMALL_TILES, *row) for row in SHARED_TILES),
+        *((LARGE_TILES, *row) for row in SHARED_TILES if row[0] * row[1] <= 72),
+        *(pytest.param(LARGE_TILES, *row, marks=pytest.mark.slow) for row in SHARED_TILES if row[0] * row[1] > 72),
+    ],
+)
+def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
+    """Few tiles, or those of the last round and one more, where it would leave blocks without work."""
+    k, blocks, empty = stages * 64 * config.warps_k * config.depth, 7, torch.empty
+    left = []
+
+    def nans(*size, **how):
+        left.append(empty(*size, **how).fill_(float("nan")))
+        return left[-1]
+
+    k -= 64 * (config.warps_k > 1)  # the last is not full
+    weight, exact = make(1, tiles * config.tile_features(swiglu=False), k)
+    weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k).bfloat16(), torch.tensor([7]).int()
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
+    monkeypatch.setattr(torch, "empty", nans)
+    out = cuda.grouped_mm(rows, weight, offsets, config=config)
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+    assert not workspace.semaphore_pool(rows.device).take().any()
+    pieces = 0 if shared == 0 else blocks if tiles > blocks else min(blocks // tiles, stages) * tiles
+    # Who does not have the end of a tile leaves sums for who has.
+    wanted = sum((block + 1) * shared * stages // pieces % stages > 0 for block in range(pieces))
+    assert left[-1].view(blocks, -1).isfinite().any(1).sum() == wanted
+    assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
+
+
+@pytest.mark.parametrize("config", TILED_CONFIGS.values(), ids=TILED_CONFIGS.keys())
+def test_more_blocks_than_work(emulated, hopper, monkeypatch, config):
+    """As many are launched as any routing may need; here one expert has all rows."""
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (1000, (9, 0)))
+    weight, exact = make(4, 192, 512)
+    rows, offsets = torch.randn(40, 512, dtype=torch.bfloat16), torch.tensor([0, 40, 40, 40], dtype=torch.int32)
+    out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
+    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+    assert not workspace.semaphore_pool(rows.device).take().any()
