@@ -5,6 +5,7 @@ Called by pytest; imports thunder_moe, which makes `import thunder` work in all 
 
 import pytest
 import torch
+from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
 from thunder_moe import weight_cache
 from thunder_moe.formats.layouts import layout_fits
