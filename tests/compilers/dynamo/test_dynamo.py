@@ -191,7 +191,7 @@ def gradients(function, model, x):
     return {"x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_trainable_experts_train_in_16_bit(inner):
     moe = Llama4MoE(Llama4MoEConfig(64, 32, 8, top_k=2), dtype=BF16)
     x = torch.randn(1, 3, 64, dtype=BF16)  # 6 rows for 8 experts: some have none
@@ -221,7 +221,7 @@ def test_expanded_gradients(inner):
     assert relative_error(x.grad, expected) < KERNEL_TOLERANCE[BF16]
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_frozen_experts_pass_gradients_on(moe, x, inner):
     moe.routed_experts.requires_grad_(False)
     function = compiled(moe, inner)
@@ -383,6 +383,7 @@ def test_recognises_every_way_to_write_the_gemm(body):
 
 
 @pytest.mark.parametrize("body", [*SWIGLU_FORMS.values(), *NOT_SWIGLU.values()], ids=[*SWIGLU_FORMS, *NOT_SWIGLU])
+@pytest.mark.covering(1)
 def test_swiglu_is_fused_where_it_is_one(body):
     block, x = Block(body), torch.randn(8, 64, dtype=BF16)
     function = compiled(block)
@@ -485,6 +486,7 @@ def test_unknown_options_are_refused():
     reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",
 )
 @pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+@pytest.mark.slow
 def test_hugging_face_models_untouched(name):
     transformers = pytest.importorskip("transformers", minversion="5.7")
     experts = dict(num_experts=4, moe_intermediate_size=32) if name == "Qwen3Moe" else dict(num_local_experts=4)

@@ -108,6 +108,7 @@ INNERS = pytest.mark.parametrize("inner", ["eager", "aot_eager"])
     ],
     ids=str,
 )
+@pytest.mark.covering(1)
 def test_a_swiglu_is_not_fused_past_a_change_of_what_it_reads(inner, code, reason):
     report = compare(program(f"y = mm(x, self.a, o); {code}; return F.silu(y) * mm(x, self.b, o)"), inner, x_grad=False)
     assert [entry.decision for entry in report] == SINGLE * 2
@@ -170,6 +171,7 @@ def always_differentiable(self, x, buf, o):
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("train", ["", "a", "b"])
 @pytest.mark.parametrize("body", [no_grad_gate, inference_gate, gradients_again, always_differentiable])
+@pytest.mark.covering(1)
 def test_each_gemm_has_its_own_grad_mode(inner, body, train, context):
     report = compare(body, inner, train=train, context=context)
     off = {no_grad_gate: "a", inference_gate: "a", gradients_again: "b", always_differentiable: "b"}[body]
@@ -282,6 +284,7 @@ def test_a_training_forward_declares_its_weights_changed():
     ],
     ids=str,
 )
+@pytest.mark.covering(1)
 def test_a_weight_that_the_graph_changes_stays_16_bit(inner, code, name):
     report = compare(program(f"{code}; return mm(x, self.a, o) + mm(x, self.b, o)"), inner, x_grad=False)
     by_weight = {entry.gemm.weight: entry for entry in report}
@@ -382,6 +385,7 @@ NESTED = {
 @INNERS
 @pytest.mark.parametrize("train", ["", "ab"])
 @pytest.mark.parametrize("name", NESTED)
+@pytest.mark.covering(1)
 def test_gemms_in_nested_graphs(inner, train, name):
     code, decisions = NESTED[name]
     report = compare(program(code), inner, train=train)
@@ -396,6 +400,7 @@ def test_gemms_in_nested_graphs(inner, train, name):
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpointed SwiGLU", "cond"])
+@pytest.mark.slow
 def test_nested_graphs_with_inductor(name):
     code, decisions = NESTED[name]
     assert [entry.decision for entry in compare(program(code), "inductor", calls=2)] == decisions

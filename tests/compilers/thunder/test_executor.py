@@ -77,6 +77,7 @@ def test_report(moe, x):
         rewrite_report(moe)
 
 
+@pytest.mark.slow
 def test_quantizes_once_for_all_calls_and_compilations(moe, x, count):
     moe.requires_grad_(False)
     outputs = []
@@ -88,6 +89,7 @@ def test_quantizes_once_for_all_calls_and_compilations(moe, x, count):
     assert torch.equal(outputs[0], outputs[6])
 
 
+@pytest.mark.slow
 def test_two_models_share_a_tied_weight(x, count):
     first, second = (Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False) for _ in range(2))
     second.routed_experts = first.routed_experts
@@ -99,6 +101,7 @@ def test_two_models_share_a_tied_weight(x, count):
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 5), (7, 1)])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.covering(1)
 def test_any_batch_and_top_k(shape, top_k):
     moe = Llama4MoE(Llama4MoEConfig(64, 32, 4, top_k=top_k), dtype=BF16).requires_grad_(False)
     x = torch.randn(*shape, 64, dtype=BF16)
@@ -124,6 +127,7 @@ def test_weights_that_change_are_quantized_again(moe, x, count):
     assert len(count) == 6  # gate and up are one pack
 
 
+@pytest.mark.slow
 def test_function_prologue_pruning_and_default_executors(moe, x):
     from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 
@@ -184,6 +188,7 @@ def test_trainable_experts_train_in_16_bit(x):
         assert got[f"routed_experts.{name}.weight"][idle].eq(0).all()
 
 
+@pytest.mark.slow
 def test_no_grad_runs_the_trainable_model_in_nvfp4_after_every_step(moe, x):
     compiled = jit(moe)
     optimizer = torch.optim.SGD(moe.parameters(), lr=0.5)
@@ -233,6 +238,7 @@ def test_out_dtype_stays_16_bit_and_trains():
 # ---- modules that quantize_ has swapped already
 
 
+@pytest.mark.slow
 def test_quantized_modules(moe, x):
     quantized = quantize_(copy.deepcopy(moe))
     compiled = jit(quantized)
@@ -244,6 +250,7 @@ def test_quantized_modules(moe, x):
 
 
 @pytest.mark.parametrize("layout", ["tiled_64x64"])
+@pytest.mark.slow
 def test_layouts_compute_the_same(layout):
     moe = Llama4MoE(Llama4MoEConfig(128, 64, 4, top_k=2), dtype=BF16)
     linear, other = (quantize_(nn.Sequential(copy.deepcopy(moe)), layout=name) for name in ("linear", layout))
@@ -338,6 +345,7 @@ def mm(x, weight, offsets):
         lambda w: w.unsqueeze(0).squeeze(0).mT,
     ],
 )
+@pytest.mark.covering(1)
 def test_recognises_every_view_of_a_whole_weight(swap):
     block = Block(lambda self, x, offsets: mm(x, swap(self.gate), offsets), layout="ENK")
     x = torch.randn(8, 64, dtype=BF16)
@@ -387,6 +395,7 @@ NOT_SWIGLU = {
 
 
 @pytest.mark.parametrize("body", [*SWIGLU_FORMS.values(), *NOT_SWIGLU.values()], ids=[*SWIGLU_FORMS, *NOT_SWIGLU])
+@pytest.mark.covering(1)
 def test_swiglu_is_fused_where_it_is_one(body):
     block = Block(body)
     x = torch.randn(8, 64, dtype=BF16) / 8

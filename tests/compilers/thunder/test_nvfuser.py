@@ -152,6 +152,7 @@ def test_llama4_is_one_region(fusions, executors, intermediate):
 
 
 @pytest.mark.parametrize(("version", "dtype"), [("0.2.34", BF16), (VERSION, BF16), (VERSION, torch.float16)])
+@pytest.mark.covering(1)
 def test_computes_w4a4(fusions, implementation, monkeypatch, offsets, version, dtype):
     set_gpu(monkeypatch, implementation, version=version)
     experts = block(128, 192, dtype=dtype)
@@ -187,6 +188,7 @@ def test_rows_past_the_last_group_do_not_matter(fusions, implementation, garbage
 
 @pytest.mark.parametrize("experts", [1, 7])
 @pytest.mark.parametrize("version", ["0.2.34", VERSION])
+@pytest.mark.covering(1)
 def test_computes_with_any_number_of_experts(fusions, implementation, monkeypatch, experts, version):
     set_gpu(monkeypatch, implementation, version=version)
     model, x = block(64, 64, experts), torch.randn(300, 64, dtype=BF16)
@@ -209,6 +211,7 @@ def test_calibrated_scales_need_no_reduction(fusions, implementation):
             run_as_cuda(model, x, offsets, **options | dict(nvfp4_activation_amax={"gate_proj.weight": wrong}))
 
 
+@pytest.mark.slow
 def test_hopper_runs_our_kernels_between_regions(fusions, implementation, monkeypatch, executors):
     set_gpu(monkeypatch, implementation, capability=(9, 0))
     moe = Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16).requires_grad_(False)

@@ -126,6 +126,7 @@ CHANGES = {
 @pytest.mark.parametrize("place", [changes_between, changes_before_the_product])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.covering(1)
 def test_gemms_stay_before_a_change_of_their_rows(place, change, mode):
     if mode is torch.enable_grad and change is not CHANGES["zero_"]:
         pytest.skip("Thunder has no backward for changes of a part of an argument")
@@ -221,6 +222,7 @@ WEIGHT_CHANGES = {
 @pytest.mark.parametrize("change", WEIGHT_CHANGES.values(), ids=WEIGHT_CHANGES)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("aliases", [True, False])
+@pytest.mark.covering(1)
 def test_changes_of_the_weight_in_the_program_are_seen(change, when, aliases):
     def body(self, x, o):
         if when == "before":
@@ -304,6 +306,7 @@ def nested_modes(self, x, o):
 @pytest.mark.parametrize("body", [no_grad_gate, no_grad_up, no_grad_silu, nested_modes])
 @pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.covering(1)
 def test_the_grad_mode_is_that_of_each_gemm(body, trainable, mode):
     modes = {no_grad_gate: (0, 1), no_grad_up: (1, 0), no_grad_silu: (1, 1), nested_modes: (0, 1)}[body]
     if mode is torch.no_grad:
