@@ -30,6 +30,7 @@ def blocks(page: Path) -> list[tuple[int, str, str | None]]:
 
 
 PAGES_WITH_CODE = [page for page in PAGES if any(why is None for _, _, why in blocks(page))]
+SLOW = {"thunder.md"}  # three of Thunder's compilations, 7 s; README.md has one
 
 
 @pytest.fixture
@@ -49,7 +50,10 @@ def eager_graphs(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default::thunder_moe.compilers.report.RewriteWarning")  # pages train, too
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES_WITH_CODE],
+)
 def test_code_of_a_page_runs(page, eager_graphs, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
