@@ -2,7 +2,7 @@
 Called by kernels, activations, nn and integrations.huggingface; calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
-Nothing here synchronises with the host, except `row_groups`. Indices out of range read another row, or count nothing.
+Only `row_groups` synchronises with the host. Indices out of range read another row, or contribute nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     """See ops.route.moe_route: (T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     ids = expert_ids.flatten().long()
     known = (ids >= 0) & (ids < num_experts)
-    # Ids outside of [0, E) are those of one more expert, which no GEMM has.
+    # Ids outside of [0, E) go to expert number E, past the end of `offsets`.
     order, ends = sort_by_expert(torch.where(known, ids, num_experts), num_experts + 1)
     slot_row = torch.where(known, invert(order).int(), -1).view(expert_ids.shape)
     return order.int(), ends[:-1], slot_row
@@ -83,7 +83,7 @@ def _within(index: Tensor, size: int) -> Tensor:
 def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """(M, N) -> (T, N) in the rows' dtype: each token's rows, plus bias (E, N), times their weights, summed in fp32.
 
-    Slots without a row count nothing: those of -1, or any other number outside of the experts' rows.
+    Slots without a row contribute nothing: those with -1 or another number outside of the experts' rows.
     """
     (tokens, top_k), (count, n) = slot_row.shape, rows.shape
     out = rows.new_empty(tokens, n)
@@ -104,7 +104,7 @@ def combine(rows: Tensor, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor
     return out
 
 
-# Numbers handled at a time on a CPU: what its L2 cache holds of float32.
+# Float32 values handled at a time on a CPU, so that they stay in its L2 cache.
 _PART = 2**18
 
 

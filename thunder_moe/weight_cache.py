@@ -1,6 +1,6 @@
-"""One NVFP4 copy of each 16-bit weight, however many graphs and compilers use it.
-Called by the prologue or runner of compiled graphs, at every call, and by users (`refresh_`); calls nvfp4 when a weight
-has changed. Compilers ask it for the layout (`stacked_layout`), which is an argument of the operators in their graphs.
+"""The cache of 4-bit copies of 16-bit weights: one copy of each, whichever graphs and compilers use it.
+Called by compiled graphs at every call, compilers, integrations.huggingface and users (`refresh_`); calls
+formats.nvfp4 when a weight has changed, kernels.select for the layout that a device reads best (`stacked_layout`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_moe.formats.gate_up import deinterleave
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import select
 from thunder_moe.ops.grouped_mm import operands
@@ -25,11 +26,12 @@ from thunder_moe.ops.grouped_mm import operands
 __all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows", "refresh_", "stacked_layout"]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+_Key = tuple[Any, ...]  # the recipe of a copy, then the ids of its weights
 
 
 @dataclass(frozen=True)
 class _State:
-    """What is seen of a weight: the same state means the same content, but for changes that leave no trace."""
+    """What can be observed of a weight: equal states mean equal content, except for changes that leave no trace."""
 
     storage: weakref.ref[torch.UntypedStorage]
     epoch: int
@@ -63,7 +65,7 @@ class WeightCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple, _Entry] = {}
+        self._entries: dict[_Key, _Entry] = {}
         # How often a storage that an entry reads was declared changed, by the storage's address as an object.
         self._epochs: dict[int, int] = {}
         self._generation = 0  # counts all changes of _epochs
@@ -76,7 +78,7 @@ class WeightCache:
         *weights: torch.Tensor,
         transposed: bool = False,
         interleaved: bool = False,
-        layout: str = "linear",
+        layout: str = LINEAR,
     ) -> NVFP4Weight:
         """The NVFP4 form of weights stacked along their rows.
 
@@ -84,14 +86,14 @@ class WeightCache:
             weights: each (E, N, K), or (E, K, N) when transposed.
             transposed: K is the middle dimension.
             interleaved: gate and up are the even and odd rows of the weight: sort them into halves.
-            layout: of the result, one of `nvfp4.LAYOUTS`.
+            layout: of the result, one of `formats.layouts.LAYOUTS`.
 
         Returns:
             (E, sum of N, K). In layout "swizzled_128x4" it is what nvFuser's kernel wants: the rows of each weight are
             padded with zeros to a multiple of 128, and stacked weights share one global scale per expert.
 
         Raises:
-            ValueError: as `nvfp4.quantize`, or the stacked weight does not fit the layout.
+            ValueError: as `formats.nvfp4.quantize`, or the stacked weight does not fit the layout.
         """
         return self._entry(weights, "quantize", transposed, interleaved, layout).packed
 
@@ -100,7 +102,7 @@ class WeightCache:
         *weights: torch.Tensor,
         transposed: bool = False,
         interleaved: bool = False,
-        layout: str = "linear",
+        layout: str = LINEAR,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale).
 
@@ -149,7 +151,7 @@ class WeightCache:
             if len(parts) == count:
                 self._entry(parts, *key[:-count])
 
-    def _entry(self, weights: tuple[torch.Tensor, ...], *recipe) -> _Entry:
+    def _entry(self, weights: tuple[torch.Tensor, ...], *recipe: Any) -> _Entry:
         # On the path of every call: 1.3 us for one weight (Zen 5).
         key = (*recipe, *map(id, weights))
         entry = self._entries.get(key)
@@ -190,7 +192,9 @@ class WeightCache:
             reference, epoch, _version(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
         )
 
-    def _refresh(self, key, entry: _Entry | None, weights, recipe) -> _Entry:
+    def _refresh(
+        self, key: _Key, entry: _Entry | None, weights: tuple[torch.Tensor, ...], recipe: tuple[Any, ...]
+    ) -> _Entry:
         if not self._watching:
             self._watch()
         if entry is None:
@@ -207,7 +211,7 @@ class WeightCache:
                         kept.copy_(new)
                 packed = entry.packed
             fp4_weight, scale, global_scale = operands(packed)
-            if packed.layout == "swizzled_128x4":
+            if packed.layout == SWIZZLED_128X4:
                 fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
         ids = key[-len(weights) :]
         for other in list(self._entries):
@@ -218,7 +222,7 @@ class WeightCache:
         return new_entry
 
     def _forget(self, address: int) -> Callable[[Any], None]:
-        """What a dying storage calls, at any time and in any thread: no lock and no iteration."""
+        """The callback of a freed storage, called at any time in any thread: takes no lock, iterates over nothing."""
         cache = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -293,7 +297,7 @@ def refresh_(model: Model) -> Model:
 
     Raises:
         TypeError: model is not a module.
-        ValueError: as `nvfp4.quantize`, of a weight that holds NaN or Inf now.
+        ValueError: as `formats.nvfp4.quantize`, of a weight that holds NaN or Inf now.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
@@ -323,7 +327,7 @@ def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: 
     parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
     if interleaved:
         parts = [deinterleave(part) for part in parts]
-    if layout == "swizzled_128x4":
+    if layout == SWIZZLED_128X4:
         return _quantize_together(parts).to_layout(layout)
     return select.lay_out(NVFP4Weight.concatenate(*map(select.quantize, parts)), layout)
 
@@ -334,11 +338,11 @@ def _swizzle(weights: tuple[torch.Tensor, ...], parts: int) -> NVFP4Weight:
     n = qdata.shape[1] // parts
     if n != pad_rows(n):
         qdata, scale = (
-            pad(tensor.view(torch.uint8).unflatten(1, (parts, n)), (0, 0, 0, pad_rows(n) - n)).flatten(1, 2)
+            pad(tensor.view(torch.uint8).reshape(len(tensor), parts, n, -1), (0, 0, 0, pad_rows(n) - n)).flatten(1, 2)
             for tensor in (qdata, scale)
         )
         scale = scale.view(torch.float8_e4m3fn)
-    return NVFP4Weight(qdata, scale, global_scale).to_layout("swizzled_128x4")
+    return NVFP4Weight(qdata, scale, global_scale).to_layout(SWIZZLED_128X4)
 
 
 def _quantize_together(parts: list[torch.Tensor]) -> NVFP4Weight:

@@ -118,7 +118,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
     assert torch.equal(dequantize(parts), dequantize(whole))
 
 
-def test_quantising_takes_little_more_memory_than_its_result():
+def test_quantizing_takes_little_more_memory_than_its_result():
     code = """
 import resource, torch
 from thunder_moe.formats.nvfp4 import quantize

@@ -58,7 +58,7 @@ def test_grouped_mm_dgrad(offsets, dtype):
     assert relative_error(out, expected) < KERNEL_TOLERANCE[dtype]
 
 
-def test_only_experts_with_rows_are_dequantised(monkeypatch):
+def test_only_experts_with_rows_are_dequantized(monkeypatch):
     seen = []
 
     def spy(weight, expert, out):

@@ -42,7 +42,7 @@ _SCALE_STEPS = (-1, 1, 4, 5)
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
-    """Quantises expert weights to NVFP4, a chunk at a time (little memory beyond the result).
+    """Quantizes expert weights to NVFP4, a chunk at a time (little memory beyond the result).
 
     Per expert ``global = amax / 2688`` (1 if amax is 0); per block of 16 along K
     ``scale = e4m3(blockamax / (6 * global))``; ``code = e2m1(x / (scale * global))``. All roundings are to nearest
@@ -121,14 +121,14 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
 
 
 def dequantize_expert(weight: NVFP4Weight, expert: int, out: Tensor) -> None:
-    """Dequantises one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
+    """Dequantizes one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
     global_scale = weight.row_global_scale()
     for rows in _row_chunks(weight):
         _dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[rows])
 
 
 def _dequantize_rows(qdata: Tensor, scale: Tensor, global_scale: Tensor, out: Tensor) -> None:
-    """Dequantises some rows of one expert into `out`.
+    """Dequantizes some rows of one expert into `out`.
 
     Args:
         qdata: uint8 (R, K // 2).

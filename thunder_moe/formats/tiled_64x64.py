@@ -21,7 +21,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (E, N, K // 2) and scales (E, N, S), linear -> the same shapes, in 64 x 64 blocks, for tensor cores.
 
     The values stay exactly the same. The bytes come back exactly too, but for codes in blocks of 16 weights whose scale
-    byte is 0: they have no meaning, and become 0 (the quantiser writes 0 there). A thread reads its left operands of 64
+    byte is 0: they have no meaning, and become 0 (the quantizer writes 0 there). A thread reads its left operands of 64
     k at once, 16 bytes, and gets a pair of codes out of a word by a shift and a mask at most, a pair of scales by a
     mask and an or, and a rotation for every other. Shifts to the left are the cheapest: another unit multiplies.
 
@@ -101,7 +101,7 @@ def _register(pair: Tensor) -> Tensor:
 
 
 def _code_pair(register: Tensor) -> Tensor:
-    """The inverse of `_register`, which leaves out the bits that belong to others."""
+    """The inverse of `_register`; ignores the bits of other registers in the word."""
     magnitudes = (register >> 6 & 7) | (register >> 18 & 0x70)
     return (magnitudes | (register >> 12 & 8) | (register >> 24 & 0x80)).to(torch.uint8)
 

@@ -27,8 +27,8 @@ class NVFP4Weight:
     """The 4-bit weights of E experts.
 
     Attributes:
-        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k (in layout
-            "tiled_64x64" the same bits in another order).
+        qdata: uint8 (E, N, K // 2); two E2M1 codes a byte, the low nibble is the even k ("tiled_64x64": the same
+            bits in another order).
         scale: float8_e4m3fn block scales (E, N, K // 16); "swizzled_128x4": (E, N padded to 128, K // 16 padded to 4);
             "tiled_64x64": the bytes are of another code than E4M3.
         global_scale: float32 (E,) or (E, N), the multiplier that decodes (its inverse is the encode scale).
@@ -48,7 +48,7 @@ class NVFP4Weight:
 
     @classmethod
     def unchecked(cls, qdata: Tensor, scale: Tensor, global_scale: Tensor, layout: str) -> NVFP4Weight:
-        """The same without the checks, for a caller that has made them: the operators, at every call."""
+        """A weight without the checks, for callers that have made them: the operators do so at every call."""
         weight = object.__new__(cls)
         # One by one: dynamo of torch 2.10 traces no update of __dict__.
         object.__setattr__(weight, "qdata", qdata)
@@ -90,8 +90,8 @@ class NVFP4Weight:
         return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
 
     def to_layout(self, layout: str) -> NVFP4Weight:
-        """The same weight in another layout; exact both ways ("tiled_64x64" clears codes whose block scale
-        is 0, which stand for 0 whatever they are).
+        """The same weight in another layout, exact both ways ("tiled_64x64" clears codes whose block scale is 0: they
+        have the value 0 whatever they are).
 
         Raises:
             ValueError: the layout is unknown, or its kernels cannot take this shape.

@@ -1,4 +1,4 @@
-"""What compiled kernels, C++ and CUDA, are handed of tensors: pointers, and codes of dtypes.
+"""Converts tensors to the pointers and dtype codes that compiled kernels, C++ and CUDA, take.
 Called by kernels.cpu and kernels.cuda; calls torch alone.
 """
 
@@ -13,6 +13,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def pointer(tensor: Tensor | None) -> int | None:
+    """The address of the data, None for no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -25,4 +26,5 @@ def floats(tensor: Tensor | None) -> Tensor | None:
 
 
 def dtype_code(tensor: Tensor | None) -> int:
+    """The code of a dtype in `DTYPE_CODES`; 0 for no tensor, which kernels do not read."""
     return 0 if tensor is None else DTYPE_CODES[tensor.dtype]

@@ -1,8 +1,8 @@
 """The reference backend in plain torch: every device, every dtype, never the fastest.
-Called by kernels.select; calls nvfp4 and torch's own matrix products.
+Called by kernels.select; calls formats.nvfp4, routing, activations and torch's own matrix products.
 
-dequantise one expert -> GEMM over its rows -> (gate half, up half -> SwiGLU). On a CPU only experts that have rows are
-dequantised, one at a time, so the extra memory is one expert. On other devices the offsets stay on the device (no
+dequantize one expert -> GEMM over its rows -> (gate half, up half -> SwiGLU). On a CPU only experts that have rows are
+dequantized, one at a time, so the extra memory is one expert. On other devices the offsets stay on the device (no
 host synchronisation, CUDA-graph capturable): each expert's GEMM runs over all rows and a mask keeps its own.
 """
 
@@ -69,7 +69,7 @@ def _per_expert(
     columns: int,
     gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Runs `gemm(rows of the expert, dequantised (N, K) expert)` for each expert; rows past the last group are 0.
+    """Runs `gemm(rows of the expert, dequantized (N, K) expert)` for each expert; rows past the last group are 0.
 
     In the dtype of the rows, also under autocast: a backend's result depends on its operands alone.
     """
@@ -90,7 +90,7 @@ def _per_expert(
 
 
 def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
-    """Yields the dequantised (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
+    """Yields the dequantized (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
     weight = to_linear(weight, "plain torch")
     _, n, k = weight.shape
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)

@@ -1,7 +1,7 @@
 """The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, which layout of weights it reads best, and
 what quantizes them.
-Called by ops, quantize, compilers, tests and benchmarks; calls kernels.cpu, .cuda and .reference (plain torch,
-anywhere).
+Called by ops, nn, weight_cache, quantize and integrations; calls kernels.cpu, .cuda, .reference (plain torch, for any
+device) and .w4a4.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
     "cuda": ("cuda",),
     "reference": None,
 }
-# These compute something else on purpose, and run when asked for.
+# Backends with other arithmetic, which run only when asked for by name.
 SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
 
@@ -101,7 +101,8 @@ def lay_out(weight: NVFP4Weight, layout: str) -> NVFP4Weight:
     if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout) is None:
         kernels = _cuda_quantizer(weight.device)
         if kernels is not None:
-            return kernels.to_tiled(weight)
+            tiled: NVFP4Weight = kernels.to_tiled(weight)
+            return tiled
     return weight.to_layout(layout)
 
 
@@ -110,7 +111,8 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     kernels = _cuda_quantizer(weight.device)
     if kernels is None:
         return nvfp4.quantize(weight, scale_search=scale_search)
-    return kernels.quantize(weight, scale_search=scale_search)
+    packed: NVFP4Weight = kernels.quantize(weight, scale_search=scale_search)
+    return packed
 
 
 def _cuda_quantizer(device: torch.device) -> Any:
@@ -122,8 +124,7 @@ def _cuda_quantizer(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def use_backend(backend: str) -> Iterator[None]:
-    """Insists on a backend for every operator that runs inside, also those of compiled graphs (not of CUDA graphs
-    that were captured before).
+    """Runs every operator inside on this backend, also in compiled graphs (not in CUDA graphs captured before).
 
     Raises:
         ValueError: the backend is unknown; when an operator runs, also that it cannot run there.

@@ -1,5 +1,5 @@
 """Warns of slow paths, each once per process: what is slow, of which operands, and what to do.
-Called by kernels.cpu, .cuda and .reference; calls nvfp4.
+Called by kernels, nn and compilers.dynamo; calls formats.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """nvFuser's W4A4 arithmetic, 4-bit rows times 4-bit weights, in plain torch: what Blackwell computes, on any machine.
-Called by kernels.select under `use_backend("w4a4")`, and by compilers.nvfuser for constants; calls kernels.reference.
+Called by kernels.select under `use_backend("w4a4")`, and by compilers.thunder.nvfuser for constants; calls
+kernels.reference, routing and activations.
 
 amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 values of a row -> e2m1 values -> fp32 GEMM
 -> times alpha = the weights' global scale / encode scale -> the activation's dtype. Gradients ignore the rounding.
@@ -38,10 +39,10 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 def quantize_rows(
     activation: torch.Tensor, amax: float | None = None, live: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantises rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
+    """Quantizes rows to NVFP4 with the arithmetic of nvFuser's nv_grouped_block_quantize.
 
-    It differs from `nvfp4.quantize`, which weights go through: there is one global scale for all rows, and values are
-    multiplied by a rounded reciprocal where weights are divided.
+    It differs from `formats.nvfp4.quantize`, the one for weights: all rows have one global scale, and values are
+    multiplied by a rounded reciprocal instead of divided.
 
     Args:
         activation: (M, K) float32, bfloat16 or float16; K a multiple of 16.

@@ -1,4 +1,4 @@
-"""`moe_experts`: the experts of a layer on quantised weights, from the router's choice to the weighted sum.
+"""`moe_experts`: the experts of a layer on quantized weights, from the router's choice to the weighted sum.
 Called by nn, integrations and users; calls the operators moe_route, grouped_swiglu and grouped_mm_combine.
 
 route -> gather, gate_up GEMM, SwiGLU -> down GEMM, weighted combine
@@ -62,15 +62,16 @@ def moe_experts(
         hidden_states, *operands(gate_up), offsets, row_slot, on_input, gate_up_bias,
         layout=gate_up.layout, alpha=alpha, limit=limit, up_shift=up_shift,
     )  # fmt: skip
-    return ops.f16a_nvfp4weight_grouped_mm_combine(
+    out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
         rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
     )
+    return out
 
 
 def _check(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight
 ) -> None:
-    """Checks what the operators would report of arguments of their own, or could not see."""
+    """Checks under the names of `moe_experts` what the operators would report under theirs, or could not see."""
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if not isinstance(weight, NVFP4Weight):
             raise TypeError(f"{name}: got {type(weight).__name__}, wanted an NVFP4Weight, as `quantize` gives it")

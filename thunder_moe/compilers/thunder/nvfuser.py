@@ -28,12 +28,13 @@ from thunder.core.symbol import Symbol  # noqa: E402
 from thunder.executors.nvfuserex import nvfuser_version, nvfuserex  # noqa: E402
 
 from thunder_moe.compilers.thunder.symbols import nvfp4_grouped_mm, nvfp4_grouped_swiglu  # noqa: E402
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4  # noqa: E402
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX  # noqa: E402
 from thunder_moe.kernels.w4a4 import FLOAT_MAX, SMALLEST_AMAX  # noqa: E402
 
 __all__ = ["LAYOUT", "is_listed", "is_plain", "refusal", "register"]
 
-LAYOUT = "swizzled_128x4"  # of the weights' block scales
+LAYOUT = SWIZZLED_128X4  # of the weights' block scales
 SM100 = (10, 0)
 FIRST_VERSION = LooseVersion("0.2.34")  # the first with cutlass_nvfp4_grouped_mm and the swizzle of the rows' scales
 GROUPED_QUANTIZE_VERSION = LooseVersion("0.2.36")  # the first that quantizes and swizzles in one op
@@ -58,7 +59,7 @@ def is_listed(executors: Sequence[Any]) -> bool:
 def is_plain(symbol: Symbol, *args: Any, **kwargs: Any) -> bool:
     """Whether a call has operands in layout "linear" and nothing else that makes a difference."""
     call = _Call(symbol, args, kwargs)
-    return call.unknown is None and call.layout == "linear" and len(call.tensors) == len(OPERANDS)
+    return call.unknown is None and call.layout == LINEAR and len(call.tensors) == len(OPERANDS)
 
 
 def _checker(symbol: Symbol) -> Callable[..., bool]:
@@ -166,7 +167,7 @@ class _Call:
         self.tensors: dict[str, Any] = {name: given[name] for name in OPERANDS}
         self.tensors |= {name: given[name] for name in OPTIONAL if given.get(name) is not None}
         self.activation, self.fp4_weight, _, _, self.offsets = (given[name] for name in OPERANDS)
-        self.layout: str = given.get("layout", "linear")
+        self.layout: str = given.get("layout", LINEAR)
         self.activation_amax: float | None = given.get("activation_amax")
         others = (name for name in given if name not in KNOWN)
         self.unknown = next((name for name in others if not _same(given[name], defaults.get(name))), None)

@@ -34,7 +34,7 @@ from thunder.extend import OperatorExecutor  # noqa: E402
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.formats.layouts import BLOCK_SIZE, scale_shape  # noqa: E402
+from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
@@ -198,7 +198,7 @@ def pack_meta(
     *weights: TensorProxy,
     transposed: bool = False,
     interleaved: bool = False,
-    layout: str = "linear",
+    layout: str = LINEAR,
     names: str = "",
 ) -> tuple[TensorProxy, ...]:
     """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed.
@@ -208,7 +208,7 @@ def pack_meta(
     experts, n, k = weights[0].shape
     if transposed:
         n, k = k, n
-    if layout == "swizzled_128x4":
+    if layout == SWIZZLED_128X4:
         return _swizzled(weights[0], experts, len(weights) * pad_rows(n), k, (experts,))
     n *= len(weights)
     global_shape = (experts,) if len(weights) == 1 else (experts, n)
@@ -226,7 +226,7 @@ def swizzle_meta(
 def _swizzled(
     like: TensorProxy, experts: int, n: int, k: int, global_shape: tuple[int, ...]
 ) -> tuple[TensorProxy, ...]:
-    scales = scale_shape(experts, n, k, "swizzled_128x4")
+    scales = scale_shape(experts, n, k, SWIZZLED_128X4)
     return _proxies(like, dtypes.float4_e2m1fn_x2, (experts, k // 2, n), scales, global_shape)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, floats, pointer
@@ -73,7 +74,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
-        return reference.grouped_mm(activation, weight.to_layout("linear"), offsets)
+        return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
     return _gemm(activation, weight, offsets, None, None, None, None, config)
 
 
@@ -90,9 +91,7 @@ def grouped_swiglu(
 ) -> Tensor:
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     if _runs_on_reference(activation, weight):
-        return reference.grouped_swiglu(
-            activation, weight.to_layout("linear"), offsets, row_slot, slot_scale, bias, form
-        )
+        return reference.grouped_swiglu(activation, weight.to_layout(LINEAR), offsets, row_slot, slot_scale, bias, form)
     if weight.layout == TILED and weight.shape[1] // 2 % 64 != 0:  # a block of weights has rows of gate and of up
         gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
@@ -109,9 +108,7 @@ def grouped_mm_combine(
 ) -> Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
-        return reference.grouped_mm_combine(
-            activation, weight.to_layout("linear"), offsets, slot_row, slot_weight, bias
-        )
+        return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
     return combine(_gemm(activation, weight, offsets, None, None, bias, None), slot_row, slot_weight)
 
 
@@ -129,7 +126,7 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     if what is not None or grad.shape[0] == 0:
         if what is not None:
             _warn_of_reference(what, grad, weight, "train in bfloat16 on compute capability (9, 0) or higher")
-        return reference.grouped_mm_dgrad(grad, weight.to_layout("linear"), offsets)
+        return reference.grouped_mm_dgrad(grad, weight.to_layout(LINEAR), offsets)
     ends = row_starts(offsets, grad.shape[0])[1:]
     return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), ends)
 

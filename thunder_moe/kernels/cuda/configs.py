@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.layouts import TILED_64X64 as TILED
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
 
 __all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
@@ -24,8 +26,7 @@ __all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Poi
 COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("configs.json")
 CHUNK = 128  # k of a step of the kernels of "linear" weights
-TILED = "tiled_64x64"
-LAYOUTS = ("linear", TILED)  # that the kernels read
+LAYOUTS = (LINEAR, TILED)  # that the kernels read
 _TILED_FILES = ("tiled_decode.cuh", "pipeline.cuh", "tile_scheduler.cuh")
 _FILES = {
     "split": ("grouped_mm.cu",),
@@ -92,7 +93,7 @@ class GemmConfig:
     @property
     def layout(self) -> str:
         """The layout of weights that the kernel reads."""
-        return TILED if self.kernel.startswith("tiled") else "linear"
+        return TILED if self.kernel.startswith("tiled") else LINEAR
 
     @property
     def threads(self) -> int:
@@ -209,7 +210,7 @@ def choose_config(
     swiglu: bool,
     multiprocessors: int,
     capability: tuple[int, int],
-    layout: str = "linear",
+    layout: str = LINEAR,
 ) -> GemmConfig:
     """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
 
@@ -240,7 +241,7 @@ def choose_config(
     return _by_rule(point, swiglu, multiprocessors, capability)
 
 
-def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = "linear") -> list[GemmConfig]:
+def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR) -> list[GemmConfig]:
     """The configurations worth timing at a point: those that won on an H200; "staged" where there is no wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     if layout == TILED:
