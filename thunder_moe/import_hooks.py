@@ -37,7 +37,7 @@ def around_import(name: str, context: Callable[[ModuleType], contextlib.Abstract
 
 
 class _Finder:
-    """Finds one module as the finders behind it do, to execute it under a context; then it is gone."""
+    """A finder of one module: asks the finders behind it, executes the module under a context, removes itself."""
 
     def __init__(self, name: str, context: Callable[[ModuleType], contextlib.AbstractContextManager[Any]]) -> None:
         self.name, self.context = name, context

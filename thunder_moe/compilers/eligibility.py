@@ -2,7 +2,7 @@
 Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats.
 
 What a GEMM may be given as its weight, in every compiler: a view of a whole parameter or buffer, with the parameter's
-dtype, as it lies or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:
+dtype, in its own layout or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:
 
     w, w.mT, w.mT.mT.mT, w.transpose(1, 2), swapaxes, swapdims, permute(0, 2, 1), w.detach(), and what does nothing:
     w.to(x.dtype) and w.contiguous() where w is that already, w[:], w.view(w.shape), w.view_as(w)
@@ -26,7 +26,7 @@ __all__ = ["QUANTIZED", "Decision", "GroupedGemm", "decline_reason", "describe",
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """What a compiler knows of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``.
+    """Shapes, dtypes and gradient state of one grouped GEMM ``(M, K) x (E, K, N) -> (M, N)``.
 
     Attributes:
         weight: qualified name of the parameter or buffer that is the weight; None when it is neither.
@@ -98,11 +98,11 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
     same_elements = view.dtype == weight.dtype and view.storage_offset() == weight.storage_offset()
     if weight.ndim != 3 or view.ndim != 3 or not same_elements or view.is_neg() != weight.is_neg():
         return None
-    lies = (view.shape, view.stride())
-    if lies == (weight.shape, weight.stride()):
+    layout = (view.shape, view.stride())
+    if layout == (weight.shape, weight.stride()):
         return False
     swapped = weight.transpose(1, 2)
-    return True if lies == (swapped.shape, swapped.stride()) else None
+    return True if layout == (swapped.shape, swapped.stride()) else None
 
 
 # What a report says of one GEMM: (its names and sizes, "16-bit" | "nvfp4" | "nvfp4 + swiglu", why).

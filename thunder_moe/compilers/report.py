@@ -92,8 +92,8 @@ class _Graphs:
         self.graphs: list[_Graph] = []
 
 
-# Keyed by the identity of what stands for a compiled function, its owner: Thunder's compile data, or the wrapper that
-# torch.compile makes of a backend. (Those wrappers compare by value and have no hash.)
+# Keyed by id(owner). A compiled function's owner is Thunder's compile data, or torch.compile's wrapper of a backend
+# (which compares by value and has no hash).
 _GRAPHS: dict[int, _Graphs] = {}
 
 
@@ -109,7 +109,7 @@ def record(owner: Any, decisions: list[Decision], frame: tuple[str, int] | None 
     """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
 
     Args:
-        owner: what stands for the compiled function; None when it is not known.
+        owner: of the compiled function (see _GRAPHS); None when it is not known.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
         frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
     """

@@ -7,7 +7,7 @@ A rewrite puts one operator in the place of several steps, so that some of them 
     u = up GEMM      reads x                 a change of grad mode would take its gradient away or give it one
     product          fused operator here
 
-Tensors are known by their storages, whatever stands for those in a compiler, so that all views of a tensor count.
+Tensors are identified by their storages, in whatever form a compiler has them, so that all views of a tensor count.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def thunder_moe_backend(
 def _runner(
     rewritten: Rewritten, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """What runs in place of dynamo's graph.
+    """The callable that replaces dynamo's graph.
 
     Args:
         rewritten: how the inputs become those of the rewritten graph.

@@ -46,7 +46,7 @@ _DENSE = "a batched product over all experts"
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What routed GEMMs need instead.
+    """The nodes of a router and of the gather and sum around its experts, from which routed GEMMs take their operands.
 
     Attributes:
         repeated: ``tokens.repeat(E, 1)``.
@@ -83,7 +83,7 @@ class DenseExperts:
 
 
 class _MismatchError(Exception):
-    """Where a graph differs from what the rewrite wants."""
+    """The graph differs from the pattern; the message says where."""
 
 
 def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
@@ -140,15 +140,15 @@ def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
     total, summed = _sum_over_experts(second, experts)
     inner = between | summed | {first.node, second.node}
     for node in inner:
-        _want(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
-    _want(_tensor(tokens, 2).dtype == _tensor(batched, 3).dtype, "tokens and rows differ in dtype")
+        _require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
+    _require(_tensor(tokens, 2).dtype == _tensor(batched, 3).dtype, "tokens and rows differ in dtype")
     for node in (indices, values):
-        _want(_same(_tensor(node, 2).shape[0], _tensor(tokens, 2).shape[0]), f"{node.name} is not of all tokens")
+        _require(_same(_tensor(node, 2).shape[0], _tensor(tokens, 2).shape[0]), f"{node.name} is not of all tokens")
     routing = Routing(repeated, scatter, tuple(chain), rows, total)
     reason = _reason_against_routing(
         first.scope, routing, {repeated, scatter, rows, total, *chain, *views, *used, *inner}
     )
-    _want(reason is None, str(reason))
+    _require(reason is None, str(reason))
     return routing
 
 
@@ -179,7 +179,7 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
 def _behind_views(node: Any, experts: int, last: int) -> tuple[Any, set[fx.Node]]:
     """What (E, T, H) is a view of, and the views."""
     shape, views = _tensor(node, 3).shape, set()
-    _want(shape[0] == experts and shape[2] == last, "its rows are not (experts, tokens, features)")
+    _require(shape[0] == experts and shape[2] == last, "its rows are not (experts, tokens, features)")
     while calls(node, _VIEW):
         views.add(node)
         node = _argument(node)
@@ -195,7 +195,7 @@ def _tokens_times_scores(rows: Any, experts: int) -> tuple[fx.Node, fx.Node, set
         dims = _flat(swapped.args[1:]) if calls(swapped, TRANSPOSE) else ()
         if times == (experts, 1) and (calls(swapped, _T) or dims in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1))):
             scores = _argument(swapped)
-            _want(_tensor(scores, 2).shape[1] == experts, "its scores are not per expert")
+            _require(_tensor(scores, 2).shape[1] == experts, "its scores are not per expert")
             return repeated, scores, {repeated, column, swapped, scores}
     raise _MismatchError("its rows are not tokens times scores")
 
@@ -204,11 +204,11 @@ def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
     """The casts and the sigmoid that lead from the scattered values to the scores, in order; the scattering node."""
     chain: list[fx.Node] = []
     while calls(node, _CAST | _SIGMOID):
-        _want(_tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
+        _require(_tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
         chain.insert(0, node)
         node = _argument(node)
-    _want(sum(calls(step, _SIGMOID) for step in chain) == 1, "its scores are not a sigmoid, 0 at -inf")
-    _want(calls(node, _SCATTER), "its scores are not a router's choice scattered into -inf")
+    _require(sum(calls(step, _SIGMOID) for step in chain) == 1, "its scores are not a sigmoid, 0 at -inf")
+    _require(calls(node, _SCATTER), "its scores are not a router's choice scattered into -inf")
     return chain, node
 
 
@@ -216,16 +216,16 @@ def _scattered(scatter: fx.Node, experts: int) -> tuple[fx.Node, fx.Node]:
     """(indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
     given = _named(scatter, *_SCATTER_ARGUMENTS)
     along = given.keys() == set(_SCATTER_ARGUMENTS) and given["dim"] in (1, -1)
-    _want(along, "its scores are not scattered along the experts")
+    _require(along, "its scores are not scattered along the experts")
     full, indices, values = given["input"], given["index"], given["src"]
     filled = calls(full, _FULL_LIKE) and _named(full, "input", "fill_value").get("fill_value") == float("-inf")
-    _want(filled and set(full.users) == {scatter}, "its scores are not scattered into -inf alone")
-    _want(_tensor(full, 2).shape[1] == experts, "its scores are not per expert")
+    _require(filled and set(full.users) == {scatter}, "its scores are not scattered into -inf alone")
+    _require(_tensor(full, 2).shape[1] == experts, "its scores are not per expert")
     top = indices.args[0] if calls(indices, {operator.getitem}) and indices.args[1] == 1 else None
     # The k largest are k different experts, so that no two values meet at one.
     dim = _named(top, "input", "k", "dim").get("dim", -1) if calls(top, _TOPK) else None
-    _want(dim in (1, -1), "the experts do not come from a top-k")
-    _want(_tensor(indices, 2).shape[1] == _tensor(values, 2).shape[1], "values and experts differ in number")
+    _require(dim in (1, -1), "the experts do not come from a top-k")
+    _require(_tensor(indices, 2).shape[1] == _tensor(values, 2).shape[1], "values and experts differ in number")
     return indices, values
 
 
@@ -240,7 +240,7 @@ def _sum_over_experts(second: Site, experts: int) -> tuple[fx.Node, set[fx.Node]
         given = _named(node, "input", "dim") if calls(node, _SUM) else {}
         if given.keys() == {"input", "dim"} and given["dim"] in (0, -3, [0], (0,), [-3], (-3,)):
             shape = _tensor(source, 3).shape
-            _want(shape[0] == experts and shape[2] == second.gemm.out_features, "its result is not summed per token")
+            _require(shape[0] == experts and shape[2] == second.gemm.out_features, "its result is not summed per token")
             return node, views
         break
     raise _MismatchError("its result is not summed over the experts")
@@ -264,7 +264,7 @@ def _named(node: Any, *names: str) -> dict[str, Any]:
 
 def _argument(node: Any) -> Any:
     """The first argument of a call, which is a tensor given by position."""
-    _want(bool(node.args) and isinstance(node.args[0], fx.Node), f"{node.name} has unusual arguments")
+    _require(bool(node.args) and isinstance(node.args[0], fx.Node), f"{node.name} has unusual arguments")
     return node.args[0]
 
 
@@ -280,6 +280,6 @@ def _same(a: Any, b: Any) -> bool:
     return statically_known_true(a == b)
 
 
-def _want(ok: bool, otherwise: str) -> None:
+def _require(ok: bool, otherwise: str) -> None:
     if not ok:
         raise _MismatchError(otherwise)

@@ -37,8 +37,8 @@ _QUANTIZED = {getattr(_OPS, name).default: decision for name, decision in QUANTI
 
 @dataclass(frozen=True, eq=False)
 class _Pack:
-    """Which weights one set of packed inputs is made of: positions among the graph's inputs, or tensors it holds.
-    `layout`: of the packed inputs."""
+    """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
+    `layout`: of the packed weight."""
 
     names: str
     weights: tuple[int | Tensor, ...]
@@ -67,11 +67,11 @@ class _Packed:
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """How the inputs of dynamo's graph become those of the rewritten one: some stay, then come the packed weights.
+    """Maps the inputs of dynamo's graph to those of the rewritten one: the inputs that stay, then the packed weights.
 
     Attributes:
         kept: positions of the inputs that stay.
-        packs: what the packed weights are made of.
+        packs: the packed weights.
         trained: weights that stay 16-bit because they are being trained.
         watched: all weights that require a gradient; they are being trained where a forward hides its grad mode.
         frozen: packed weights that require no gradient.
@@ -224,7 +224,7 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to become of the sites of one graph: `calls` and `dense` are rewritten, `to_train` get our gradient."""
+    """The decisions on one graph: `calls` and `dense` are rewritten, `to_train` get our gradient."""
 
     sites: list[Site]
     calls: list[Site | SwiGLUNodes]

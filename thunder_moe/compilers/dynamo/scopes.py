@@ -122,7 +122,7 @@ def _nested_in(outer: Scope) -> list[Scope]:
             if refusal is None and not _takes_operands(node, module):
                 refusal = f"it is inside {kind}, whose body is left as it is"
             if refusal is None and (len(get.users) > 1 or names[get.target] > 1):
-                refusal = f"it is inside a body that {kind} is not alone to call"
+                refusal = f"it is inside a body that is called from elsewhere too, not by {kind} alone"
             itself = outer.differentiates_itself or kind == "autograd_function_apply"
             modes = grad_modes(module.graph, outer.modes[node])
             bodies.append(Scope(module, modes, outer, node, bodies, refusal, itself))

@@ -134,11 +134,11 @@ class _Pack:
 def _replace(
     packs: dict[tuple[Any, ...], _Pack], call: Site | SwiGLUSymbols, computation: Computation, position: int
 ) -> tuple[list[BoundSymbol], str]:
-    """(what computes the output of the symbol at a position in NVFP4, what the report adds on its kernel)."""
+    """(the calls that compute the output of the symbol at a position in NVFP4, the report's words on their kernel)."""
     output = computation.bound_symbols[position].output
     sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), False)
     symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLUSymbols) else nvfp4_grouped_mm
-    # The names that the last GEMM has for its operands are those of the place where the operator runs.
+    # In-place operations rename tensors: the operator runs last, and takes the names that the last GEMM has.
     last = max(sites, key=lambda site: site.position)
     a, _, offsets = last.bsym.args[:3]
     (offsets,), clones = _saved(computation, last, offsets)
@@ -192,7 +192,7 @@ def _by_nvfuser(
     out: TensorProxy,
     gemm: GroupedGemm,
 ) -> tuple[list[BoundSymbol], str]:
-    """(the calls in the form that nvFuser runs, none where it declines; what the report adds)."""
+    """(the calls that nvFuser runs, none where it declines; what the report says of it)."""
     if not nvfuser.is_listed(get_compile_data().executors_list):
         return [], ""
     options = dict(layout=nvfuser.LAYOUT, activation_amax=_activation_amax(gemm))

@@ -1,9 +1,9 @@
 """Analysis of a Thunder computation trace: views, storages and readers of each tensor, and the steps of `safety`.
 Called by sites.py and rewrite.py; calls safety.py and eligibility.py.
 
-A trace is functional but for `prims.copy_`, in which every in-place operation ends. The names that Thunder gives a
-tensor anew at in-place operations (`prims.update_aliases`) count as one tensor here. A composite (``ltorch.chunk``)
-holds its parts as subsymbols; those without any are the leaves, by which views are followed.
+A trace is functional but for `prims.copy_`, in which every in-place operation ends. The new names that
+Thunder gives a tensor at in-place operations (`prims.update_aliases`) count as one tensor here. A composite
+(``ltorch.chunk``) holds its parts as subsymbols; those without any are the leaves, by which views are followed.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Computation:
         return self._leaf.get(name)
 
     def storage(self, name: str) -> str:
-        """What stands for the memory of a tensor: the same for all that may share it."""
+        """A key for the memory of a tensor: the same for all tensors that may share it."""
         while name in self._root:
             name = self._root[name]
         return name
@@ -219,7 +219,7 @@ def _source(leaf: BoundSymbol, name: str) -> str:
 
 
 def _replay(leaf: BoundSymbol, tensor: torch.Tensor) -> torch.Tensor | None:
-    """What torch makes of a meta tensor in the place of a leaf's first operand, None for what is no view."""
+    """Runs a leaf on a meta tensor in the place of its first operand; None for what is no view."""
     if leaf.sym.id in (PrimIDs.UPDATE_ALIASES, PrimIDs.COPY_):
         return tensor
     function = _VIEWS.get(leaf.sym.id)
