@@ -7,7 +7,6 @@ import pytest
 import torch
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 
-from thunder_moe import weight_cache
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import select
@@ -51,14 +50,14 @@ def opcheck(monkeypatch):
 
 @pytest.fixture
 def count(monkeypatch):
-    """The shapes of the weights that the cache has quantised."""
+    """The shapes of the weights that have been quantized."""
     calls = []
 
     def spy(weight):
         calls.append(tuple(weight.shape))
         return quantize(weight)
 
-    monkeypatch.setattr(weight_cache, "quantize", spy)
+    monkeypatch.setattr(select, "quantize", spy)
     return calls
 
 

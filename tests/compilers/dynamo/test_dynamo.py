@@ -26,6 +26,7 @@ from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm as grouped_mm_operator
 from thunder_moe.ops import grouped_swiglu as grouped_swiglu_operator
+from thunder_moe.ops.grouped_mm import weight_from_operands
 
 BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
@@ -241,12 +242,12 @@ def test_frozen_experts_pass_gradients_on(moe, x, inner):
 def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles, monkeypatch, inner):
     called = []
 
-    def spy(device, *, layout):
-        called.append(layout)
-        return select(device)
+    def spy(*packed):
+        called.append(packed[-1])
+        return weight_from_operands(*packed)
 
     for module in (grouped_mm_operator, grouped_swiglu_operator):
-        monkeypatch.setattr(module, "select", spy)
+        monkeypatch.setattr(module, "weight_from_operands", spy)
     moe.requires_grad_(False)
     function = compiled(moe, inner)
     with torch.no_grad():

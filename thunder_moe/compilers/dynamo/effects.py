@@ -184,7 +184,8 @@ def _schema_writes(operation: torch._ops.OpOverload, args: Sequence[Any], kwargs
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        mode: Any = super()
+        mode.__init__()  # has no annotations
         self.written: set[int] = set()
 
     def __torch_dispatch__(

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class MoEExecutor(OperatorExecutor):  # type: ignore[misc]  # Any to mypy, which skips Thunder
+class MoEExecutor(OperatorExecutor):
     """An operator executor that notices compilations in which no grouped GEMM was traced."""
 
     def __init__(self) -> None:
