@@ -1,5 +1,5 @@
-"""What only a CUDA device can show: no host synchronisation, CUDA graphs, Thunder and training on the GPU.
-Called by `pytest -m gpu` on a machine with one; judged by tests/oracle.py.
+"""Tests that need a CUDA device: no host synchronization, CUDA graphs, streams, Thunder and training on the GPU.
+Called by `pytest -m gpu`; judged by tests/oracle.py.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def backend(request):
 
 
 CONFIG = Llama4MoEConfig(256, 128, 8, top_k=2)
-# How a layout is read: None is whatever is chosen. Tiles of "shared" are few, of a long K: blocks share them.
+# A layout and the configuration that reads it; None: the chosen one. "shared" has few tiles of a long K (stream-K).
 KERNELS = {
     "linear": ("linear", None),
     "linear, wgmma": ("linear", GemmConfig("wgmma", 8, 2, 1, 1, 3)),
@@ -66,7 +66,7 @@ KERNELS = {
 
 @pytest.fixture(params=KERNELS.values(), ids=KERNELS.keys())
 def kernel_layout(request, backend, monkeypatch):
-    """A layout, for whose weights a certain kernel runs."""
+    """A layout; each parameter runs another kernel on its weights."""
     layout, config = request.param
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
         pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
@@ -76,7 +76,7 @@ def kernel_layout(request, backend, monkeypatch):
 
 
 @contextlib.contextmanager
-def no_synchronisation():
+def no_synchronization():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -91,12 +91,12 @@ def make(n=96, k=64):
 
 
 @pytest.mark.parametrize("dtype", list(KERNEL_TOLERANCE))
-def test_operators_never_synchronise(offsets, dtype):
+def test_operators_never_synchronize(offsets, dtype):
     weight, exact = make()
     rows = int(offsets[-1])
     activation = torch.randn(rows + 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     packed, ends = operands(weight), offsets.cuda()
-    with no_synchronisation():
+    with no_synchronization():
         out = f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends)
         hidden = f16a_nvfp4weight_grouped_swiglu(activation, *packed, ends)
         grad = torch.ones_like(out)
@@ -149,7 +149,7 @@ def check_cuda_graphs(layout, n=256, k=1024):
 
 
 def test_the_first_call_of_a_stream_that_is_busy(kernel_layout, monkeypatch):
-    """Zeros that its kernels need are there for other streams too, which do not wait for it."""
+    """The workspace of its kernels is zero for other streams, too, which do not wait for it."""
     monkeypatch.setattr(workspace, "_POOLS", {})
     weight, exact = make(256, 1024)
     packed = operands(weight.to_layout(kernel_layout))
@@ -186,7 +186,7 @@ def test_a_thread_without_a_context(kernel_layout):
 
 
 def test_the_first_call_in_the_warm_up_of_a_cuda_graph(kernel_layout, monkeypatch):
-    """What kernels keep between calls is not in the memory pool of torch.compile's graphs, which is reused."""
+    """The workspace is not in the memory pool of torch.compile's graphs, which is reused."""
     monkeypatch.setattr(workspace, "_POOLS", {})
     model = torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16, device="cuda"))
     model = quantize_(model, layout=kernel_layout)
@@ -237,7 +237,7 @@ def test_quantize_is_the_same_on_both_devices(dtype):
 def test_tiles_are_laid_out_on_the_device():
     weight = quantize(torch.randn(3, 128, 192) * torch.rand(3, 128, 1) ** 20)
     expected, on_device = weight.to_layout("tiled_64x64"), weight.to("cuda")
-    with no_synchronisation():
+    with no_synchronization():
         tiled = on_device.to_layout("tiled_64x64")
         back = tiled.to_layout("linear")
     for ours, cpu in ((tiled, expected), (back, weight)):
@@ -254,7 +254,7 @@ def test_every_layout_computes_on_a_gpu(offsets):
     for layout in ("linear", "tiled_64x64"):
         packed = operands(weight.to_layout(layout))
         f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends, layout=layout)  # compiles
-        with no_synchronisation():
+        with no_synchronization():
             out = f16a_nvfp4weight_scaled_grouped_mm(activation, *packed, ends, layout=layout)
             hidden = f16a_nvfp4weight_grouped_swiglu(activation, *packed, ends, layout=layout)
         host = activation.cpu()
@@ -262,10 +262,10 @@ def test_every_layout_computes_on_a_gpu(offsets):
         assert relative_error(hidden[:rows].cpu(), grouped_swiglu(host, exact, offsets)) < 2 * KERNEL_TOLERANCE[BF16]
 
 
-def test_layer_never_synchronises():
+def test_layer_never_synchronizes():
     moe = quantize_(torch.nn.Sequential(Llama4MoE(CONFIG, dtype=BF16, device="cuda")))
     x = torch.randn(2, 5, 256, device="cuda", dtype=BF16)
-    with no_synchronisation():
+    with no_synchronization():
         out = moe(x)
     assert relative_error(out.cpu(), llama4_moe(dequantize_(moe)[0], x).cpu()) < 0.02
 
@@ -278,7 +278,7 @@ def test_thunder_rewrites_and_computes():
         compiled = thunder.jit(moe, executors=executors)
         assert relative_error(compiled(x).cpu(), expected.cpu()) < 0.02
         assert len(rewrite_report(compiled).rewritten) == 3
-        with no_synchronisation():
+        with no_synchronization():
             compiled(x)
 
 
@@ -348,7 +348,7 @@ def test_torch_compile_with_weights_that_change_and_move(backend, mode):
     x = torch.randn(2, 8, 256, device="cuda", dtype=BF16)
     torch.compiler.cudagraph_mark_step_begin()
     function(x)
-    with no_synchronisation():
+    with no_synchronization():
         torch.compiler.cudagraph_mark_step_begin()
         function(x)
 
@@ -454,7 +454,7 @@ def check_layer_on_two_streams(layout):
 
 
 def check_two_streams_and_a_graph(weights, exact, tolerance):
-    """`moe_experts` of gate_up and down on the device, beside the oracle of the same dequantised on the host."""
+    """`moe_experts` of gate_up and down on the device, beside the oracle of the same dequantized on the host."""
     experts, hidden, _ = exact[1].shape
     tokens = 20
     inputs = [

@@ -296,6 +296,11 @@ def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype):
     assert same == [True] * 40
 
 
+def test_every_source_is_part_of_the_name_of_a_build():
+    """A header that is not would leave old builds in use."""
+    assert {*cpu._SOURCES, *cpu._HEADERS} == set(cpu._SOURCE.iterdir())
+
+
 SCRIPT = """
 import torch
 from thunder_moe.kernels.cpu import backend as cpu

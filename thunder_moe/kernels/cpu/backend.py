@@ -1,6 +1,6 @@
 """The compiled CPU backend: grouped GEMM with NVFP4 weights, fp32/bf16/fp16 activations.
-Called through kernels.select with validated operands; `unavailable_reason()` says why it cannot run, if so.
-Calls cpu_*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
+Called through kernels/select.py with validated operands; `unavailable_reason()` says why it cannot run, if so.
+Calls src/*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
 
 Shapes: activation (M, K), rows sorted by expert; weight (E, N, K); offsets int32 (E,), cumulative row ends. On the CPU.
 """
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 _SOURCE = Path(__file__).with_name("src")
-_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "epilogues.cpp"))
-_HEADER = _SOURCE / "numbers.h"
-_STALE_LOCK_S = 600  # torch's builder waits for ever for a lock whose owner was killed; a build takes seconds
+_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "swiglu_combine.cpp"))
+_HEADERS = tuple(_SOURCE / name for name in ("decode.h", "exact.h", "numbers.h", "register_tiles.h"))
+_STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
 
-# bf16 experts with up to this many rows take the fused dequantise-and-dot kernel, the others the sliced one.
+# bf16 experts with up to this many rows take the fused dequantize-and-dot kernel, the others the sliced one.
 # Fused/sliced ms on Zen 5, one thread, 32 experts, (N, K) = (1536, 2048) and (2048, 768): 1 row 2.1/5.5, 0.9/2.7;
 # 8 rows 5.3/7.6, 2.9/3.7; 12 rows 7.8/9.0, 4.5/4.6; 16 rows 10.2/10.7, 5.7/5.4; 32 rows 19.7/17.0, 11.4/8.8.
 _FUSED_ROWS = 12
@@ -90,11 +90,11 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     """
     qdata, scale, global_scale = _linear(weight)
     activation, offsets = activation.detach().contiguous(), offsets.contiguous()
-    experts, n, k = weight.shape
+    num_experts, n, k = weight.shape
     out = activation.new_empty(activation.shape[0], n)
     matrix_unit_rows = _matrix_unit_rows(activation.dtype)
     pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (offsets.data_ptr(), experts, n, k, DTYPE_CODES[activation.dtype])
+    shape = (offsets.data_ptr(), num_experts, n, k, DTYPE_CODES[activation.dtype])
     limits = (matrix_unit_rows - 1, _FUSED_ROWS)
     rows = (activation.data_ptr(), activation.shape[0])
     _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *limits, out.data_ptr()))
@@ -149,7 +149,7 @@ def grouped_mm_combine(
 
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:
-    """(bias, its dtype, the pointer of the row ends, experts), as the epilogues take them."""
+    """(bias, its dtype, the pointer of the row ends, num_experts), as the kernels of swiglu_combine.cpp take them."""
     bias = floats(bias)
     return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
 
@@ -172,7 +172,7 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
 
 
 def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """(qdata, scale, global_scale) in layout "linear", contiguous: copies only what is not so already."""
+    """(qdata, scale, global_scale) in layout "linear", contiguous: a copy only where it is not already."""
     qdata, scale, global_scale = (tensor.contiguous() for tensor in to_linear(weight).tensors())
     return qdata, scale, global_scale
 
@@ -199,9 +199,9 @@ def _mm_experts(
 
 
 def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    experts, n, half_k = qdata.shape
+    num_experts, n, half_k = qdata.shape
     pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (experts * n, n, 2 * half_k, DTYPE_CODES[out.dtype])
+    shape = (num_experts * n, n, 2 * half_k, DTYPE_CODES[out.dtype])
     _check(_extension().thunder_moe_dequantize(*pointers, *shape, out.data_ptr()))
 
 
@@ -249,7 +249,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
 def _load_once() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         return _load(), None
-    except Exception as error:  # what the compiler, the file system or torch's builder raise is the reason
+    except Exception as error:  # the message of the compiler, the file system or torch's builder is the reason
         lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         return None, "the CPU kernel cannot run: " + "\n".join(lines[:1] + lines[1:][-12:])
 
@@ -258,7 +258,7 @@ def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
     compiler = os.environ.get("CXX", "c++")
-    texts = [file.read_text() for file in (*_SOURCES, _HEADER)]
+    texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
     parts = [*texts, torch.__version__, platform.machine(), compiler, *sorted(_cpu_flags())]
     name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
@@ -288,7 +288,7 @@ def _build(name: str, directory: Path, compiler: str) -> None:
         cpp_extension.load(
             name=name,
             sources=[str(source) for source in _SOURCES],
-            # Without the flag GCC keeps branches in the loops of epilogues.cpp, in case floats trap.
+            # Without the flag GCC keeps branches in the loops of swiglu_combine.cpp, in case floats trap.
             extra_cflags=["-std=c++17", "-O3", "-fno-trapping-math", *_native_flag(compiler), *openmp],
             # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds
             extra_ldflags=[] if cpp_extension.check_compiler_is_gcc(compiler) else openmp,
@@ -323,7 +323,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
     library.thunder_moe_grouped_mm.argtypes = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
-    bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, experts
+    bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
     library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
     library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None

@@ -1,372 +1,29 @@
 // CPU grouped GEMM with NVFP4 weights: out[m, n] = sum_k x[m, k] e2m1(code[e, n, k]) scale[e, n, k / 16] global[e, n].
-// Called through ctypes by kernels/cpu.py, which compiles it with -O3 -march=native: C functions on raw pointers.
-// Calls at::parallel_for (torch's own thread pool) and nothing else of torch.
+// Called through ctypes by kernels/cpu/backend.py, which compiles it with -O3 -march=native: C functions on pointers.
+// Calls the headers beside it, and at::parallel_for (torch's own thread pool).
 //
 // e2m1 * e4m3 has 6 significant bits, so a weight before its global scale is exact in bf16 as well as in fp32; the
 // global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
 //   gemv   few rows, bf16, AVX512_BF16: codes become bf16 in registers, dot, block scale on the partial sum; a weight
 //          is read once and never stored.
-//   slice  any rows, dtype and machine: a slice of N is dequantised into L2 and rows walk over it in register tiles;
+//   slice  any rows, dtype and machine: a slice of N is dequantized into L2 and multiplied in register tiles;
 //          bf16 dots where the machine has them, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
-//   exact  outputs that flushed subnormals or an overflow of the sum could have spoilt, once more in fp64.
+//   exact  outputs that flushed subnormals or an overflow of the sum may have made wrong, again in fp64 (exact.h).
 // Every output is the work of one task in a fixed order: results do not depend on the number of threads.
-#include "numbers.h"
+#include "decode.h"
+#include "register_tiles.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <new>
-#include <type_traits>
-#include <vector>
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#define HAS_AVX512 1
-#if defined(__AVX512BF16__)
-#define HAS_AVX512_BF16 1
-#endif
-#endif
+#include "exact.h"
 
 namespace {
 
-#if defined(HAS_AVX512)
-constexpr int64_t kLanes = 16;
-#elif defined(__AVX__)
-constexpr int64_t kLanes = 8;
-#else
-constexpr int64_t kLanes = 4;
-#endif
-#if defined(HAS_AVX512) || defined(__aarch64__)
-constexpr int kTileRows = 6;  // 6 x 4 accumulators + 4 weights + 1 activation of 32 registers
-#else
-constexpr int kTileRows = 3;  // 3 x 4 of 16 registers
-#endif
-constexpr int kTileCols = 4;
-// A dequantised slice stays in L2. fp16, 64 rows, (N, K) = (1536, 2048), one thread: 75 ms, with 256 KiB 85 ms.
+// A dequantized slice stays in L2. fp16, 64 rows, (N, K) = (1536, 2048), one thread: 75 ms, with 256 KiB 85 ms.
 constexpr int64_t kSliceBytes = 512 << 10;
-constexpr int64_t kMaxSliceCols = 64;
 constexpr int64_t kChunkBytes = 4096;  // of K at a time: 6 activation rows + 4 weight rows of 4 KiB stay in a 48 KiB L1
 constexpr int64_t kStridePad = 64;     // bytes between packed rows, so that they are not a power of two apart
-constexpr int64_t kTaskRows = 384;     // rows of one task of the slice kernel; more rows dequantise the slice again
+constexpr int64_t kTaskRows = 384;     // rows of one task of the slice kernel; more rows dequantize the slice again
 constexpr int64_t kGemvCols = 32;      // outputs per task of the gemv kernel
 constexpr int64_t kGemvRows = 8;       // rows at a time there: 2 x 8 sums + 2 x 4 weights + 2 dots of 32 registers
-
-alignas(64) constexpr float kE2M1[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                                         -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-struct Tables {
-  float e4m3[256];     // every float8_e4m3fn, NaN included
-  float pair[256][2];  // a byte of qdata: low nibble first
-  Tables() {
-    for (int byte = 0; byte < 256; ++byte) {
-      const int exponent = (byte >> 3) & 15, mantissa = byte & 7;
-      const float magnitude = (byte & 127) == 127 ? std::numeric_limits<float>::quiet_NaN()
-                              : exponent == 0     ? std::ldexp(float(mantissa), -9)
-                                                  : std::ldexp(float(8 + mantissa), exponent - 10);
-      e4m3[byte] = byte & 128 ? -magnitude : magnitude;
-      pair[byte][0] = kE2M1[byte & 15];
-      pair[byte][1] = kE2M1[byte >> 4];
-    }
-  }
-};
-const Tables kTables;
-
-// Weights are read once, in order. 57 MB of them, one thread, one row per expert: 2.0 ms against 5.8 ms without.
-inline void prefetch(const uint8_t* codes) { __builtin_prefetch(codes + 4096); }
-
-// ---- dequantisation: one block of 16 codes (8 bytes) times one factor ----
-
-#if defined(HAS_AVX512)
-inline __m512 block_values(const uint8_t* codes) {
-  const __m512i dword = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-  const __m512i shift = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
-  const __m512i packed = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-  const __m512i nibbles =
-      _mm512_srlv_epi32(_mm512_permutexvar_epi32(dword, packed), shift);  // vpermps reads the low 4 bits only
-  return _mm512_permutexvar_ps(nibbles, _mm512_load_ps(kE2M1));
-}
-inline void dequantize_block(const uint8_t* codes, float factor, float* out) {
-  _mm512_storeu_ps(out, _mm512_mul_ps(block_values(codes), _mm512_set1_ps(factor)));
-}
-#elif defined(__AVX2__)
-inline void dequantize_block(const uint8_t* codes, float factor, float* out) {
-  const __m256i shift = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
-  const __m256 magnitudes = _mm256_load_ps(kE2M1);
-  for (int half = 0; half < 2; ++half) {
-    int32_t packed;
-    std::memcpy(&packed, codes + 4 * half, 4);
-    const __m256i nibbles = _mm256_srlv_epi32(_mm256_set1_epi32(packed), shift);  // vpermps reads the low 3 bits only
-    const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(nibbles, _mm256_set1_epi32(8)), 28);
-    const __m256 value = _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, nibbles), _mm256_castsi256_ps(sign));
-    _mm256_storeu_ps(out + 8 * half, _mm256_mul_ps(value, _mm256_set1_ps(factor)));
-  }
-}
-#else
-inline void dequantize_block(const uint8_t* codes, float factor, float* out) {
-  for (int byte = 0; byte < 8; ++byte) {
-    out[2 * byte] = kTables.pair[codes[byte]][0] * factor;
-    out[2 * byte + 1] = kTables.pair[codes[byte]][1] * factor;
-  }
-}
-#endif
-
-// One column of a slice: a row of weights without its global scale, exact, zero from k to padded. A slice interleaves
-// four columns: one vector of each in turn, so that a register tile reads one stream: 29.2 ms against 31.0 ms at 64
-// rows, (1536, 2048), one thread.
-void dequantize_column(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t padded, float* out) {
-  for (int64_t block = 0; block < padded / 16; ++block) {
-    if (block % 8 == 0) prefetch(codes + 8 * block);
-    alignas(64) float values[16] = {};
-    if (block < k / 16) dequantize_block(codes + 8 * block, kTables.e4m3[scale[block]], values);
-    for (int64_t i = 0; i < 16; i += kLanes)
-      std::memcpy(out + kTileCols * (16 * block + i), values + i, kLanes * sizeof(float));
-  }
-}
-
-#if defined(HAS_AVX512_BF16)
-// 16 scales from 16 words, an e4m3 sign-extended in each, divided by 256: shifted left by 7 it is an fp16, subnormals
-// too. NaN stays NaN.
-inline __m512 scales_over_256(__m256i words) {
-  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(int16_t(0xBFFF)));
-  const __mmask16 nan =
-      _mm256_cmpeq_epi16_mask(_mm256_and_si256(words, _mm256_set1_epi16(0x7F)), _mm256_set1_epi16(0x7F));
-  return _mm512_mask_mov_ps(_mm512_cvtph_ps(half), nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
-}
-
-// Two blocks at a time: vpermw in a table of 32 words, the sixteen values of the first block, then those of the second.
-void dequantize_column(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t padded, bf16* out) {
-  alignas(64) uint16_t source[32], shift[32], second[32], odd[32];
-  for (int i = 0; i < 32; ++i) {
-    source[i] = uint16_t(i / 4);
-    shift[i] = uint16_t(4 * (i % 4));
-    second[i] = uint16_t(i & 16);
-    odd[i] = uint16_t(2 * i + 1);
-  }
-  const __m512i sources = _mm512_load_si512(source), shifts = _mm512_load_si512(shift);
-  const __m512i seconds = _mm512_load_si512(second), high = _mm512_load_si512(odd);
-  const __m512 values = _mm512_mul_ps(_mm512_load_ps(kE2M1), _mm512_set1_ps(256.f));
-  const __m512i nibble = _mm512_set1_epi16(15);
-  for (int64_t base = 0; base < padded; base += 256) {
-    alignas(64) float factor[16];
-    prefetch(codes + base / 2);
-    prefetch(codes + base / 2 + 64);
-    const int64_t blocks = std::min<int64_t>(16, (k - base) / 16);
-    const __m128i bytes = _mm_maskz_loadu_epi8(__mmask16((1u << blocks) - 1), scale + base / 16);
-    _mm512_store_ps(factor, scales_over_256(_mm256_cvtepi8_epi16(bytes)));
-    __asm__("" : "+m"(factor));  // or GCC shuffles each out of a register; decoding alone: 5.0 ms against 4.4 ms
-    for (int64_t b = 0; b < blocks; b += 2) {
-      const __m128i* from = reinterpret_cast<const __m128i*>(codes + base / 2 + 8 * b);
-      const __m512i packed = _mm512_castsi128_si512(b + 1 < blocks ? _mm_loadu_si128(from) : _mm_loadl_epi64(from));
-      const __m512i spread = _mm512_srlv_epi16(_mm512_permutexvar_epi16(sources, packed), shifts);
-      const __m512i index = _mm512_ternarylogic_epi32(spread, nibble, seconds, 0xEA);  // (spread & nibble) | seconds
-      const __m512i first_table = _mm512_castps_si512(_mm512_mul_ps(values, _mm512_set1_ps(factor[b])));
-      const __m512i second_table = _mm512_castps_si512(_mm512_mul_ps(values, _mm512_set1_ps(factor[b + 1])));
-      const __m512i table =
-          _mm512_permutex2var_epi16(first_table, high, second_table);  // exact, so the upper halves are the bf16
-      _mm512_storeu_si512(out + kTileCols * (base + 16 * b), _mm512_permutexvar_epi16(index, table));
-    }
-  }
-}
-#endif
-
-// ---- register tiles: acc[r, c] += dot(x[r], w[c]) over k elements, R rows by 4 columns ----
-
-typedef float Vector __attribute__((vector_size(kLanes * sizeof(float))));
-inline Vector load(const float* from) {
-  Vector value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-#if defined(HAS_AVX512)
-inline void add_sums(const __m512 (&v)[kTileCols], float* acc) {  // the sums of four vectors, 13 instructions
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
-  const __m512d ab_d = _mm512_castps_pd(ab), cd_d = _mm512_castps_pd(cd);
-  const __m512 abcd =
-      _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab_d, cd_d)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab_d, cd_d)));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-  const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  _mm_storeu_ps(acc, _mm_add_ps(_mm_loadu_ps(acc), sums));
-}
-#else
-inline void add_sums(const Vector (&v)[kTileCols], float* acc) {
-  for (int c = 0; c < kTileCols; ++c) {
-    float sum = 0.f;
-    for (int lane = 0; lane < kLanes; ++lane) sum += v[c][lane];
-    acc[c] += sum;
-  }
-}
-#endif
-
-template <int R>
-void dot_tile(const float* x, int64_t ldx, const float* w, int64_t k, float* acc, int64_t ldacc) {
-  Vector sum[R][kTileCols] = {};
-  for (int64_t i = 0; i < k; i += kLanes) {
-    const Vector column[kTileCols] = {load(w), load(w + kLanes), load(w + 2 * kLanes), load(w + 3 * kLanes)};
-    w += kTileCols * kLanes;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Vector row = load(x + r * ldx + i);
-#pragma GCC unroll 8
-      for (int c = 0; c < kTileCols; ++c) sum[r][c] += row * column[c];
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) add_sums(sum[r], acc + r * ldacc);
-}
-
-#if defined(HAS_AVX512_BF16)
-inline __m512bh load(const bf16* from) {
-  __m512bh value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
-}
-
-template <int R>
-void dot_tile(const bf16* x, int64_t ldx, const bf16* w, int64_t k, float* acc, int64_t ldacc) {
-  __m512 sum[R][kTileCols];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-    for (int c = 0; c < kTileCols; ++c) sum[r][c] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < k; i += 32) {
-    const __m512bh column[kTileCols] = {load(w), load(w + 32), load(w + 64), load(w + 96)};
-    w += kTileCols * 32;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const __m512bh row = load(x + r * ldx + i);
-#pragma GCC unroll 8
-      for (int c = 0; c < kTileCols; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], row, column[c]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) add_sums(sum[r], acc + r * ldacc);
-}
-#endif
-
-template <class Element>
-void dot_rows(int rows, const Element* x, int64_t ldx, const Element* w, int64_t k, float* acc, int64_t ldacc) {
-  switch (rows) {
-    case 1:
-      return dot_tile<1>(x, ldx, w, k, acc, ldacc);
-    case 2:
-      return dot_tile<2>(x, ldx, w, k, acc, ldacc);
-    case 3:
-      return dot_tile<3>(x, ldx, w, k, acc, ldacc);
-#if defined(HAS_AVX512) || defined(__aarch64__)
-    case 4:
-      return dot_tile<4>(x, ldx, w, k, acc, ldacc);
-    case 5:
-      return dot_tile<5>(x, ldx, w, k, acc, ldacc);
-    case 6:
-      return dot_tile<6>(x, ldx, w, k, acc, ldacc);
-#endif
-  }
-}
-
-// ---- the problem and its tasks ----
-
-struct Problem {
-  const void* x;         // [M, K]
-  const uint8_t* qdata;  // [E, N, K / 2]
-  const uint8_t* scale;  // [E, N, K / 16]
-  const float* global;   // [E] or [E, N]
-  void* out;             // [M, N]
-  int64_t n, k;
-  bool per_column;       // global is [E, N]
-  const bf16* permuted;  // rows of gemv tasks, K rounded up to 128, in the order that gemv reads
-
-  const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
-  const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
-  float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
-};
-struct Task {
-  int64_t expert, row, rows, column, columns;
-  int64_t permuted;  // the first row in Problem::permuted; -1 for the slice kernel
-};
-
-// ---- outputs computed once more ----
-
-// bf16 dots take subnormal inputs and products for zeros, and a sum can overflow before its global scale makes it
-// small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
-// are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
-// finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
-constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+96f, kLargest = 0x1.FFFFFEp+127f;
-
-inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
-inline bool has_doubtful(const float* sums, int64_t count) {  // without a branch, so that compilers vectorise it
-  uint32_t least = ~0u, most = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = bits_of(sums[i]) & 0x7FFFFFFFu;
-    least = std::min(least, magnitude);
-    most = std::max(most, magnitude);
-  }
-  return least < bits_of(kLeastSum) || most > bits_of(kLargest);
-}
-
-inline bool has_tiny_or_huge(const fp16*, int64_t) { return false; }
-// By the bits of floats, or of bf16, their upper halves; without a branch, so that compilers vectorise it. Rows of
-// zeros or NaN, whose sums are doubtful, take 0 to 7 % longer than others, rows of subnormals alone 14 to 40 times as
-// long.
-template <class T>
-bool has_tiny_or_huge(const T* x, int64_t k) {
-  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
-  constexpr int shift = 32 - 8 * int(sizeof(T));
-  const Bits tiny = Bits(bits_of(kTiny) >> shift), huge = Bits(bits_of(kHuge) >> shift);
-  const Bits infinity = Bits(0x7F800000u >> shift), magnitudes = Bits(0x7FFFFFFFu >> shift);
-  Bits found = 0;
-  for (int64_t i = 0; i < k; ++i) {
-    Bits bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    bits &= magnitudes;
-    found |= Bits(Bits(bits - 1) < Bits(tiny - 1) ? 1 : 0) | Bits(Bits(bits - huge) < Bits(infinity - huge) ? 1 : 0);
-  }
-  return found != 0;
-}
-
-template <class T>
-double exact_sum(const T* x, const uint8_t* codes, const uint8_t* scale, int64_t k) {
-  double sums[16] = {};
-  for (int64_t block = 0; block < k / 16; ++block) {
-    float values[16];
-    dequantize_block(codes + 8 * block, kTables.e4m3[scale[block]], values);
-    for (int i = 0; i < 16; ++i) sums[i] += double(to_float(x[16 * block + i])) * double(values[i]);
-  }
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
-  return sums[0];
-}
-
-template <class T>
-__attribute__((noinline)) void settle_doubts(const Problem& problem, const Task& task, int64_t row, const float* sums) {
-  const T* x = static_cast<const T*>(problem.x) + row * problem.k;
-  if (!has_tiny_or_huge(x, problem.k)) return;
-  T* out = static_cast<T*>(problem.out) + row * problem.n;
-  for (int64_t c = 0; c < task.columns; ++c) {
-    if (!is_doubtful(sums[c])) continue;
-    const int64_t e = task.expert, column = task.column + c;
-    const double sum = exact_sum(x, problem.codes(e, column), problem.scales(e, column), problem.k);
-    out[column] = from_float<T>(float(sum * double(problem.global_scale(e, column))));
-  }
-}
-
-// Sums before the global scale, of rows [first, first + rows) of a task -> out.
-template <class T>
-void write_rows(const Problem& problem, const Task& task, int64_t first, int64_t rows, const float* sums,
-                int64_t stride) {
-  float global[kMaxSliceCols];
-  for (int64_t c = 0; c < task.columns; ++c) global[c] = problem.global_scale(task.expert, task.column + c);
-  for (int64_t row = task.row + first; row < task.row + first + rows; ++row, sums += stride) {
-    T* out = static_cast<T*>(problem.out) + row * problem.n + task.column;
-    for (int64_t c = 0; c < task.columns; ++c) out[c] = from_float<T>(sums[c] * global[c]);
-    if (has_doubtful(sums, task.columns)) settle_doubts<T>(problem, task, row, sums);
-  }
-}
 
 // A worker's buffer: kept between calls, because fresh pages cost more than a small GEMM.
 class Scratch {
@@ -402,7 +59,7 @@ int64_t slice_columns(int64_t k) {
 
 inline const float* as_element(const float* x, float*) { return x; }
 inline const bf16* as_element(const bf16* x, bf16*) { return x; }
-// Anything else needs a conversion.
+// All others are converted.
 template <class T, class Element>
 const Element* as_element(const T*, Element*) {
   return nullptr;
@@ -449,7 +106,7 @@ void slice_task(const Problem& problem, const Task& task) {
   }
 }
 
-// ---- few rows, bf16: a fused dequantise and dot ----
+// ---- few rows, bf16: a fused dequantization and dot ----
 
 #if defined(HAS_AVX512_BF16)
 // 64 bytes of codes are 32 words of four codes: word w shifted right by 4 j holds code 4 w + j in its low bits, so
@@ -620,7 +277,7 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
 // x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows:
 // rows up to which bf16 takes the gemv kernel.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
-                               const float* global, int32_t per_column, const int32_t* offsets, int64_t experts,
+                               const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
                                int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows, void* out) {
   try {
     Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, nullptr};
@@ -632,7 +289,7 @@ int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdat
     const bool native = dtype == kBFloat16 && thunder_moe_has_bf16() != 0;
     const int64_t slice = native ? slice_columns<bf16>(k) : slice_columns<float>(k);
     const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), count); };
-    for (int64_t e = 0; e < experts; ++e) {
+    for (int64_t e = 0; e < num_experts; ++e) {
       const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
       if (rows <= 0 || rows > max_rows) continue;
       if (native && rows <= gemv_rows) {

@@ -1,5 +1,5 @@
-// What the CPU kernels share: 16-bit floats and the loop over tasks.
-// Included by grouped_mm.cpp and epilogues.cpp; calls at::parallel_for (torch's own thread pool).
+// 16-bit floats and the parallel loop over tasks, for all CPU kernels.
+// Included by decode.h and swiglu_combine.cpp; calls at::parallel_for (torch's own thread pool).
 #pragma once
 #include <ATen/Parallel.h>
 
@@ -61,7 +61,7 @@ inline fp16 from_float<fp16>(float value) {
   return fp16{uint16_t(((bits_of(value) >> 16) & 0x8000u) | (twice > 0xFF000000u ? 0x7E00u : magnitude))};
 }
 
-// Threads take tasks one by one, so that ragged experts balance.
+// Threads take tasks one at a time, which balances ragged experts.
 template <class F>
 void for_each(int64_t count, const F& run) {
   std::atomic<int64_t> next{0};

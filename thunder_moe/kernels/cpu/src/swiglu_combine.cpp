@@ -1,5 +1,5 @@
-// What surrounds the expert GEMMs on a CPU, each in one pass: the activation behind the first, the weighted combine
-// behind the second. Called through ctypes by kernels/cpu.py, which compiles it with grouped_mm.cpp.
+// SwiGLU behind the first expert GEMM and the weighted combine behind the second, on a CPU, each in one pass.
+// Called through ctypes by kernels/cpu/backend.py, which compiles it together with grouped_mm.cpp; calls numbers.h.
 // All arithmetic is fp32; a sum over a token's slots runs in their order, so results do not depend on the threads.
 #include "numbers.h"
 
@@ -7,11 +7,11 @@ namespace {
 
 constexpr int64_t kBlock = 1024;  // numbers of a row at a time: a few KiB of fp32 stay in L1
 
-// By value, unlike std::min and std::max, so that compilers vectorise them; a NaN in `a` stays one.
+// By value, unlike std::min and std::max, so that compilers vectorize them; a NaN in `a` stays one.
 inline float least(float a, float b) { return b < a ? b : a; }
 inline float most(float a, float b) { return b > a ? b : a; }
 
-// exp(x), relative error below 3e-7, without a branch, so that compilers vectorise it; infinite from 88.4 on, and
+// exp(x), relative error below 3e-7, without a branch, so that compilers vectorize it; infinite from 88.4 on, and
 // exp(-87) below -87.
 inline float exp_of(float x) {
   x = least(most(x, -87.0f), 89.0f);
@@ -26,12 +26,13 @@ struct Bias {
   const void* data;  // (E, N) or null
   int32_t dtype;
   const int32_t* offsets;  // (E,) row ends
-  int64_t experts, n;
+  int64_t num_experts, n;
 
   // Adds columns [column, column + count) of the row's expert.
   void add(int64_t row, int64_t column, int64_t count, float* to) const {
     if (data == nullptr) return;
-    const int64_t e = std::min<int64_t>(std::upper_bound(offsets, offsets + experts, row) - offsets, experts - 1);
+    const int64_t e =
+        std::min<int64_t>(std::upper_bound(offsets, offsets + num_experts, row) - offsets, num_experts - 1);
     const int64_t at = e * n + column;
     if (dtype == kFloat32) plus(static_cast<const float*>(data) + at, count, to);
     if (dtype == kBFloat16) plus(static_cast<const bf16*>(data) + at, count, to);
@@ -99,27 +100,27 @@ void with_dtype(int32_t dtype, const F& run) {
 
 extern "C" {
 
-// gate_up (rows, 2 * inner) -> out (rows, inner); row_scale (rows,) and bias (experts, 2 * inner) may be null.
+// gate_up (rows, 2 * inner) -> out (rows, inner); row_scale (rows,) and bias (num_experts, 2 * inner) may be null.
 void thunder_moe_swiglu(const void* gate_up, int32_t dtype, int64_t rows, int64_t inner, const float* row_scale,
-                        const void* bias, int32_t bias_dtype, const int32_t* offsets, int64_t experts, float alpha,
+                        const void* bias, int32_t bias_dtype, const int32_t* offsets, int64_t num_experts, float alpha,
                         float limit, float up_shift, void* out) {
   with_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    swiglu(static_cast<const T*>(gate_up), rows, inner, row_scale, {bias, bias_dtype, offsets, experts, 2 * inner},
+    swiglu(static_cast<const T*>(gate_up), rows, inner, row_scale, {bias, bias_dtype, offsets, num_experts, 2 * inner},
            alpha, limit, up_shift, static_cast<T*>(out));
   });
 }
 
-// rows (count, n) -> out (tokens, n); slot_row (tokens, top_k), where numbers outside of the experts' rows count
-// nothing; weight (tokens, top_k) and bias may be null.
+// rows (count, n) -> out (tokens, n); slot_row (tokens, top_k), where entries that are no row of an expert are
+// skipped; weight (tokens, top_k) and bias may be null.
 void thunder_moe_combine(const void* rows, int32_t dtype, int64_t count, const int32_t* slot_row, const float* weight,
                          int64_t tokens, int64_t top_k, int64_t n, const void* bias, int32_t bias_dtype,
-                         const int32_t* offsets, int64_t experts, void* out) {
-  const int64_t end = std::min<int64_t>(offsets[experts - 1], count);
+                         const int32_t* offsets, int64_t num_experts, void* out) {
+  const int64_t end = std::min<int64_t>(offsets[num_experts - 1], count);
   with_dtype(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     combine(static_cast<const T*>(rows), end, slot_row, weight, tokens, top_k, n,
-            {bias, bias_dtype, offsets, experts, n}, static_cast<T*>(out));
+            {bias, bias_dtype, offsets, num_experts, n}, static_cast<T*>(out));
   });
 }
 

@@ -1,0 +1,107 @@
+// The operands of a CPU grouped GEMM, and its epilogue, which computes doubtful outputs again in fp64.
+// Included by grouped_mm.cpp; calls decode.h.
+#pragma once
+#include "decode.h"
+
+namespace {
+
+constexpr int64_t kMaxSliceCols = 64;  // outputs of a row that are written at a time, at most
+
+struct Problem {
+  const void* x;         // [M, K]
+  const uint8_t* qdata;  // [E, N, K / 2]
+  const uint8_t* scale;  // [E, N, K / 16]
+  const float* global;   // [E] or [E, N]
+  void* out;             // [M, N]
+  int64_t n, k;
+  bool per_column;       // global is [E, N]
+  const bf16* permuted;  // rows of gemv tasks, K rounded up to 128, in the order that gemv reads
+
+  const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
+  const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
+  float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
+};
+struct Task {
+  int64_t expert, row, rows, column, columns;
+  int64_t permuted;  // the first row in Problem::permuted; -1 for the slice kernel
+};
+
+// ---- outputs that are computed again in fp64 ----
+
+// bf16 dots take subnormal inputs and products for zeros, and a sum can overflow before its global scale makes it
+// small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
+// are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
+// finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
+constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+96f, kLargest = 0x1.FFFFFEp+127f;
+
+inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
+inline bool has_doubtful(const float* sums, int64_t count) {  // without a branch, so that compilers vectorize it
+  uint32_t least = ~0u, most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = bits_of(sums[i]) & 0x7FFFFFFFu;
+    least = std::min(least, magnitude);
+    most = std::max(most, magnitude);
+  }
+  return least < bits_of(kLeastSum) || most > bits_of(kLargest);
+}
+
+inline bool has_tiny_or_huge(const fp16*, int64_t) { return false; }
+// By the bits of floats, or of bf16, their upper halves; without a branch, so that compilers vectorize it. Rows of
+// zeros or NaN, whose sums are doubtful, take 0 to 7 % longer than others, rows of subnormals alone 14 to 40 times as
+// long.
+template <class T>
+bool has_tiny_or_huge(const T* x, int64_t k) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  constexpr int shift = 32 - 8 * int(sizeof(T));
+  const Bits tiny = Bits(bits_of(kTiny) >> shift), huge = Bits(bits_of(kHuge) >> shift);
+  const Bits infinity = Bits(0x7F800000u >> shift), magnitudes = Bits(0x7FFFFFFFu >> shift);
+  Bits found = 0;
+  for (int64_t i = 0; i < k; ++i) {
+    Bits bits;
+    std::memcpy(&bits, x + i, sizeof bits);
+    bits &= magnitudes;
+    found |= Bits(Bits(bits - 1) < Bits(tiny - 1) ? 1 : 0) | Bits(Bits(bits - huge) < Bits(infinity - huge) ? 1 : 0);
+  }
+  return found != 0;
+}
+
+template <class T>
+double exact_sum(const T* x, const uint8_t* codes, const uint8_t* scale, int64_t k) {
+  double sums[16] = {};
+  for (int64_t block = 0; block < k / 16; ++block) {
+    float values[16];
+    dequantize_block(codes + 8 * block, kTables.e4m3[scale[block]], values);
+    for (int i = 0; i < 16; ++i) sums[i] += double(to_float(x[16 * block + i])) * double(values[i]);
+  }
+  for (int width = 8; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+  return sums[0];
+}
+
+template <class T>
+__attribute__((noinline)) void settle_doubts(const Problem& problem, const Task& task, int64_t row, const float* sums) {
+  const T* x = static_cast<const T*>(problem.x) + row * problem.k;
+  if (!has_tiny_or_huge(x, problem.k)) return;
+  T* out = static_cast<T*>(problem.out) + row * problem.n;
+  for (int64_t c = 0; c < task.columns; ++c) {
+    if (!is_doubtful(sums[c])) continue;
+    const int64_t e = task.expert, column = task.column + c;
+    const double sum = exact_sum(x, problem.codes(e, column), problem.scales(e, column), problem.k);
+    out[column] = from_float<T>(float(sum * double(problem.global_scale(e, column))));
+  }
+}
+
+// Sums before the global scale, of rows [first, first + rows) of a task -> out.
+template <class T>
+void write_rows(const Problem& problem, const Task& task, int64_t first, int64_t rows, const float* sums,
+                int64_t stride) {
+  float global[kMaxSliceCols];
+  for (int64_t c = 0; c < task.columns; ++c) global[c] = problem.global_scale(task.expert, task.column + c);
+  for (int64_t row = task.row + first; row < task.row + first + rows; ++row, sums += stride) {
+    T* out = static_cast<T*>(problem.out) + row * problem.n + task.column;
+    for (int64_t c = 0; c < task.columns; ++c) out[c] = from_float<T>(sums[c] * global[c]);
+    if (has_doubtful(sums, task.columns)) settle_doubts<T>(problem, task, row, sums);
+  }
+}
+
+}  // namespace
