@@ -70,6 +70,7 @@ for call in calls:
         "import thunder_moe, importlib.util; importlib.util.find_spec('thunder'); import thunder",
     ],
 )
+@pytest.mark.slow
 def test_thunder_imports_after_any_of_our_names(code):
     code = f"""
 import torch
@@ -110,6 +111,7 @@ print(torch._dynamo.list_backends().count("thunder_moe"))
 
 
 @pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
+@pytest.mark.slow
 def test_an_installed_package_has_one_backend(first):
     code = f"""
 import torch

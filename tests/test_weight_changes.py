@@ -163,6 +163,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("change", SEEN.values(), ids=SEEN.keys())
+@pytest.mark.covering(1)
 def test_changes_that_are_seen(compiled, change):
     for _ in range(3):
         check(compiled)

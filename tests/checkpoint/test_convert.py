@@ -414,6 +414,7 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_help():
     command = [sys.executable, "-m", "thunder_moe"]
     text = subprocess.run([*command, "convert", "--help"], check=True, capture_output=True, text=True).stdout

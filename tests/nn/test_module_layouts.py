@@ -140,6 +140,7 @@ def test_torch_compile_sees_the_new_layout_and_later_weights(pair):
     assert torch.equal(run(compiled), run(other))
 
 
+@pytest.mark.slow
 def test_thunder_sees_the_new_layout_and_later_weights(pair):
     import thunder
 

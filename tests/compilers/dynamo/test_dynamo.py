@@ -151,6 +151,7 @@ def test_layers_compiled_in_place(x):
         rewrite_report(other)
 
 
+@pytest.mark.slow
 def test_one_copy_for_graphs_models_and_compilers(moe, x, count):
     from thunder_moe import moe_executor
 

@@ -143,6 +143,7 @@ def test_function_prologue_pruning_and_default_executors(moe, x):
         assert symbols(compiled) == [SWIGLU, NVFP4]
 
 
+@pytest.mark.slow
 def test_nan_in_a_weight_names_the_parameter(moe, x):
     moe.requires_grad_(False)
     moe.routed_experts.down_proj.weight[1, 0, 0] = float("nan")
@@ -287,6 +288,7 @@ def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles)
     assert set(tiles) == {("cpu", 64, 64), ("cpu", 64, 32)}
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_the_preferred_layout(moe, x, tiles):
     moe.routed_experts.requires_grad_(False)
     got, compiled = compiled_gradients(moe, x)

@@ -104,6 +104,7 @@ def regions(compiled):
 
 
 @pytest.mark.parametrize("intermediate", [128, 192], ids=["rows of 128", "rows padded to 256"])
+@pytest.mark.covering(1)
 def test_llama4_is_one_region(fusions, executors, intermediate):
     moe = Llama4MoE(Llama4MoEConfig(128, intermediate, 4), dtype=BF16).requires_grad_(False)
     moe.routed_experts = block(128, intermediate)

@@ -254,6 +254,7 @@ def test_gradients_of_every_kind(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_every_kind_compiles(kind):
     quantized, decoded = swapped(make_experts(*KINDS[kind]))
     compiled = torch.compile(quantized, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -736,6 +737,7 @@ def test_implementation_under_thunder(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_quantized_experts_under_thunder(kind):
     import thunder
 

@@ -34,6 +34,7 @@ def test_order_of_imports(order):
     assert python(order + LOAD) == ["False 1", "False 1", ""]
 
 
+@pytest.mark.slow
 def test_the_quantizer_itself_first():
     code = f"import thunder_moe.integrations.huggingface.quantizer, transformers\n{INSTALL}\n"
     assert python(code + LOAD) == ["True 1", "True 1", ""]
