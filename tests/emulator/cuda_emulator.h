@@ -373,7 +373,7 @@ static void mbarrier_init(Mbarrier* barrier, int arrivals) {
 static void fence_mbarrier_init() {}
 static void check(const Mbarrier* barrier) {
   if (barrier->arrivals == 0xFF) {  // as all of shared memory at first
-    std::fprintf(stderr, "cuda_emulator: a barrier that has not been initialised\n");
+    std::fprintf(stderr, "cuda_emulator: a barrier that has not been initialized\n");
     std::abort();
   }
 }

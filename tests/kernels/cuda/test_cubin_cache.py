@@ -1,4 +1,4 @@
-"""The files of compiled kernels: whole, ours and unchanged, or not used. Called by pytest."""
+"""The cache of compiled kernels: files that are whole, unchanged and of this user are used, no others. Called by pytest."""
 
 import os
 import threading

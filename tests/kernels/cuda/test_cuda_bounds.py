@@ -1,4 +1,4 @@
-"""Offsets, row_slot and slot_row out of range: the CUDA kernels, run by cuda_emulator.h, stay inside their operands.
+"""Offsets, row_slot and slot_row out of range: the CUDA kernels, run by the emulator, stay inside their operands.
 Called by pytest; operands end where their memory does, and what is in range is judged by tests/oracle.py.
 """
 
