@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: files that are whole, unchanged and of this user are used, no others. Called by pytest."""
+"""The cache of compiled kernels uses only files that are whole, unchanged and of this user. Called by pytest."""
 
 import os
 import threading
