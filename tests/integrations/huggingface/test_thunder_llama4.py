@@ -3,6 +3,8 @@ Called by pytest; judged by transformers' own dense layer.
 """
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -93,3 +95,14 @@ def test_a_router_of_ones_own_is_not_routed():
     with pytest.warns(RewriteWarning):
         out, _ = compiled(x)
     assert relative_error(out, layer(x)[0]) < 0.01
+
+
+def test_the_routed_layer_is_imported_first():
+    """With the executor there, its import of transformers' Llama 4 adds the lookaside in the middle of it."""
+    code = """
+from thunder_moe import moe_executor
+import thunder_moe.integrations.huggingface.llama4, sys
+print("thunder_moe.integrations.huggingface.thunder_llama4" in sys.modules)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "True"

@@ -1,6 +1,5 @@
 """Llama 4's Mixture-of-Experts layer with routing (stock transformers runs all experts on all tokens), and its copy as
-a `Llama4MoE`. Called by families, thunder_llama4 and nn.llama4; calls nn and routing, and imports transformers' file of
-Llama 4.
+a `Llama4MoE`. Called by families and nn.llama4; calls nn, and imports transformers' file of Llama 4.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.replaceable import has_own_forward
-from thunder_moe.routing import invert, sort_by_expert
 
 try:
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 except ImportError as error:
     raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
 
-__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "copy_llama4_moe", "run_routed"]
+__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "copy_llama4_moe"]
 
 Moe = TypeVar("Moe", bound=Llama4MoE)
 
@@ -35,28 +33,6 @@ class RoutedLlama4TextMoe(Llama4TextMoe):
         top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
         routed = self.experts(hidden_states, top_k_index, top_k_weights)
         return self.shared_expert(hidden_states) + routed, router_logits
-
-
-def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """What a stock layer computes, each token by its own experts in 16-bit grouped GEMMs, which compilers rewrite.
-
-    Args:
-        layer: with transformers' own router and experts.
-        hidden_states: (B, S, H) or (T, H).
-
-    Returns:
-        (T, H), and the router's logits (T, E).
-    """
-    tokens = hidden_states.reshape(-1, layer.hidden_dim)
-    logits = F.linear(tokens, layer.router.weight)
-    values, ids = torch.topk(logits, layer.top_k, dim=1)
-    order, offsets = sort_by_expert(ids.reshape(-1), layer.num_experts)
-    weights = torch.sigmoid(values.float()).to(tokens.dtype).reshape(-1)[order]
-    rows = tokens[order // layer.top_k] * weights[:, None]
-    gate, up = F.grouped_mm(rows, layer.experts.gate_up_proj, offs=offsets).chunk(2, dim=-1)
-    rows = F.grouped_mm(up * layer.experts.act_fn(gate), layer.experts.down_proj, offs=offsets)
-    routed = rows[invert(order)].reshape(-1, layer.top_k, layer.hidden_dim).sum(1)
-    return layer.shared_expert(tokens) + routed, logits
 
 
 def check_layer(layer: nn.Module) -> None:
