@@ -1,4 +1,4 @@
-"""Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantisations, a
+"""Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantizations, a
 GPU's preference of layouts.
 Called by pytest; imports thunder_moe, which makes `import thunder` work in all tests on torch >= 2.13.
 """

@@ -5,7 +5,7 @@ Called by the tests; calls plain torch and nothing of the package, so that an er
 import torch
 import torch.nn.functional as F
 
-# Relative Frobenius error of a kernel against fp32 products with the dequantised weights.
+# Relative Frobenius error of a kernel against fp32 products with the dequantized weights.
 KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 # Relative Frobenius error of NVFP4 itself on normally distributed weights.
 FORMAT_ERROR = 0.095

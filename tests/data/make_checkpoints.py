@@ -53,7 +53,7 @@ def build(name):
 
 
 def finish(directory, expected, source=None):
-    """Keeps what is read, beside the weights as their own library decodes them, and the experts it quantised."""
+    """Keeps what is read, beside the weights as their own library decodes them, and the experts it quantized."""
     for file in directory.iterdir():
         if file.name not in ("config.json", "hf_quant_config.json") and not file.name.startswith("model"):
             file.unlink()
