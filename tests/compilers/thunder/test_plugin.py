@@ -41,7 +41,8 @@ def make_model(name, **options):
     return tiny_model(name, BF16, config, **options).requires_grad_(False)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# Llama 4's layer alone is in the fast set, by tests/integrations/huggingface/test_thunder_llama4.py.
+@pytest.fixture(scope="module", params=[pytest.param("llama4", marks=pytest.mark.slow), "qwen3_moe"])
 def family(request):
     """(model, its logits and its report under thunder.jit)."""
     model = make_model(request.param, **FAMILIES[request.param])
@@ -63,6 +64,7 @@ def test_whole_models_are_right(family):
 
 
 @pytest.mark.parametrize("recipe", ["default", "Hugging Face"])
+@pytest.mark.covering(1)
 def test_equals_thunder_jit(family, recipe):
     model, logits, report = family
     compiled = thunder.compile(model, **RECIPES[recipe](), plugins="nvfp4-moe")
