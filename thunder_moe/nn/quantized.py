@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require
-from thunder_moe.formats.layouts import MODULE_LAYOUTS, layout_of_blocks
+from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS, layout_of_blocks
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, dequantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out, resolve_layout
@@ -76,7 +76,7 @@ class NVFP4GroupedLinear(nn.Module):
                 f" the weights that share the {self.out_features} out_features evenly"
             )
         self.auto_layout = auto_layout
-        layout = weight.layout if weight.layout in MODULE_LAYOUTS else "linear"
+        layout = weight.layout if weight.layout in MODULE_LAYOUTS else LINEAR
         for field, tensor in zip(_FIELDS, weight.to_layout(layout).blocks, strict=True):
             self.register_buffer(field, tensor)
 
@@ -89,7 +89,7 @@ class NVFP4GroupedLinear(nn.Module):
     def nvfp4_weight(self) -> NVFP4Weight:
         qdata, scale = self.qdata, self.scale
         layout = layout_of_blocks(qdata, scale)
-        if layout != "linear":
+        if layout != LINEAR:
             if torch.compiler.is_compiling():
                 # An identity that fails for buffers of another rank: an exported program keeps these calls, and the
                 # layout of its buffers may change afterwards.
@@ -124,7 +124,7 @@ class NVFP4GroupedLinear(nn.Module):
 
     def dequantized(self) -> list[Tensor]:
         """The 16-bit weights that it stands for, each (E, N / their number, K) of its own dtype and contiguous."""
-        linear = self.nvfp4_weight.to_layout("linear")
+        linear = self.nvfp4_weight.to_layout(LINEAR)
         global_scale = linear.row_global_scale()
         step, weights = self.out_features // len(self.weight_dtypes), []
         for index, dtype in enumerate(self.weight_dtypes):
@@ -143,8 +143,8 @@ class NVFP4GroupedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.layout != "linear":
-            linear = self.nvfp4_weight.to_layout("linear")
+        if self.layout != LINEAR:
+            linear = self.nvfp4_weight.to_layout(LINEAR)
             destination[f"{prefix}qdata"], destination[f"{prefix}scale"] = linear.qdata, linear.scale
 
     def _load_from_state_dict(
@@ -156,13 +156,13 @@ class NVFP4GroupedLinear(nn.Module):
         device, layout = self.qdata.device, self._layout_to_be or self.layout
         # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
         own = {field: getattr(self, field) for field in _FIELDS}
-        self._buffers.update(zip(_FIELDS, self.nvfp4_weight.to_layout("linear").tensors(), strict=True))
+        self._buffers.update(zip(_FIELDS, self.nvfp4_weight.to_layout(LINEAR).tensors(), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, "linear")
+            weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, LINEAR)
             parted = "qdata" in given and "scale" not in given and _would_lose_codes(weight, layout)
             self._layout_to_be = layout if parted else None
-            if layout != "linear" and not parted:
+            if layout != LINEAR and not parted:
                 weight = lay_out(NVFP4Weight(*weight.tensors()), layout)
         finally:
             self._buffers.update(own)
@@ -217,7 +217,7 @@ class NVFP4GroupedLinear(nn.Module):
             wanted = resolve_layout("auto", device, *sizes)
             if wanted != layout:
                 self.set_weight(lay_out(self.nvfp4_weight, wanted))
-        elif device != before and layout != "linear" and layout != resolve_layout("auto", device, *sizes):
+        elif device != before and layout != LINEAR and layout != resolve_layout("auto", device, *sizes):
             warn_once(
                 ("moved", layout, device.type),
                 f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
@@ -227,20 +227,20 @@ class NVFP4GroupedLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of earlier versions have the layout as an attribute, and one weight_dtype.
         state = dict(state)
-        layout = state.pop("layout", "linear")
+        layout = state.pop("layout", LINEAR)
         for old, name in (("weight_dtype", "weight_dtypes"), ("weight_requires_grad", "weights_require_grad")):
             if old in state:
                 state[name] = (state.pop(old),)
         parent: Any = super()
         parent.__setstate__(state)
-        if layout != "linear" and self.qdata.ndim == 3:
+        if layout != LINEAR and self.qdata.ndim == 3:
             weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
             for field, tensor in zip(_FIELDS, weight.blocks, strict=True):
                 self._replace(field, tensor)
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != "linear" else "")
+        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
 
 class NVFP4GroupedSwiGLU(nn.Module):
@@ -289,8 +289,8 @@ def weights_to_fuse(experts: nn.Module) -> tuple[NVFP4Weight, NVFP4Weight] | Non
 
 def _would_lose_codes(weight: NVFP4Weight, layout: str) -> bool:
     """Whether a layout clears codes of a linear weight that has its codes, but not yet their scales, from a file."""
-    if layout == "linear" or weight.scale.is_meta:
-        return layout != "linear" and not weight.qdata.is_meta
+    if layout == LINEAR or weight.scale.is_meta:
+        return layout != LINEAR and not weight.qdata.is_meta
     return bool((weight.scale.view(torch.uint8) == 0).any())
 
 
