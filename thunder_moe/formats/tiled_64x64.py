@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "from_tiled", "to_tiled"]
+__all__ = ["TILE", "from_tiled", "scale_table", "to_tiled"]
 
 TILE = 64  # rows and k of a block
 _BLOCK_SIZE = 16  # weights that share a scale
@@ -51,7 +51,7 @@ def to_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """
     experts, n, half = qdata.shape
     rows, columns = n // TILE, 2 * half // TILE
-    table = _scale_table(qdata.device)
+    table = scale_table(qdata.device)
     codes = torch.empty(qdata.shape, dtype=torch.uint8, device=qdata.device)
     scales = torch.empty(scale.shape, dtype=torch.uint8, device=scale.device)
     for expert in range(experts):
@@ -75,7 +75,7 @@ def from_tiled(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse of `to_tiled`."""
     experts, n, half = qdata.shape
     rows, columns = n // TILE, 2 * half // TILE
-    table = torch.argsort(_scale_table(qdata.device)).to(torch.uint8)
+    table = torch.argsort(scale_table(qdata.device)).to(torch.uint8)
     codes = torch.empty(qdata.shape, dtype=torch.uint8, device=qdata.device)
     scales = torch.empty(scale.shape, dtype=torch.uint8, device=scale.device)
     for expert in range(experts):
@@ -112,7 +112,7 @@ def _rotate(word: Tensor, left: int) -> Tensor:
     return word << left | (word >> 32 - left & (1 << left) - 1)
 
 
-def _scale_table(device: torch.device) -> Tensor:
+def scale_table(device: torch.device) -> Tensor:
     """uint8 (256,): the byte that stands for each E4M3 byte in `to_tiled`, made on the device without a copy to it."""
     byte = torch.arange(128, device=device, dtype=torch.int32)
     # The upper bits of a small integer as float32 are its exponent and 3 bits of mantissa.

@@ -43,7 +43,7 @@ def test_the_same_bytes(emulated, dtype, scale_search, layout):
 
 
 def test_strides_chunks_and_shapes(emulated, monkeypatch):
-    monkeypatch.setattr(quantizer, "_CHUNK_BYTES", 40000)
+    monkeypatch.setattr(quantizer, "_COPY_BYTES", 40000)
     for weight in (
         awkward(torch.bfloat16).mT,
         awkward(torch.bfloat16, (5, 32, 128))[1:, ::2],

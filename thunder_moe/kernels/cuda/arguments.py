@@ -106,5 +106,5 @@ class QuantizeArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "codes", "scales", "scale_map")),
         *((name, ctypes.c_void_p) for name in ("amax", "qdata", "scale", "global_scale")),
-        *((name, ctypes.c_int) for name in ("n", "k", "blocks_per_expert", "first_expert")),
+        *((name, ctypes.c_int) for name in ("n", "k", "blocks_per_expert")),
     )

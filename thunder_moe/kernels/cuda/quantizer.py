@@ -1,8 +1,7 @@
 """Quantizes weights on a CUDA device, byte for byte as `formats.nvfp4.quantize`, at about the speed of its memory.
-Called by kernels.quantizer; calls kernels.cuda.backend's launches of src/quantize.cu, which tests run on a CPU, too.
+Called by kernels.select; calls kernels.cuda.backend's launches of src/quantize.cu, which tests run on a CPU, too.
 
-largest magnitude of each expert -> codes and scales, some experts at a time: what the first kernel has read is still in
-the L2 cache for the second.
+largest magnitude of each expert -> codes and scales. The weight is read twice.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from thunder_moe.formats import nvfp4
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
-from thunder_moe.formats.tiled_64x64 import _scale_table
+from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.arguments import QuantizeArguments
@@ -21,7 +20,7 @@ from thunder_moe.kernels.cuda.configs import COMMON, TILED
 __all__ = ["quantize", "to_tiled"]
 
 _SOURCES = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
-_CHUNK_BYTES = 2**25  # of weights between the two kernels: two thirds of an H200's L2 cache
+_COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
 _THREADS = 256
 _BLOCKS = 16384  # of a launch, about
 
@@ -46,15 +45,15 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     global_scale = torch.ones(experts, device=weight.device)
     dtype = DTYPE_CODES[weight.dtype]
-    scale_map = _scale_table(weight.device) if layout == TILED else None
-    whole = experts if weight.is_contiguous() and weight.data_ptr() % 16 == 0 else _experts_of_a_chunk(weight)
-    for first in range(0, experts if n else 0, whole):
-        part = slice(first, first + whole)
+    scale_map = scale_table(weight.device) if layout == TILED else None
+    kernels = f"largest_magnitude<{dtype}>", f"{'write_tiled' if layout == TILED else 'quantize'}<{dtype}, {search}>"
+    contiguous = weight.is_contiguous() and weight.data_ptr() % 16 == 0
+    step = experts if contiguous else max(1, _COPY_BYTES // max(n * k * weight.element_size(), 1))
+    for first in range(0, experts if n else 0, step):
+        part = slice(first, first + step)
         rows = _aligned(weight[part])
         tensors = (rows, None, None, scale_map, amax[part], qdata[part], scale[part], global_scale[part])
-        second = "write_tiled" if layout == TILED else "quantize"
-        expressions = (f"largest_magnitude<{dtype}>", f"{second}<{dtype}, {search}>")
-        _launch(expressions, tensors, tuple(rows.shape), _experts_of_a_chunk(rows))
+        _launch(kernels, tensors, tuple(rows.shape))
     nvfp4.check_finite(amax.view(torch.float32))
     return NVFP4Weight(qdata, scale, global_scale, layout)
 
@@ -64,31 +63,20 @@ def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
     codes, scales = _aligned(weight.qdata), _aligned(weight.scale)
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
     if qdata.numel():
-        tensors = (None, codes, scales, _scale_table(weight.device), None, qdata, scale, None)
-        _launch(("write_tiled<3, false>",), tensors, weight.shape, weight.shape[0])
+        tensors = (None, codes, scales, scale_table(weight.device), None, qdata, scale, None)
+        _launch(("write_tiled<3, false>",), tensors, weight.shape)
     return NVFP4Weight(qdata, scale, weight.global_scale, TILED)
 
 
-def _experts_of_a_chunk(weight: Tensor) -> int:
-    """How many experts of (E, N, K) pass through one kernel before the next begins with them."""
-    _, n, k = weight.shape
-    return max(1, _CHUNK_BYTES // max(n * k * weight.element_size(), 1))
-
-
-def _launch(
-    expressions: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], at_once: int
-) -> None:
-    """Launches kernels one after the other on `at_once` experts of (E, N, K), then on the next."""
+def _launch(kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...]) -> None:
+    """Launches kernels one after the other on the tensors of a weight (E, N, K)."""
     experts, n, k = shape
     (device,) = {tensor.device for tensor in tensors if tensor is not None}
-    threads_for = n * (k // BLOCK_SIZE)  # a thread rounds 16 weights
-    per_expert = max(1, min(-(-threads_for // _THREADS), _BLOCKS // min(at_once, experts)))
+    threads = n * (k // BLOCK_SIZE)  # of an expert: a thread rounds 16 weights
+    per_expert = max(1, min(-(-threads // _THREADS), _BLOCKS // experts))
     argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
-    for first in range(0, experts, at_once):
-        argument.first_expert = first
-        blocks = min(at_once, experts - first) * per_expert
-        for expression in expressions:
-            backend._launch(_SOURCES, expression, _THREADS, 0, blocks, argument, device)
+    for kernel in kernels:
+        backend._launch(_SOURCES, kernel, _THREADS, 0, experts * per_expert, argument, device)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

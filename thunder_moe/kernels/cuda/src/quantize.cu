@@ -14,7 +14,6 @@ struct QuantizeArguments {
   float* global_scale;       // (E,), result
   int n, k;
   int blocks_per_expert;  // thread blocks that share an expert
-  int first_expert;       // of this launch
 };
 
 #ifdef CUDA_EMULATOR
@@ -64,7 +63,7 @@ template <int DTYPE>
 __global__ void __launch_bounds__(256) largest_magnitude(const QuantizeArguments args) {
   await_previous_kernel();
   __shared__ uint32_t of_warp[8];
-  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
+  const int64_t expert = blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
   const int64_t step = static_cast<int64_t>(args.blocks_per_expert) * 256;
   uint32_t largest = 0;
   for (int64_t item = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x; item < items; item += step) {
@@ -183,7 +182,7 @@ DEVICE uint32_t quantize_block(uint2& codes, const float (&values)[16], float gl
 template <int DTYPE, bool SEARCH>
 __global__ void __launch_bounds__(256) quantize(const QuantizeArguments args) {
   await_previous_kernel();
-  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
+  const int64_t expert = blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 16);
   const int64_t step = static_cast<int64_t>(args.blocks_per_expert) * 256;
   const float global_scale = global_scale_of(args.amax[expert]);
   const int64_t first = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x;
@@ -218,7 +217,7 @@ __global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args)
   __shared__ uint8_t scales[64][4];
   constexpr uint32_t kInFirst = 0x06030603;
   const int blocks_k = args.k / 64, blocks = args.n / 64 * blocks_k, thread = threadIdx.x;
-  const int64_t expert = args.first_expert + blockIdx.x / args.blocks_per_expert;
+  const int64_t expert = blockIdx.x / args.blocks_per_expert;
   const int row = thread / 4, column = thread % 4;
   const int warp = thread / 64, lane = thread / 2 % 32, pair = thread % 2;
   float global_scale = 0.0f;
