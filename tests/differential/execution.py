@@ -53,23 +53,25 @@ class Outcome:
     details: list[str] = field(default_factory=list)
 
 
-def check(program: Program, compiler: str, *, ask_stock: bool = True) -> Outcome:
+def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs: int = 30) -> Outcome:
     """Executes a program eagerly and by a compiler. A failure that the compiler has without thunder_moe, too, is no
-    failure of ours: `stock_fails`; `ask_stock`: find out."""
+    failure of ours: `stock_fails`; `ask_stock`: find out; `noise_runs`: samples of rounding before a value is wrong."""
     source = program.source()
     try:
         expected = _execute(program, source, lambda model: model)
     except _INVALID as error:
         return Outcome(invalid=True, details=[repr(error)])
-    outcome = _compare(program, source, compiler, expected)
+    outcome = _compare(program, source, compiler, expected, noise_runs)
     if ask_stock and outcome.failure is not None and not outcome.failure.startswith("report"):
-        stock = _compare(program, source, compiler, expected, stock=True)
+        stock = _compare(program, source, compiler, expected, noise_runs, stock=True)
         if stock.failure is not None:
             return Outcome(stock_fails=True, details=[outcome.failure, stock.failure])
     return outcome
 
 
-def _compare(program: Program, source: str, compiler: str, expected: Run, stock: bool = False) -> Outcome:
+def _compare(
+    program: Program, source: str, compiler: str, expected: Run, noise_runs: int, stock: bool = False
+) -> Outcome:
     torch._dynamo.reset()
     outcome = Outcome(eager_raised=any(call.raised or call.backward_raised for call in expected.calls))
     functions: list[Any] = []
@@ -95,7 +97,7 @@ def _compare(program: Program, source: str, compiler: str, expected: Run, stock:
         )
         runs: list[Run] = []
         # Signs at a threshold (of relu_, masked_fill_) flip in few of them.
-        while len(runs) < 30 and any("relative error" in difference for difference in differences):
+        while len(runs) < noise_runs and any("relative error" in difference for difference in differences):
             runs += [_execute(program, noisy, lambda model: model) for _ in range(3)]
             differences = list(_differences(expected, actual, runs))
     if not stock:
@@ -260,12 +262,12 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
 
 def shrink(program: Program, compiler: str, attempts: int = 300) -> Program:
     """The program without the statements that its failure does not need, as far as so many attempts tell."""
-    kind, smaller = _kind(check(program, compiler, ask_stock=False)), _smaller(program)
+    kind, smaller = _kind(check(program, compiler, ask_stock=False, noise_runs=3)), _smaller(program)
     for _ in range(attempts):
         candidate = next(smaller, None)
         if candidate is None:
             break
-        if _kind(check(candidate, compiler, ask_stock=False)) == kind:
+        if _kind(check(candidate, compiler, ask_stock=False, noise_runs=3)) == kind:
             program, smaller = candidate, _smaller(candidate)
     return program
 
