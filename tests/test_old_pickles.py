@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from thunder_moe import GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, NVFP4GroupedSwiGLU
+from thunder_moe import GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.activations import GLU
+from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 
 HOW = """
@@ -81,3 +82,10 @@ def assert_same(old, names):
     for name, new in names.items():
         old_class = getattr(importlib.import_module(f"thunder_moe.{old}"), name)
         assert old_class is getattr(importlib.import_module(f"thunder_moe.{new}"), name)
+
+
+def test_a_model_in_the_layout_that_left_says_so():
+    module = NVFP4GroupedLinear(quantize(torch.randn(2, 64, 64)))
+    state = module.__getstate__() | {"_buffers": dict(module._buffers, qdata=module.qdata.view(2, 1, 2, 32, 32))}
+    with pytest.raises(ValueError, match="pickled whole in layout 'humming'"):
+        NVFP4GroupedLinear.__new__(NVFP4GroupedLinear).__setstate__(state)

@@ -102,6 +102,6 @@ def families_of(model: nn.Module) -> list[ExpertFamily]:
     homes = {type(module).__module__ for module in model.modules()}
     found: list[ExpertFamily] = []
     for module, packages in _MODULES.items():
-        if not packages or any(home.startswith(packages) for home in homes):
+        if not packages or any(f"{home}.".startswith(tuple(f"{name}." for name in packages)) for home in homes):
             found += importlib.import_module(module).FAMILIES
     return found

@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         raise SystemExit("no backend runs here\n" + "\n".join(notes))
     make_load: Callable[[int, MoEShape, torch.device], Load] = Load.routed if args.tokens else Load.even
     what, sizes = ("tokens", args.tokens) if args.tokens else ("rows_per_expert", args.rows_per_expert)
-    how = dict(rounds=args.rounds, budget=args.budget, slow=args.slow)
+    how = dict(rounds=args.rounds, min_rounds=min(3, args.rounds), budget=args.budget, slow=args.slow)
     limits = Limits.measured(device, **how)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(args.shapes) * len(args.gemms) * len(sizes), unit="row") as bar:

@@ -173,6 +173,7 @@ def _run(
         functions,
         device=args.device,
         rounds=args.rounds,
+        min_rounds=min(3, args.rounds),
         budget=args.budget,
         slow=args.slow,
         own_graphs=own_graphs,

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
             x = hidden_states(layer, tokens, args.device)
             errors = {name: _check(name, function, exact[name], x) for name, function in compiled.items()}
             functions = {name: functools.partial(function, x) for name, function in compiled.items()}
-            options = dict(rounds=args.rounds, budget=args.budget, slow=args.slow)
+            options = dict(rounds=args.rounds, min_rounds=min(3, args.rounds), budget=args.budget, slow=args.slow)
             timings = timed(measure(functions, device=args.device, **options), BASELINE)
             rows.append({"shape": shape.name, "tokens": tokens, **timings, "relative_error": errors})
         trace = _annotated_trace(shape, compiled[WITH_NVFUSER])

@@ -110,7 +110,14 @@ def _fastest(
             if error > TOLERANCE:
                 raise RuntimeError(f"{config} is wrong: relative error {error:.2g} at {point}")
             functions[str(config)] = call
-        timings = measure(functions, device="cuda", rounds=args.rounds, budget=args.budget, slow=args.slow)
+        timings = measure(
+            functions,
+            device="cuda",
+            rounds=args.rounds,
+            min_rounds=min(3, args.rounds),
+            budget=args.budget,
+            slow=args.slow,
+        )
         for config in configs:
             log_seconds[config] += math.log(timings[str(config)].median) / len(loads)
     best = min(configs, key=log_seconds.__getitem__)

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm
+from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.ops import experts  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
@@ -63,3 +63,13 @@ def test_shapes_are_those_of_the_results():
         results = getattr(torch.ops.thunder_moe, name)(*args)
         results = results if isinstance(results, tuple) else (results,)
         assert tuple(tuple(result.shape) for result in results) == OPERATORS[name].shapes(*args)
+
+
+def test_missing_and_unknown_arguments_are_type_errors():
+    rows = torch.randn(2, 16)
+    with pytest.raises(TypeError, match="missing a required argument: 'fp4_weight'"):
+        f16a_nvfp4weight_scaled_grouped_mm(rows)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        moe_route(torch.zeros(2, 1, dtype=torch.int32), 4, foo=1)
+    with pytest.raises(ValueError, match="activation: got"):
+        f16a_nvfp4weight_scaled_grouped_mm(rows[0], *[rows] * 4)

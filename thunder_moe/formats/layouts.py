@@ -113,7 +113,7 @@ def find_layout(name: str) -> Layout:
     Raises:
         ValueError: there is none.
     """
-    layout = REGISTRY.get(name)
+    layout = REGISTRY.get(name) if isinstance(name, str) else None
     if layout is None:
         raise ValueError(f"layout: got {name!r}, wanted one of {LAYOUTS}")
     return layout

@@ -31,8 +31,8 @@ class Llama4MoEConfig:
     Attributes:
         hidden_size: H.
         intermediate_size: I of each routed expert, and of each shared one.
-        num_experts: E, the routed experts. `num_routed_experts`, its name in version 0.1, stays valid as a keyword and
-            as an attribute.
+        num_experts: E, the routed experts. `num_routed_experts`, its name in version 0.1, stays valid as a keyword of
+            the constructor and as an attribute; `dataclasses.replace` takes num_experts alone.
         num_shared_experts: experts that see every token, run as one of num_shared_experts * I; 0 for none.
         top_k: routed experts per token.
 

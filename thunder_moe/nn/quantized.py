@@ -233,6 +233,11 @@ class NVFP4GroupedLinear(nn.Module):
                 state[name] = (state.pop(old),)
         parent: Any = super()
         parent.__setstate__(state)
+        if (layout == LINEAR and self.qdata.ndim == 5) or layout == "humming":
+            raise ValueError(
+                "layout: this model was pickled whole in layout 'humming', which version 0.2.0 no longer has; in the"
+                " version that saved it, save its state_dict, or the model after to_layout_(model, 'linear')"
+            )
         if layout != LINEAR and self.qdata.ndim == 3:
             weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
             for field, tensor in zip(_FIELDS, weight.blocks, strict=True):

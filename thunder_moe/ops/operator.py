@@ -151,7 +151,11 @@ def operator(
 
         @wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:
-            result: R = registered(*args, **options)
+            try:
+                result: R = registered(*args, **options)
+            except RuntimeError:
+                described.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
+                raise
             return result
 
         return call

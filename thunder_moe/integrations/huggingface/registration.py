@@ -27,7 +27,8 @@ _EXECUTOR = "thunder_moe.compilers.thunder.executor"
 # quantize_ knows experts in models of transformers, of transformers_modules (the code that comes with a checkpoint),
 # and NVFP4Experts. Known without `install`, since nothing of another package is told.
 register(
-    "thunder_moe.integrations.huggingface.families", packages=("transformers", "thunder_moe.integrations.huggingface")
+    "thunder_moe.integrations.huggingface.families",
+    packages=("transformers", "transformers_modules", "thunder_moe.integrations.huggingface"),
 )
 
 
