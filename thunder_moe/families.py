@@ -83,8 +83,16 @@ class ExpertFamily:
         setattr(parent, name, module)
 
 
-# Module that has families -> the packages of the classes that they handle; any class when empty.
-_MODULES: dict[str, tuple[str, ...]] = {}
+# Module that has families -> the packages of the classes that they handle; any class when empty. Here by name, so that
+# `import thunder_moe` imports none: experts of transformers, of transformers_modules (the code that comes with a
+# checkpoint), and NVFP4Experts.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "thunder_moe.integrations.huggingface.families": (
+        "transformers",
+        "transformers_modules",
+        "thunder_moe.integrations.huggingface",
+    ),
+}
 
 
 def register(module: str, *, packages: tuple[str, ...] = ()) -> None:

@@ -1,7 +1,6 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
 Called by thunder_moe on import; has imported: implementation, once transformers has its registry of experts functions;
-thunder_llama4 and thunder_outputs, with Thunder's executor; quantizer, at the first NVFP4 checkpoint; families, at the
-first model.
+thunder_llama4 and thunder_outputs, with Thunder's executor; quantizer, at the first NVFP4 checkpoint.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from thunder_moe.families import register
 from thunder_moe.import_hooks import after_import
-from thunder_moe.integrations.huggingface.stand_in import StandIn
 
 __all__ = ["install"]
 
@@ -23,13 +20,6 @@ _LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _OUTPUTS = "transformers.utils.output_capturing"
 _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"
 _EXECUTOR = "thunder_moe.compilers.thunder.executor"
-
-# quantize_ knows experts in models of transformers, of transformers_modules (the code that comes with a checkpoint),
-# and NVFP4Experts. Known without `install`, since nothing of another package is told.
-register(
-    "thunder_moe.integrations.huggingface.families",
-    packages=("transformers", "transformers_modules", "thunder_moe.integrations.huggingface"),
-)
 
 
 def install() -> None:
@@ -59,6 +49,8 @@ def _trace_outputs(_: ModuleType) -> None:
 
 def _add_stand_ins(registry: Any) -> None:
     """Puts a `StandIn` where quantizer is going to register, unless it has done so."""
+    from thunder_moe.integrations.huggingface.stand_in import StandIn
+
     if _QUANTIZER in sys.modules:
         return
     mapping = registry.AUTO_QUANTIZATION_CONFIG_MAPPING
