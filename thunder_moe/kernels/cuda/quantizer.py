@@ -51,7 +51,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "
     step = experts if contiguous else max(1, _COPY_BYTES // max(n * k * weight.element_size(), 1))
     for first in range(0, experts if n else 0, step):
         part = slice(first, first + step)
-        rows = _aligned(weight[part])
+        rows = backend._aligned(weight[part])
         tensors = (rows, None, None, scale_map, amax[part], qdata[part], scale[part], global_scale[part])
         _launch(kernels, tensors, tuple(rows.shape))
     nvfp4.check_finite(amax.view(torch.float32))
@@ -60,7 +60,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "
 
 def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
     """A weight in layout "linear" in layout "tiled_64x64", as `NVFP4Weight.to_layout` gives it."""
-    codes, scales = _aligned(weight.qdata), _aligned(weight.scale)
+    codes, scales = backend._aligned(weight.qdata), backend._aligned(weight.scale)
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
     if qdata.numel():
         tensors = (None, codes, scales, scale_table(weight.device), None, qdata, scale, None)
@@ -77,9 +77,3 @@ def _launch(kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape:
     argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
     for kernel in kernels:
         backend._launch(_SOURCES, kernel, _THREADS, 0, experts * per_expert, argument, device)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, and aligned to the kernels' 16-byte loads."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
