@@ -1,5 +1,6 @@
-"""The CUDA quantizer on a CPU: its own source run by the emulator, byte for byte as formats/nvfp4.py.
-Called by pytest; judged by `formats.nvfp4.quantize` and `NVFP4Weight.to_layout`, which have oracles of their own.
+"""The CUDA quantizer, byte for byte as formats/nvfp4.py: its own source run by the emulator on a CPU, and on a GPU.
+Called by pytest, with -m gpu on a GPU; judged by `formats.nvfp4.quantize` and `NVFP4Weight.to_layout` on the CPU, which
+have oracles of their own.
 """
 
 import pytest
@@ -11,10 +12,21 @@ from thunder_moe.kernels.cuda import quantizer
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the kernels run: the CPU in the emulator, or a GPU."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        return "cuda"
+    request.getfixturevalue("emulated")
+    return "cpu"
+
+
 def same(got, expected):
     assert got.layout == expected.layout
     for name in ("qdata", "scale", "global_scale"):
-        mine, theirs = (getattr(weight, name).view(torch.uint8) for weight in (got, expected))
+        mine, theirs = (getattr(weight, name).cpu().view(torch.uint8) for weight in (got, expected))
         assert torch.equal(mine, theirs), name
 
 
@@ -33,50 +45,51 @@ def awkward(dtype, shape=(3, 64, 128)):
     return weight.to(dtype)
 
 
-@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
 @pytest.mark.parametrize("scale_search", [None, "mse"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_bytes(emulated, dtype, scale_search, layout):
+def test_the_same_bytes(device, dtype, scale_search):
     weight = awkward(dtype)
-    expected = quantize(weight, scale_search=scale_search).to_layout(layout)
-    same(quantizer.quantize(weight, scale_search=scale_search, layout=layout), expected)
+    expected = quantize(weight, scale_search=scale_search)
+    got = quantizer.quantize(weight.to(device), scale_search=scale_search)
+    same(got, expected)
+    same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
 
 
-def test_strides_chunks_and_shapes(emulated, monkeypatch):
+def test_strides_chunks_and_shapes(device, monkeypatch):
     monkeypatch.setattr(quantizer, "_COPY_BYTES", 40000)
     for weight in (
-        awkward(torch.bfloat16).mT,
-        awkward(torch.bfloat16, (5, 32, 128))[1:, ::2],
-        torch.tensor(1.0).expand(2, 3, 16),
-        torch.randn(4, 1, 16),
-        torch.randn(2, 0, 32),
-        awkward(torch.bfloat16).flatten()[1 : 1 + 64 * 128].view(1, 64, 128),  # not aligned
+        awkward(torch.bfloat16).to(device).mT,
+        awkward(torch.bfloat16, (5, 32, 128)).to(device)[1:, ::2],
+        torch.tensor(1.0, device=device).expand(2, 3, 16),
+        torch.randn(4, 1, 16, device=device),
+        torch.randn(2, 0, 32, device=device),
+        awkward(torch.bfloat16).to(device).flatten()[1 : 1 + 64 * 128].view(1, 64, 128),  # not aligned
     ):
-        same(quantizer.quantize(weight), quantize(weight))
+        same(quantizer.quantize(weight), quantize(weight.cpu()))
 
 
-def test_tiny_and_huge_experts(emulated):
+def test_tiny_and_huge_experts(device):
     weight = torch.zeros(4, 2, 32)
     weight[0, 0, 0] = 1e-38
     weight[1, 0, 0] = 3e38
     weight[1, 1, 3] = 1.0
     weight[2, 0, :4] = torch.tensor([1e-44, 1e-45, -1e-45, 0.0])
-    same(quantizer.quantize(weight), quantize(weight))
+    same(quantizer.quantize(weight.to(device)), quantize(weight))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_refuses_what_is_not_finite(emulated, value):
+def test_refuses_what_is_not_finite(device, value):
     weight = torch.randn(3, 4, 32)
     weight[1, 2, 3] = value
     with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
-        quantizer.quantize(weight)
+        quantizer.quantize(weight.to(device))
 
 
-def test_to_tiled_of_any_bytes(emulated):
+def test_to_tiled_of_any_bytes(device):
     torch.manual_seed(0)
     scale = torch.randint(256, (2, 128, 12), dtype=torch.uint8)
     scale[0, 0, :4] = 0
     weight = NVFP4Weight(
         torch.randint(256, (2, 128, 96), dtype=torch.uint8), scale.view(torch.float8_e4m3fn), torch.rand(2, 128)
     )
-    same(quantizer.to_tiled(weight), weight.to_layout("tiled_64x64"))
+    same(quantizer.to_tiled(weight.to(device)), weight.to_layout("tiled_64x64"))

@@ -36,13 +36,8 @@ OTHERS = {
         quantizer._SOURCES,
         [
             *(f"largest_magnitude<{dtype}>" for dtype in range(3)),
-            *(
-                f"{name}<{dtype}, {search}>"
-                for name in ("quantize", "write_tiled")
-                for dtype in range(3)
-                for search in ("false", "true")
-            ),
-            "write_tiled<3, false>",
+            *(f"quantize<{dtype}, {search}>" for dtype in range(3) for search in ("false", "true")),
+            "write_tiled",
         ],
     ),
 }

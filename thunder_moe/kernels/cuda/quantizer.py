@@ -25,13 +25,12 @@ _THREADS = 256
 _BLOCKS = 16384  # of a launch, about
 
 
-def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "linear") -> NVFP4Weight:
-    """`formats.nvfp4.quantize` of a weight on a CUDA device, in layout "linear" or "tiled_64x64".
+def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
+    """`formats.nvfp4.quantize` of a weight on a CUDA device.
 
     Args:
         weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
         scale_search: None or "mse".
-        layout: of the result; "tiled_64x64" wants multiples of 64.
 
     Raises:
         ValueError: as `formats.nvfp4.quantize`.
@@ -45,17 +44,16 @@ def quantize(weight: Tensor, *, scale_search: str | None = None, layout: str = "
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     global_scale = torch.ones(experts, device=weight.device)
     dtype = DTYPE_CODES[weight.dtype]
-    scale_map = scale_table(weight.device) if layout == TILED else None
-    kernels = f"largest_magnitude<{dtype}>", f"{'write_tiled' if layout == TILED else 'quantize'}<{dtype}, {search}>"
+    kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {search}>"
     contiguous = weight.is_contiguous() and weight.data_ptr() % 16 == 0
     step = experts if contiguous else max(1, _COPY_BYTES // max(n * k * weight.element_size(), 1))
     for first in range(0, experts if n else 0, step):
         part = slice(first, first + step)
         rows = backend._aligned(weight[part])
-        tensors = (rows, None, None, scale_map, amax[part], qdata[part], scale[part], global_scale[part])
+        tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], global_scale[part])
         _launch(kernels, tensors, tuple(rows.shape))
     nvfp4.check_finite(amax.view(torch.float32))
-    return NVFP4Weight(qdata, scale, global_scale, layout)
+    return NVFP4Weight(qdata, scale, global_scale)
 
 
 def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
@@ -64,7 +62,7 @@ def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
     if qdata.numel():
         tensors = (None, codes, scales, scale_table(weight.device), None, qdata, scale, None)
-        _launch(("write_tiled<3, false>",), tensors, weight.shape)
+        _launch(("write_tiled",), tensors, weight.shape)
     return NVFP4Weight(qdata, scale, weight.global_scale, TILED)
 
 

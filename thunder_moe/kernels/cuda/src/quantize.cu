@@ -1,4 +1,4 @@
-// 16-bit or float32 weights -> NVFP4 codes and scales, in layout "linear" or "tiled_64x64"; also one layout to the other.
+// 16-bit or float32 weights -> NVFP4 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64".
 // Compiled at run time by kernels/cuda/quantizer.py behind dequantize.cu; run on a CPU by tests/emulator/cuda_emulator.h.
 // A thread rounds a block of 16 weights. Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
 // divisions rounded to nearest, nothing contracted to a fused multiply-add.
@@ -209,8 +209,7 @@ DEVICE uint32_t scale_byte(const QuantizeArguments& args, uint32_t scale) {
   return scale >= 8 ? scale + 112 : scale > 0 ? (float_to_bits(static_cast<float>(scale)) >> 20) - 920 : 0;
 }
 
-// Into layout "tiled_64x64", a block of 64 x 64 weights at a time: from weights of a dtype, or from linear codes (DTYPE 3).
-template <int DTYPE, bool SEARCH>
+// Linear codes and scales into layout "tiled_64x64", a block of 64 x 64 weights at a time.
 __global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args) {
   await_previous_kernel();
   __shared__ uint4 codes[64][3];  // 32 bytes of a row, and 16 unused: rows begin in different banks
@@ -220,24 +219,11 @@ __global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args)
   const int64_t expert = blockIdx.x / args.blocks_per_expert;
   const int row = thread / 4, column = thread % 4;
   const int warp = thread / 64, lane = thread / 2 % 32, pair = thread % 2;
-  float global_scale = 0.0f;
-  if constexpr (DTYPE != 3) {
-    global_scale = global_scale_of(args.amax[expert]);
-    if (blockIdx.x % args.blocks_per_expert == 0 && thread == 0) args.global_scale[expert] = global_scale;
-  }
   for (int block = blockIdx.x % args.blocks_per_expert; block < blocks; block += args.blocks_per_expert) {
     const int64_t item = (expert * args.n + block / blocks_k * 64 + row) * (args.k / 16) + block % blocks_k * 4 + column;
-    uint2 words;
-    uint32_t scale;
-    if constexpr (DTYPE == 3) {
-      scale = args.scales[item];
-      words = reinterpret_cast<const uint2*>(args.codes)[item];
-      if (scale == 0) words = make_uint2(0, 0);
-    } else {
-      float values[16];
-      load_block<DTYPE>(values, args.weight, item);
-      scale = quantize_block<SEARCH>(words, values, global_scale);
-    }
+    const uint32_t scale = args.scales[item];
+    uint2 words = reinterpret_cast<const uint2*>(args.codes)[item];
+    if (scale == 0) words = make_uint2(0, 0);
     reinterpret_cast<uint2*>(codes[row])[column] = words;
     scales[row][column] = static_cast<uint8_t>(scale_byte(args, scale));
     __syncthreads();
