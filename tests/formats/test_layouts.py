@@ -156,6 +156,7 @@ def test_tiled_layout_of_any_strides_and_without_data():
     [
         ("tiled_64x64", (2, 96, 64), "out_features and in_features multiples of 64"),
         ("tiled_64x64", (2, 64, 96), "out_features and in_features multiples of 64"),
+        ("tiled_64x64", (2, 0, 64), "out_features and in_features multiples of 64, not 0"),
     ],
 )
 def test_shapes_that_a_layout_cannot_take(layout, shape, needs):

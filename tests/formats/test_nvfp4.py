@@ -174,6 +174,19 @@ def test_concatenate():
         NVFP4Weight.concatenate(first, second.to_layout("swizzled_128x4"))
     with pytest.raises(ValueError, match="experts and in_features"):
         NVFP4Weight.concatenate(first, quantize(torch.randn(3, 8, 16)))
+    with pytest.raises(ValueError, match="weights: got none, wanted one NVFP4Weight or more"):
+        NVFP4Weight.concatenate()
+    for wrong in (None, first.qdata, [first]):
+        with pytest.raises(TypeError, match=f"weights: got a {type(wrong).__name__} at position 1, wanted NVFP4Weight"):
+            NVFP4Weight.concatenate(first, wrong)
+
+
+def test_a_weight_is_made_of_tensors():
+    qdata, scale, global_scale = quantize(torch.randn(2, 8, 16)).tensors()
+    with pytest.raises(TypeError, match="qdata: got NoneType, wanted a tensor"):
+        NVFP4Weight(None, scale, global_scale)
+    with pytest.raises(TypeError, match="global_scale: got float, wanted a tensor"):
+        NVFP4Weight(qdata, scale, 1.0)
 
 
 def test_bytes_are_a_quarter():

@@ -56,7 +56,7 @@ class Layout:
         scale_shape: (experts, n, k) -> the shape of the scales; the codes are (E, N, K // 2) in every layout.
         block_shape: (experts, n, k) -> the shape of the codes that modules keep, which tells the layout by its rank:
             bytes in the order in which they lie, eight codes' bytes for each scale's. None: modules do not keep it.
-        multiple: out_features and in_features have to be multiples of it.
+        multiple: out_features and in_features have to be multiples of it; above 1, neither may be 0.
         preferred_on: compute capabilities of the CUDA devices on which our kernels read it best, where it fits.
     """
 
@@ -70,8 +70,8 @@ class Layout:
 
     def fits(self, n: int, k: int) -> str | None:
         """None when (E, n, k) weights can have this layout, else what they would need, in words."""
-        if n % self.multiple or k % self.multiple:
-            return f"out_features and in_features multiples of {self.multiple}"
+        if n % self.multiple or k % self.multiple or (self.multiple > 1 and not (n and k)):
+            return f"out_features and in_features multiples of {self.multiple}, not 0"
         return None
 
 

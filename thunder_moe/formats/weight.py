@@ -35,6 +35,7 @@ class NVFP4Weight:
         layout: how `qdata` and `scale` lie in memory, a name of `layouts.REGISTRY`.
 
     Raises:
+        TypeError: one of the three is no tensor.
         ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
     """
 
@@ -44,6 +45,9 @@ class NVFP4Weight:
     layout: str = LINEAR
 
     def __post_init__(self) -> None:
+        for name, tensor in zip(("qdata", "scale", "global_scale"), self.tensors(), strict=True):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: got {type(tensor).__name__}, wanted a tensor")
         check_weight(self.qdata, self.scale, self.global_scale, self.layout)
 
     @classmethod
@@ -113,8 +117,15 @@ class NVFP4Weight:
         The global scales become one per row, since each weight has its own. One weight alone comes back as it is.
 
         Raises:
-            ValueError: a layout is not "linear", or the experts or in_features differ.
+            TypeError: one of them is no `NVFP4Weight`.
+            ValueError: there are none, a layout is not "linear", or the experts or in_features differ.
         """
+        if not weights:
+            raise ValueError("weights: got none, wanted one NVFP4Weight or more")
+        for position, weight in enumerate(weights):
+            if not isinstance(weight, NVFP4Weight):
+                kind = type(weight).__name__
+                raise TypeError(f"weights: got a {kind} at position {position}, wanted NVFP4Weight")
         experts, _, k = weights[0].shape
         for weight in weights:
             if weight.layout != LINEAR:

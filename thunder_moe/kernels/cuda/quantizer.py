@@ -57,12 +57,14 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
 
 def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:
-    """A weight in layout "linear" in layout "tiled_64x64", as `NVFP4Weight.to_layout` gives it."""
+    """A weight in layout "linear" in layout "tiled_64x64", as `NVFP4Weight.to_layout` gives it.
+
+    The callers have checked that the layout fits.
+    """
     codes, scales = backend._aligned(weight.qdata), backend._aligned(weight.scale)
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
-    if qdata.numel():
-        tensors = (None, codes, scales, scale_table(weight.device), None, qdata, scale, None)
-        _launch(("write_tiled",), tensors, weight.shape)
+    tensors = (None, codes, scales, scale_table(weight.device), None, qdata, scale, None)
+    _launch(("write_tiled",), tensors, weight.shape)
     return NVFP4Weight(qdata, scale, weight.global_scale, TILED)
 
 
