@@ -58,3 +58,8 @@ def test_refuses():
         op(torch.randn(8, 40), fp4, scale, global_scale, offsets)
     with pytest.raises(ValueError, match="offsets: got .*never decrease"):
         op(torch.randn(8, 48), fp4, scale, global_scale, offsets.flip(0))
+    for row_slot in (torch.tensor(8, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)):
+        for device in ("cpu", "meta"):
+            args = [tensor.to(device) for tensor in (torch.randn(8, 48), fp4, scale, global_scale, offsets, row_slot)]
+            with pytest.raises(ValueError, match=r"row_slot: got .*wanted shape \(top_k \* 8,\)"):
+                op(*args)

@@ -43,8 +43,8 @@ def _check(
     if row_slot is None:
         check_optional("slot_scale", slot_scale, (tokens,), activation)
     else:
-        slots = row_slot.shape[0]
         require(row_slot.dtype == torch.int32, "row_slot", row_slot, "dtype int32")
+        slots = row_slot.numel()
         if row_slot.ndim != 1 or not _token_multiple(slots, tokens):
             raise mismatch("row_slot", row_slot, f"shape (top_k * {tokens},), {tokens} being the activation's rows")
         if row_slot.device != activation.device:
