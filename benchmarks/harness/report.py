@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -38,6 +39,8 @@ __all__ = [
     "stacked_bars",
     "table",
     "timed",
+    "writable_file",
+    "writable_folder",
 ]
 
 # A timing whose quartiles differ by more than this share of its median is reported as noisy.
@@ -63,7 +66,7 @@ def parser(command: str, description: str, *, shapes: bool = True) -> argparse.A
         result.add_argument("--shapes", type=comma_list(_shape), help=f"comma-separated, of: {', '.join(SHAPES)}")
     result.add_argument(
         "--output",
-        type=pathlib.Path,
+        type=writable_folder,
         default=RESULTS,
         metavar="DIR",
         help="of JSON and plot (default: %(default)s)",
@@ -125,6 +128,27 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer of at least 1")
     return int(text)
+
+
+def writable_folder(text: str) -> pathlib.Path:
+    """An argparse type: a folder that files can be written to; it may have to be made."""
+    path = pathlib.Path(text)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a folder; {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a folder that can be written; {there} cannot")
+    return path
+
+
+def writable_file(text: str) -> pathlib.Path:
+    """An argparse type: a file that can be written, or made in a folder that is there."""
+    path = pathlib.Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a file in a folder that is there")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted a file that can be written")
+    return path
 
 
 def _shape(text: str) -> MoEShape:

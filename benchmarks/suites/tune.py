@@ -15,14 +15,13 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.harness.report import comma_list, one_of, parser, positive, relative_error
+from benchmarks.harness.report import comma_list, one_of, parser, positive, relative_error, writable_file
 from benchmarks.harness.shapes import CUDA_SHAPES, Load
 from benchmarks.harness.timing import environment, measure
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
@@ -49,8 +48,9 @@ def main(argv: Sequence[str]) -> None:
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
     result.add_argument("--layouts", type=comma_list(one_of(LAYOUTS)), default=list(LAYOUTS), help=f"of: {LAYOUTS}")
     result.add_argument("--routings", type=positive, default=2, help="random routings per point (default: %(default)s)")
-    result.add_argument("--file", type=Path, default=MEASURED, help="file to write (default: %(default)s)")
+    result.add_argument("--file", type=writable_file, default=MEASURED, help="file to write (default: %(default)s)")
     args = result.parse_args(argv)
+    before = json.loads(args.file.read_text())["entries"] if args.file.exists() else []
     capability = torch.cuda.get_device_capability()
     entries: list[dict[str, Any]] = []
     for shape in args.shapes or CUDA_SHAPES:
@@ -69,10 +69,9 @@ def main(argv: Sequence[str]) -> None:
                     entry = dict(capability=list(capability), swiglu=swiglu, point=point, config=astuple(config))
                     entries.append(entry | dict(us=round(seconds * 1e6, 2)))
                     tqdm.write(f"{shape.name} {which} {layout} {tokens}: {astuple(config)} {seconds * 1e6:.1f} us")
-    kept = json.loads(args.file.read_text())["entries"] if args.file.exists() else []
     kept = [
         entry
-        for entry in kept
+        for entry in before
         if tuple(entry["capability"]) != capability or GemmConfig(*entry["config"]).layout not in args.layouts
     ]
     lines = ",\n".join(map(json.dumps, [*kept, *entries]))

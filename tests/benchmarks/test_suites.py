@@ -2,8 +2,10 @@
 Called by pytest; calls benchmarks/__main__.py, harness/layers.py and, in one test, a process of its own.
 """
 
+import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.harness import layers
+from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from thunder_moe.kernels import reference
 
@@ -225,6 +228,27 @@ def test_model_says_what_is_wanted(arguments, message, capsys):
         main(["model", "--device", "cpu", *arguments])
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["gemm", "layer", "model", "compile"])
+def test_results_that_cannot_be_written_are_refused_before_any_is_measured(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--device", "cpu", "--output", str(output)])
+        assert stopped.value.code == 2
+        assert f"--output: got '{output}', wanted a folder; {tmp_path / 'file'} is a file" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(SystemExit):
+        main([command, "--device", "cpu", "--output", str(tmp_path / "folder")])
+    assert f"wanted a folder that can be written; {tmp_path} cannot" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+    assert writable_file(str(tmp_path / "configs.json")) == tmp_path / "configs.json"
+    for wrong in (tmp_path, tmp_path / "missing" / "configs.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match="wanted a file in a folder that is there"):
+            writable_file(str(wrong))
 
 
 def test_model_knows_its_configs():
