@@ -51,12 +51,15 @@ for call in calls:
         call()
     except ImportError as error:
         print(error)
+from thunder_moe import *
+print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
 """
     assert python(code).splitlines() == [
         "torch.Size([1, 2, 32])",
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
         "from_transformers needs transformers: pip install 'thunder_moe[transformers]'",
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
+        "['load_checkpoint', 'moe_executor', 'save_checkpoint'] Llama4MoE",
     ]
 
 

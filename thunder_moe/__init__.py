@@ -88,14 +88,34 @@ __all__ = [
 ]
 
 
+# What needs a package that may be absent: `import *` leaves it out then, and its own import says what to install.
+_OPTIONAL = ("load_checkpoint", "moe_executor", "save_checkpoint")
+_ALL = __all__
+if not TYPE_CHECKING:
+    del __all__  # `__getattr__` has it
+
+
+def _available() -> list[str]:
+    """`__all__` without the names whose package is absent or too old."""
+    names = list(_ALL)
+    for name in _OPTIONAL:
+        try:
+            __getattr__(name)
+        except ImportError:
+            names.remove(name)
+    return names
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _available()
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_ALL])
 
 
 if os.environ.get("THUNDER_MOE_AUTO_REGISTER") != "0":  # compilers/registration.py says what it is about
