@@ -65,6 +65,54 @@ def test_old_names_are_the_new_classes(old):
     assert_same(old, MOVED[old])
 
 
+# All that modules of version 0.1 had in __all__ whose names moved; pickles name few of them, users maybe others.
+ALL = {
+    "nvfp4": "BLOCK_SIZE LAYOUTS WEIGHT_DTYPES NVFP4Weight dequantize quantize require scale_shape",
+    "nvfp4_modules": "MODULE_LAYOUTS NVFP4GroupedLinear NVFP4GroupedSwiGLU calls_only_its_class weights_to_fuse",
+    "kernels.epilogues": "PLAIN_SWIGLU SwiGLU combine expert_of_row gather_rows live_rows pre_activation route"
+    " row_groups scale_of_rows swiglu token_of_slot",
+    "integrations.experts_form": "ExpertsForm apply_gate form_of halves has_experts interleave not_plain_experts"
+    " require_form stored_weights",
+    "integrations.hf_quantizer": "METHOD NVFP4CheckpointConfig NVFP4CheckpointQuantizer register",
+    "integrations.llama4": "Llama4TextMoe RoutedLlama4TextMoe check_layer run_routed",
+    "integrations.transformers": "NVFP4Experts check_place expert_blocks expert_weights has_experts not_plain_experts"
+    " put_experts quantized_experts",
+}
+
+
+@pytest.mark.parametrize("old", ALL)
+def test_old_modules_have_all_that_they_had(old):
+    if old.startswith("integrations"):
+        pytest.importorskip("transformers")
+    module = importlib.import_module(f"thunder_moe.{old}")
+    assert set(module.__all__) == set(ALL[old].split())
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+    with pytest.raises(AttributeError):
+        module.other  # noqa: B018
+
+
+def test_old_functions_that_were_renamed_do_what_they_did():
+    pytest.importorskip("transformers")
+    from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+    from thunder_moe.integrations.experts_form import halves, interleave
+    from thunder_moe.integrations.transformers import check_place
+
+    rows = torch.arange(12).view(1, 6, 2)
+    assert torch.equal(halves(rows), rows[:, [0, 2, 4, 1, 3, 5]])
+    assert torch.equal(interleave(halves(rows)), rows)
+    sizes = dict(hidden_size=32, intermediate_size=16, intermediate_size_mlp=16, num_local_experts=2)
+    layer = Llama4TextMoe(Llama4TextConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+    check_place(layer, layer.experts)
+    with pytest.raises(TypeError, match="Llama4TextMoe"):
+        check_place(torch.nn.Sequential(), layer.experts)
+    layer.experts.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="experts: cannot replace this Llama4TextExperts: .*hook"):
+        check_place(layer, layer.experts)
+
+
 def test_the_gated_activation_has_its_old_name_and_fields():
     old = importlib.import_module("thunder_moe.kernels.epilogues").SwiGLU
     assert old is GLU

@@ -1,7 +1,13 @@
-"""The name of nn.quantized in version 0.1, for pickles of whole models.
-Called by unpickling; calls nn.quantized alone.
+"""The name of nn.quantized in version 0.1, for pickles of whole models and for users.
+Called by unpickling and users; calls nn.quantized alone.
 """
 
-from thunder_moe.nn.quantized import NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn.quantized import (
+    MODULE_LAYOUTS,
+    NVFP4GroupedLinear,
+    NVFP4GroupedSwiGLU,
+    calls_only_its_class,
+    weights_to_fuse,
+)
 
-__all__ = ["NVFP4GroupedLinear", "NVFP4GroupedSwiGLU"]
+__all__ = ["MODULE_LAYOUTS", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU", "calls_only_its_class", "weights_to_fuse"]
