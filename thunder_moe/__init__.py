@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
+    from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
     from thunder_moe.weight_cache import refresh_
 
@@ -55,6 +56,7 @@ _HOMES = {
     "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
     "ops.route": ("moe_route",),
+    "ops.scaled_mm": ("f16a_nvfp4weight_scaled_mm",),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -74,6 +76,7 @@ __all__ = [
     "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
     "f16a_nvfp4weight_scaled_grouped_mm",
+    "f16a_nvfp4weight_scaled_mm",
     "load_checkpoint",
     "moe_executor",
     "moe_experts",

@@ -8,10 +8,12 @@ import torch
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.ops import experts  # noqa: F401  (registers the operators)
+from thunder_moe.ops import experts, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS
+from thunder_moe.ops.scaled_mm import dense_operands
 
+DENSE_WEIGHT = "Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale"
 WEIGHT = "Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale, Tensor offsets"
 SCHEMAS = {
     "f16a_nvfp4weight_scaled_grouped_mm": f"(Tensor activation, {WEIGHT}, Tensor? blockscale_offsets=None,"
@@ -22,6 +24,9 @@ SCHEMAS = {
     " float up_shift=0.) -> Tensor",
     "f16a_nvfp4weight_grouped_mm_combine": f"(Tensor activation, {WEIGHT}, Tensor slot_row,"
     ' Tensor? slot_weight=None, Tensor? bias=None, *, str layout="linear") -> Tensor',
+    "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
+    ' str layout="linear") -> Tensor',
+    "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
     "moe_route": "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
 }
 
@@ -51,10 +56,13 @@ def test_shapes_are_those_of_the_results():
     ids = torch.tensor([[0, 3], [1, 1], [2, 0]])
     row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(ids, 4)
     x, rows = torch.randn(3, 48), torch.randn(6, 48)
+    dense = dense_operands(quantize(torch.randn(1, 32, 48)))
     calls = {
         "moe_route": (ids, 4),
         "f16a_nvfp4weight_scaled_grouped_mm": (rows, *weight, offsets),
         "f16a_nvfp4weight_scaled_grouped_mm_dgrad": (torch.randn(6, 32), *weight, offsets),
+        "f16a_nvfp4weight_scaled_mm": (torch.randn(2, 3, 48), *dense),
+        "f16a_nvfp4weight_scaled_mm_dgrad": (torch.randn(2, 3, 32), *dense),
         "f16a_nvfp4weight_grouped_swiglu": (x, *weight, offsets, row_slot),
         "f16a_nvfp4weight_grouped_mm_combine": (rows, *weight, offsets, slot_row),
     }

@@ -18,7 +18,16 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, route, row_groups, scale_of_rows
 
-__all__ = ["grouped_mm", "grouped_mm_combine", "grouped_mm_dgrad", "grouped_swiglu", "route", "unavailable_reason"]
+__all__ = [
+    "grouped_mm",
+    "grouped_mm_combine",
+    "grouped_mm_dgrad",
+    "grouped_swiglu",
+    "mm",
+    "mm_dgrad",
+    "route",
+    "unavailable_reason",
+]
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -60,6 +69,21 @@ def grouped_mm_combine(
 ) -> torch.Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
+
+
+def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
+    (matrix,) = _experts(weight, activation.dtype, range(1))
+    with torch.autocast(activation.device.type, enabled=False):
+        out = activation @ matrix.t()
+    return out if bias is None else (out + bias).to(out.dtype)
+
+
+def mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
+    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    (matrix,) = _experts(weight, grad.dtype, range(1))
+    with torch.autocast(grad.device.type, enabled=False):
+        return grad @ matrix
 
 
 def _per_expert(

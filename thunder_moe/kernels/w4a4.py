@@ -21,6 +21,8 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "mm",
+    "mm_dgrad",
     "quantize_rows",
     "route",
     "unavailable_reason",
@@ -115,6 +117,19 @@ def grouped_mm_combine(
 ) -> torch.Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     return combine(grouped_mm(activation, weight, offsets, amax=amax), offsets, slot_row, slot_weight, bias)
+
+
+def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
+    values, scale, decode = quantize_rows(activation)
+    rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
+    out = reference.mm(rows, weight) * decode
+    return (out if bias is None else out + bias).to(activation.dtype)
+
+
+def mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
+    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
+    return reference.mm_dgrad(grad, weight)
 
 
 def _round_to_e2m1(x: torch.Tensor) -> torch.Tensor:

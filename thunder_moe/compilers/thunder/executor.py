@@ -31,6 +31,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_combine,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
+    nvfp4_mm,
 )
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
@@ -72,7 +73,7 @@ moe_executor._lookasides.update(
         torch.zeros: zeros,
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
-            for symbol in (moe_route, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine)
+            for symbol in (moe_route, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm)
         },
     }
 )

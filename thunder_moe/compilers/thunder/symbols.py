@@ -2,8 +2,8 @@
 Called by rewrite.py and executor.py; calls the operators of ops and weight_cache.py.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
-NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine and
-moe_route: the operators that `ops.operator.OPERATORS` describes.
+NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine,
+f16a_nvfp4weight_scaled_mm and moe_route: the operators that `ops.operator.OPERATORS` describes.
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
 quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
@@ -37,6 +37,7 @@ from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E40
 from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
+from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
 from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
@@ -50,6 +51,7 @@ __all__ = [
     "nvfp4_combine",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_swiglu",
+    "nvfp4_mm",
     "nvfp4_pack",
     "nvfp4_swizzle",
 ]
@@ -162,13 +164,16 @@ def _differentiable(operator: Operator, args: Sequence[Any]) -> list[Any]:
 
 
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
-_COMBINE_NAME = "f16a_nvfp4weight_grouped_mm_combine"
+_COMBINE_NAME, _DENSE_NAME = "f16a_nvfp4weight_grouped_mm_combine", "f16a_nvfp4weight_scaled_mm"
 nvfp4_grouped_mm = _symbol(_NAME, _AMAX)
 _nvfp4_dgrad = _symbol(f"{_NAME}_dgrad")
 nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
+nvfp4_mm = _symbol(_DENSE_NAME)
 moe_route = _symbol("moe_route")
-_swiglu_backward, _combine_backward = (_backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME))
+_swiglu_backward, _combine_backward, _dense_backward = (
+    _backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME)
+)
 
 
 def _nvfp4_grad(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
@@ -290,6 +295,8 @@ for _each, _grad_transform in (
     (_swiglu_backward, None),
     (nvfp4_combine, _gradient(nvfp4_combine, _combine_backward)),
     (_combine_backward, None),
+    (nvfp4_mm, _gradient(nvfp4_mm, _dense_backward)),
+    (_dense_backward, None),
     (moe_route, None),
 ):
     EXECUTOR.register_implementation(_each, _each, grad_transform=_grad_transform)

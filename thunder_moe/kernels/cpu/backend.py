@@ -40,6 +40,8 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "mm",
+    "mm_dgrad",
     "route",
     "unavailable_reason",
 ]
@@ -169,6 +171,17 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     _mm_experts(grad, qdata, scale, global_scale, offsets, out)
     out[max(int(offsets[-1]), 0) :].zero_()
     return out
+
+
+def mm(activation: Tensor, weight: NVFP4Weight, bias: Tensor | None = None) -> Tensor:
+    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group."""
+    out = grouped_mm(activation, weight, torch.tensor([activation.shape[0]], dtype=torch.int32))
+    return out if bias is None else out.add_(bias.detach())
+
+
+def mm_dgrad(grad: Tensor, weight: NVFP4Weight) -> Tensor:
+    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    return grouped_mm_dgrad(grad, weight, torch.tensor([grad.shape[0]], dtype=torch.int32))
 
 
 def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,6 +45,8 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "mm",
+    "mm_dgrad",
     "route",
     "row_starts",
     "swiglu",
@@ -129,6 +131,23 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
         return reference.grouped_mm_dgrad(grad, weight.to_layout(LINEAR), offsets)
     ends = row_starts(offsets, grad.shape[0])[1:]
     return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), ends)
+
+
+def mm(
+    activation: Tensor, weight: NVFP4Weight, bias: Tensor | None = None, *, config: GemmConfig | None = None
+) -> Tensor:
+    """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
+    if _runs_on_reference(activation, weight):
+        return reference.mm(activation, weight.to_layout(LINEAR), bias)
+    return _gemm(activation, weight, None, None, None, bias, None, config)
+
+
+def mm_dgrad(grad: Tensor, weight: NVFP4Weight) -> Tensor:
+    """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
+    if _runs_on_reference(grad, weight):
+        return reference.mm_dgrad(grad, weight.to_layout(LINEAR))
+    with torch.autocast("cuda", enabled=False):
+        return grad.detach() @ dequantize(weight, grad.dtype)[0]
 
 
 def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
@@ -249,7 +268,7 @@ def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remed
 def _gemm(
     activation: Tensor,
     weight: NVFP4Weight,
-    offsets: Tensor,
+    offsets: Tensor | None,
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
     bias: Tensor | None,
@@ -263,7 +282,8 @@ def _gemm(
     if out.numel() == 0:
         return out
     device, dtype = activation.device, activation.dtype
-    activation, offsets = _aligned(activation.detach()), offsets.contiguous()
+    activation = _aligned(activation.detach())
+    offsets = None if offsets is None else offsets.contiguous()  # None: one group of all rows
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = 1 if row_slot is None else rows // activation.shape[0]

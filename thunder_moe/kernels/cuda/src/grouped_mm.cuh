@@ -10,7 +10,7 @@ struct GemmArguments {
   const uint8_t* qdata;     // (E, N, K / 2)
   const uint8_t* scale;     // (E, N, K / 16)
   const float* global_scale;  // (E,) or (E, N)
-  const int* offsets;       // (E,) row ends
+  const int* offsets;       // (E,) row ends, or null: one expert that has all rows
   const int* row_slot;      // (M,) or null
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
   const void* bias;         // (E, N) or null
@@ -78,7 +78,9 @@ DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
 
 // The end of an expert's rows, clamped to the rows that exist: offsets are not trusted. An expert that ends before it begins
 // has none.
-DEVICE int row_end(const GemmArguments& args, int expert) { return min(max(args.offsets[expert], 0), args.rows); }
+DEVICE int row_end(const GemmArguments& args, int expert) {
+  return args.offsets == nullptr ? args.rows : min(max(args.offsets[expert], 0), args.rows);
+}
 DEVICE int tiles_between(int start, int end, int height) { return (max(end - start, 0) + height - 1) / height; }
 
 // tile_start[e] = tiles of `height` rows of the experts before e, row_start[e] = their rows. All threads of the block call it.
