@@ -2,6 +2,8 @@
 Called by the tests; calls plain torch and nothing of the package, so that an error cannot be on both sides.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -103,3 +105,30 @@ def moe_experts(
             total = total + (result if weight_on_input else result * weight)
         out.append(total)
     return torch.stack(out) if out else hidden_states.float()
+
+
+def router(
+    logits, bias=None, *, top_k, score="softmax", normalize=True, epsilon=0.0, least_sum=0.0, scale=1.0,
+    num_groups=1, top_groups=1, group_best=2, mask_to_zero=False,
+):  # fmt: skip
+    """Python loops, in fp64: logits (T, E) without NaN -> (scores (T, A), expert ids (T, A)); the lower index wins."""
+    all_scores, all_ids = [], []
+    for row in logits.double().tolist():
+        largest = max(row)
+        powers = [math.exp(value - largest) for value in row]
+        scores = [power / sum(powers) for power in powers]
+        if score == "sigmoid":
+            scores = [1 / (1 + math.exp(-value)) for value in row]
+        choice = scores if bias is None else [s + b for s, b in zip(scores, bias.double().tolist(), strict=True)]
+        size = len(row) // num_groups
+        groups = [choice[group * size : (group + 1) * size] for group in range(num_groups)]
+        sums = [sum(sorted(group, reverse=True)[:group_best]) for group in groups]
+        kept = sorted(range(num_groups), key=lambda group: (-sums[group], group))[:top_groups]
+        masked = 0.0 if mask_to_zero else -math.inf
+        choice = [value if expert // size in kept else masked for expert, value in enumerate(choice)]
+        ids = sorted(range(len(row)), key=lambda expert: (-choice[expert], expert))[:top_k]
+        chosen = [scores[expert] for expert in ids]
+        divisor = max(sum(chosen) + epsilon, least_sum) if normalize else 1.0
+        all_scores.append([scale * value / divisor for value in chosen])
+        all_ids.append(ids)
+    return torch.tensor(all_scores).reshape(-1, top_k), torch.tensor(all_ids).reshape(-1, top_k)

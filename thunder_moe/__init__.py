@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
+    from thunder_moe.ops.router import moe_router
     from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
     from thunder_moe.weight_cache import refresh_
@@ -57,6 +58,7 @@ _HOMES = {
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
     "ops.route": ("moe_route",),
     "ops.scaled_mm": ("f16a_nvfp4weight_scaled_mm",),
+    "ops.router": ("moe_router",),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -81,6 +83,7 @@ __all__ = [
     "moe_executor",
     "moe_experts",
     "moe_route",
+    "moe_router",
     "quantize_",
     "refresh_",
     "rewrite_report",

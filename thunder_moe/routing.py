@@ -1,5 +1,5 @@
-"""Routing in plain torch: sort slots by expert, gather the rows of tokens, sum the rows of each token.
-Called by kernels, activations, nn and integrations.huggingface; calls torch alone.
+"""Routing in plain torch: choose experts by logits, sort slots by expert, gather the rows of tokens, sum each token's.
+Called by kernels, ops, activations, nn and integrations.huggingface; calls torch alone.
 
 Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, N and I output features.
 Only `row_groups` synchronises with the host. Indices out of range read another row, or contribute nothing.
@@ -7,21 +7,137 @@ Only `row_groups` synchronises with the host. Indices out of range read another 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 __all__ = [
+    "RouterForm",
+    "choose_experts",
     "combine",
     "expert_of_row",
     "gather_rows",
     "invert",
     "live_rows",
     "route",
+    "router",
+    "router_gradient",
     "row_groups",
     "scale_of_rows",
     "sort_by_expert",
     "token_of_slot",
 ]
+
+
+@dataclass(frozen=True)
+class RouterForm:
+    """How a router makes scores and a choice of experts of its logits; the options of `ops.router.moe_router`.
+
+    Attributes:
+        top_k: A, the experts of a token.
+        score: "softmax" over all experts, or "sigmoid".
+        normalize: scores are divided by their sum over the token's experts.
+        epsilon: added to that sum.
+        least_sum: the divisor is not below it.
+        scale: multiplies the scores at last.
+        num_groups: the experts form that many groups of consecutive ones.
+        top_groups: groups whose experts can be chosen.
+        group_best: a group's score is the sum of that many of its best.
+        mask_to_zero: experts of other groups compete with 0; else they are chosen last.
+    """
+
+    top_k: int
+    score: str = "softmax"
+    normalize: bool = True
+    epsilon: float = 0.0
+    least_sum: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 2
+    mask_to_zero: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the groups exclude any expert."""
+        return self.top_groups < self.num_groups
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(T, E) of any floating-point dtype -> the scores (T, E), at least in float32."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return wide.softmax(-1) if self.score == "softmax" else wide.sigmoid()
+
+    def weigh(self, chosen: Tensor) -> Tensor:
+        """The scores (T, A) of the chosen experts, normalized and scaled."""
+        if self.normalize:
+            chosen = chosen / self._divisor(chosen)
+        return chosen if self.scale == 1.0 else chosen * self.scale
+
+    def weigh_gradient(self, grad: Tensor, chosen: Tensor) -> Tensor:
+        """The gradient of `weigh` (T, A) -> that of its argument."""
+        grad = grad * self.scale
+        if not self.normalize:
+            return grad
+        divisor = self._divisor(chosen)
+        of_divisor = -(grad * chosen).sum(-1, keepdim=True) / divisor**2
+        sums = chosen.sum(-1, keepdim=True) + self.epsilon
+        return grad / divisor + torch.where(sums < self.least_sum, 0, of_divisor)
+
+    def _divisor(self, chosen: Tensor) -> Tensor:
+        sums = chosen.sum(-1, keepdim=True)
+        sums = sums + self.epsilon if self.epsilon else sums
+        return sums.clamp_min(self.least_sum) if self.least_sum else sums
+
+
+def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tuple[Tensor, Tensor]:
+    """(T, E), (E,) -> the scores of the chosen experts (T, A) before `RouterForm.weigh`, and their int64 ids (T, A).
+
+    The best first, of equal ones the lower index first; NaN is above all numbers.
+    """
+    scores = form.scores(logits)
+    choice = scores if bias is None else scores + bias
+    if form.grouped:
+        choice = _mask_groups(choice, form)
+    elif bias is None:
+        choice = logits  # the same order, without the ties of rounding
+    ids = _best(choice.detach(), form.top_k).contiguous()
+    return scores.gather(-1, ids), ids
+
+
+def _mask_groups(choice: Tensor, form: RouterForm) -> Tensor:
+    """Takes the experts outside of the best groups out of the choice (T, E)."""
+    groups = choice.unflatten(-1, (form.num_groups, -1))
+    best = groups.gather(-1, _best(groups, form.group_best)).sum(-1)  # [T, G]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _best(best, form.top_groups), True)
+    masked: Tensor = groups.masked_fill(~kept[..., None], 0.0 if form.mask_to_zero else -torch.inf)
+    return masked.flatten(-2)
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """The indices of the largest values along the last dimension: a stable sort, where torch.topk leaves ties open."""
+    order: Tensor = torch.sort(values, dim=-1, descending=True, stable=True).indices
+    return order[..., :count]
+
+
+def router(
+    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
+    chosen, ids = choose_experts(logits, bias, form)
+    return form.weigh(chosen).to(dtype), ids, *route(ids, logits.shape[-1])
+
+
+def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterForm) -> Tensor:
+    """The gradient of `router`'s scores (T, A) -> that of its logits (T, E)."""
+    scores = form.scores(logits)
+    of_chosen = form.weigh_gradient(grad.to(scores.dtype), scores.gather(-1, expert_ids))
+    out = torch.zeros_like(scores).scatter(-1, expert_ids, of_chosen)
+    if form.score == "softmax":
+        out = scores * (out - (scores * out).sum(-1, keepdim=True))
+    else:
+        out = out * scores * (1 - scores)
+    return out.to(logits.dtype)
 
 
 def sort_by_expert(ids_M: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -231,6 +231,16 @@ static uint32_t __match_any_sync(uint32_t, int value) {
   return mask;
 }
 
+static uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  const uint32_t* all = exchange(value);
+  return *std::max_element(all, all + 32);
+}
+
+static uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const uint32_t* all = exchange(value);
+  return *std::min_element(all, all + 32);
+}
+
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 static uint32_t atomicMax(uint32_t* to, uint32_t value) {
   const uint32_t before = *to;

@@ -28,6 +28,10 @@ SCHEMAS = {
     ' str layout="linear") -> Tensor',
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
     "moe_route": "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
+    "moe_router": '(Tensor logits, Tensor? bias=None, *, SymInt top_k, str score="softmax", bool normalize=True,'
+    " float epsilon=0., float least_sum=0., float scale=1., SymInt num_groups=1, SymInt top_groups=1,"
+    " SymInt group_best=2, bool mask_to_zero=False, ScalarType? scores_dtype=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
 
 
@@ -59,6 +63,7 @@ def test_shapes_are_those_of_the_results():
     dense = dense_operands(quantize(torch.randn(1, 32, 48)))
     calls = {
         "moe_route": (ids, 4),
+        "moe_router": (torch.randn(3, 4),),
         "f16a_nvfp4weight_scaled_grouped_mm": (rows, *weight, offsets),
         "f16a_nvfp4weight_scaled_grouped_mm_dgrad": (torch.randn(6, 32), *weight, offsets),
         "f16a_nvfp4weight_scaled_mm": (torch.randn(2, 3, 48), *dense),
@@ -68,9 +73,10 @@ def test_shapes_are_those_of_the_results():
     }
     assert calls.keys() == OPERATORS.keys()
     for name, args in calls.items():
-        results = getattr(torch.ops.thunder_moe, name)(*args)
+        options = dict(top_k=2) if name == "moe_router" else {}
+        results = getattr(torch.ops.thunder_moe, name)(*args, **options)
         results = results if isinstance(results, tuple) else (results,)
-        assert tuple(tuple(result.shape) for result in results) == OPERATORS[name].shapes(*args)
+        assert tuple(tuple(result.shape) for result in results) == OPERATORS[name].shapes(*args, **options)
 
 
 def test_missing_and_unknown_arguments_are_type_errors():

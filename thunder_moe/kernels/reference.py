@@ -16,7 +16,7 @@ from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import dequantize_expert
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import combine, gather_rows, route, row_groups, scale_of_rows
+from thunder_moe.routing import combine, gather_rows, route, router, row_groups, scale_of_rows
 
 __all__ = [
     "grouped_mm",
@@ -26,6 +26,7 @@ __all__ = [
     "mm",
     "mm_dgrad",
     "route",
+    "router",
     "unavailable_reason",
 ]
 

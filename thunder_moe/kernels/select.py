@@ -54,8 +54,8 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
             available.
 
     Returns:
-        A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `mm`, `mm_dgrad` and
-        `route`, as in kernels.reference.
+        A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `mm`, `mm_dgrad`,
+        `route` and `router`, as in kernels.reference.
 
     Raises:
         ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).

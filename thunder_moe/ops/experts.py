@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route  # noqa: F401  (registers the operators)
+from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["moe_experts"]

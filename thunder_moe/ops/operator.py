@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.checks import require
-from thunder_moe.ops.checks import refuse_forward_ad, refuse_weight_gradients
+from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
 
 __all__ = ["OPERATORS", "Operator", "operator"]
 
@@ -25,6 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Shape = tuple[int, ...]
 Gradients = tuple[Tensor | None, ...]
+Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
 
 
@@ -37,11 +38,12 @@ class Operator:
             tensors and the proxies of Thunder.
         check: raises ValueError for arguments that do not fit; reads no data.
         check_values: the same for data, which it may read on a CPU alone.
-        dtype: of the results; None for that of the first argument.
-        gradient: (grad of the result, *saved arguments, needs=, **options) -> the gradients of `differentiable`, those
-            that `needs` asks for. None: the operator is not differentiable.
+        dtype: of the results, or the arguments -> those of the results; None for that of the first argument.
+        gradient: (grad of the first result, *saved arguments, *saved results, needs=, **options) -> the gradients of
+            `differentiable`, those that `needs` asks for. None: the operator is not differentiable.
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the arguments that the gradient reads.
+        saved_results: the positions of the results that it reads.
 
     Attributes:
         name: of the operator, without the namespace.
@@ -56,14 +58,16 @@ class Operator:
         shapes: Callable[..., tuple[Shape, ...]],
         check: Callable[..., None],
         check_values: Callable[..., None],
-        dtype: torch.dtype | None,
+        dtype: torch.dtype | Dtypes | None,
         gradient: Callable[..., Gradients] | None,
         differentiable: Sequence[str],
         saved: slice,
+        saved_results: slice,
     ) -> None:
         self.name, self.signature = function.__name__, inspect.signature(function)
-        self.shapes, self.check, self.check_values, self.dtype = shapes, check, check_values, dtype
-        self.differentiable, self._gradient, self._saved, self._function = differentiable, gradient, saved, function
+        self.shapes, self.check, self.check_values, self._dtype = shapes, check, check_values, dtype
+        self.differentiable, self._gradient, self._function = differentiable, gradient, function
+        self._saved, self._saved_results = saved, saved_results
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         self.positions = tuple(map(self._positional.index, differentiable))
@@ -72,6 +76,12 @@ class Operator:
         registered.register_fake(self._fake)
         if gradient is not None:
             registered.register_autograd(self._backward, setup_context=self._setup_context)
+
+    def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
+        """Of the results; None for that of the first argument."""
+        if callable(self._dtype):
+            return self._dtype(*args, **options)
+        return (self._dtype,) * len(self.shapes(*args, **options))
 
     def backward(self, grad: Tensor, *args: Any, needs: Sequence[bool] | None = None, **options: Any) -> Gradients:
         """Gradient of the result -> those of `differentiable` that `needs` asks for (None: all).
@@ -96,17 +106,20 @@ class Operator:
 
     def _fake(self, *args: Any, **options: Any) -> Any:
         self.check(*args, **options)
-        results = tuple(args[0].new_empty(shape, dtype=self.dtype) for shape in self.shapes(*args, **options))
+        described = zip(self.shapes(*args, **options), self.dtypes(*args, **options), strict=True)
+        results = tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in described)
         return results if len(results) > 1 else results[0]
 
     def _setup_context(
         self, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
     ) -> None:
-        refuse_weight_gradients(*inputs[1:4])
-        ctx.save_for_backward(*inputs[self._saved])
+        if tuple(self._positional[1:4]) == WEIGHT_NAMES:
+            refuse_weight_gradients(*inputs[1:4])
+        results = output[self._saved_results] if isinstance(output, tuple) else ()
+        ctx.save_for_backward(*inputs[self._saved], *results)
         ctx.options = keyword_only_inputs
 
-    def _backward(self, ctx: Any, grad: Tensor) -> Gradients:
+    def _backward(self, ctx: Any, grad: Tensor, *_: Tensor) -> Gradients:
         assert self._gradient is not None
         # Trailing arguments that were left out have no entry.
         needs = tuple(any(ctx.needs_input_grad[position : position + 1]) for position in self.positions)
@@ -126,10 +139,11 @@ def operator(
     shapes: Callable[..., tuple[Shape, ...]],
     check: Callable[..., None],
     check_values: Callable[..., None] = _no_values,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Dtypes | None = None,
     gradient: Callable[..., Gradients] | None = None,
     differentiable: Sequence[str] = (),
     saved: slice = slice(None),
+    saved_results: slice = slice(0),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates the function of an operator: registers it, and gives a function that calls the operator.
 
@@ -146,6 +160,7 @@ def operator(
             gradient=gradient,
             differentiable=differentiable,
             saved=saved,
+            saved_results=saved_results,
         )
         registered = getattr(torch.ops.thunder_moe, described.name)
 

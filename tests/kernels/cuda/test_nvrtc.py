@@ -15,7 +15,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer
+from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer, router
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -26,6 +26,22 @@ WGMMA, TILED_WGMMA = GemmConfig("wgmma", 8, 1, 2, 1, 3), GemmConfig("tiled_wgmma
 OTHERS = {
     cuda_arguments.RouteArguments: (cuda._ROUTE, ["route_count", "route_scatter"]),
     cuda_arguments.RowStartsArguments: (cuda._ROUTE, ["row_starts"]),
+    cuda_arguments.RouterArguments: (
+        router.SOURCES,
+        [
+            *(
+                f"{name}>"
+                for per_lane in (1, 2, 4, 8, 16)
+                for by_score in ("true", "false")
+                for name in (
+                    f"router_one_block<{per_lane}, {by_score}, 256",
+                    f"router_one_block<{per_lane}, {by_score}, 1024",
+                    f"router_choose<{per_lane}, {by_score}",
+                )
+            ),
+            *(f"router_scatter<{per_lane}>" for per_lane in (1, 2, 4, 8, 16)),
+        ],
+    ),
     cuda_arguments.CombineArguments: (cuda._ROUTE, ["combine<true>", "combine<false>"]),
     cuda_arguments.SwigluArguments: (cuda._SWIGLU, ["swiglu<true>", "swiglu<false>"]),
     cuda_arguments.DequantizeArguments: (

@@ -123,10 +123,12 @@ def _meta(operator: Operator, *more: inspect.Parameter) -> Callable[..., Any]:
 
     def meta(*args: Any, activation_amax: float | None = None, **options: Any) -> Any:
         shapes, like = operator.shapes(*args, **options), args[0]
-        if operator.dtype is None:
+        if len(shapes) == 1:
             return TensorProxy(like=like, shape=shapes[0])
-        dtype = dtypes.to_dtype(operator.dtype)
-        return tuple(TensorProxy(like=like, shape=shape, dtype=dtype, requires_grad=False) for shape in shapes)
+        return tuple(
+            TensorProxy(like=like, shape=shape, dtype=dtypes.to_dtype(dtype), requires_grad=False)
+            for shape, dtype in zip(shapes, operator.dtypes(*args, **options), strict=True)
+        )
 
     parameters = [*operator.signature.parameters.values(), *more]
     meta.__signature__ = operator.signature.replace(parameters=parameters)  # type: ignore[attr-defined]

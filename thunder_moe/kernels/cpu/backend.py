@@ -32,7 +32,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import gather_rows, route, row_groups, scale_of_rows
+from thunder_moe.routing import gather_rows, route, router, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -43,6 +43,7 @@ __all__ = [
     "mm",
     "mm_dgrad",
     "route",
+    "router",
     "unavailable_reason",
 ]
 

@@ -13,6 +13,7 @@ __all__ = [
     "GemmArguments",
     "QuantizeArguments",
     "RouteArguments",
+    "RouterArguments",
     "RowStartsArguments",
     "SwigluArguments",
     "TmaGemmArguments",
@@ -58,6 +59,20 @@ class RouteArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("expert_ids", "counts", "row_slot", "offsets", "slot_row")),
         *((name, ctypes.c_int) for name in ("slots", "num_experts", "wide_ids", "slots_per_block")),
+    )
+
+
+class RouterArguments(ctypes.Structure):
+    """In router.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "bias", "scores", "expert_ids")),
+        *((name, ctypes.c_void_p) for name in ("counts", "row_slot", "offsets", "slot_row")),
+        *((name, ctypes.c_int) for name in ("tokens", "num_experts", "top_k", "tokens_per_block")),
+        *((name, ctypes.c_int) for name in ("logits_dtype", "bias_dtype", "scores_dtype")),
+        *((name, ctypes.c_int) for name in ("sigmoid", "normalize", "num_groups", "top_groups")),
+        *((name, ctypes.c_int) for name in ("group_best", "mask_to_zero")),
+        *((name, ctypes.c_float) for name in ("epsilon", "least_sum", "scale")),
     )
 
 

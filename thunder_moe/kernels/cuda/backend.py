@@ -22,6 +22,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, floats, pointer
 from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
     CombineArguments,
     DequantizeArguments,
@@ -36,7 +37,7 @@ from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import gather_rows
+from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
     "combine",
@@ -48,6 +49,7 @@ __all__ = [
     "mm",
     "mm_dgrad",
     "route",
+    "router",
     "row_starts",
     "swiglu",
     "unavailable_reason",
@@ -226,6 +228,21 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
         _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
     return row_slot, offsets, slot_row
+
+
+def router(
+    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
+    reason = routers.unserved_reason(logits, form)
+    if reason is not None:
+        warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
+    if reason is not None or logits.shape[0] == 0:
+        return reference.router(logits, bias, form, dtype)
+    results, launches = routers.plan(logits, bias, form, dtype)
+    for expression, threads, shared_bytes, blocks, argument in launches:
+        _launch(routers.SOURCES, expression, threads, shared_bytes, blocks, argument, logits.device)
+    return results
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:

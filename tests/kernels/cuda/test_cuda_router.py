@@ -1,0 +1,80 @@
+"""The CUDA router on a CPU: its own source run by the emulator, against the plain-torch definition.
+Called by pytest; judged by `thunder_moe.routing.router`, which has an oracle of its own (tests/ops/test_router.py).
+"""
+
+import pytest
+import torch
+from oracle import relative_error
+from router_forms import FORMS, make_router
+
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import router as routers
+from thunder_moe.routing import RouterForm
+from thunder_moe.routing import router as plain
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+
+
+def check(logits, bias, options):
+    options = dict(options)
+    dtype = options.pop("scores_dtype", logits.dtype)
+    form = RouterForm(**options)
+    actual, wanted = (run(logits, bias, form, dtype) for run in (cuda.router, plain))
+    assert relative_error(actual[0], wanted[0]) < TOLERANCE[dtype]
+    for result, other in zip(actual, wanted, strict=True):
+        assert (result.dtype, result.shape) == (other.dtype, other.shape)
+    for result, other in zip(actual[1:], wanted[1:], strict=True):
+        assert torch.equal(result, other)
+
+
+@pytest.mark.parametrize("tokens", [1, 13, 80])
+@pytest.mark.parametrize("name", FORMS)
+def test_all_forms(emulated, name, tokens):
+    check(*make_router(name, tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scores_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_16_bit_logits(emulated, dtype, scores_dtype):
+    logits, bias, options = make_router("masked with zero", 20, dtype)
+    check(logits, bias.to(dtype), options | dict(scores_dtype=scores_dtype))
+    logits, _, options = make_router("gpt_oss", 20, dtype)
+    check(logits[:, ::1], None, options | dict(scores_dtype=scores_dtype))
+    check(logits.t().contiguous().t(), None, options | dict(scores_dtype=scores_dtype))
+
+
+@pytest.mark.parametrize("tokens", [2, 9, 64, 65, 300])
+def test_every_plan_sorts_stably(emulated, tokens, monkeypatch):
+    """Few experts, so that warps and blocks share them; blocks of few tokens, so that there are many."""
+    monkeypatch.setattr(routers, "_BLOCKS", 5)
+    logits, _, _ = make_router("mixtral", tokens)
+    check(logits, None, dict(top_k=3))
+    check(torch.zeros(tokens, 300), None, dict(top_k=32))
+
+
+def test_ties_nan_and_infinities(emulated):
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor([[0.0, nan, inf, -nan, 1.0, -inf, -0.0, 0.0], [nan] * 8, [-inf] * 8, [0.0] * 8])
+    for options in (
+        dict(top_k=4),
+        dict(top_k=4, score="sigmoid"),
+        dict(top_k=4, normalize=False),
+        dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, least_sum=0.1),
+        dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, mask_to_zero=True, normalize=False),
+    ):
+        dtype = torch.float32
+        for bias in (None, torch.tensor([0.0, -1.0, 2.0, 0.0, nan, 0.0, -2.0, -2.0])):
+            form = RouterForm(**options)
+            actual, wanted = (run(logits, bias, form, dtype) for run in (cuda.router, plain))
+            assert torch.allclose(actual[0], wanted[0], rtol=1e-6, equal_nan=True)
+            for result, other in zip(actual[1:], wanted[1:], strict=True):
+                assert torch.equal(result, other)
+
+
+def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
+    monkeypatch.setattr(cuda, "_launch", None)
+    with pytest.warns(UserWarning, match="no CUDA kernel serves a router with more than 512 experts"):
+        check(torch.randn(3, 600), None, dict(top_k=3))
+    with pytest.warns(UserWarning, match="more than 32 experts per token"):
+        check(torch.randn(3, 64), None, dict(top_k=33))
+    check(torch.empty(0, 8), None, dict(top_k=2))

@@ -1,0 +1,148 @@
+"""The operator thunder_moe::moe_router: a router's logits -> scores, expert ids and the order of rows, in one call.
+Called by integrations, nn, users and compiled graphs; calls kernels.select, and routing for the gradient.
+
+Legend: T tokens, E experts, A = top_k, slot = t * A + a, M = T * A rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.checks import require
+from thunder_moe.kernels.select import select
+from thunder_moe.ops.operator import operator
+from thunder_moe.routing import RouterForm, router_gradient
+
+__all__ = ["moe_router"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCORES = ("softmax", "sigmoid")
+
+
+def _shapes(logits: Tensor, *_: Any, top_k: int, **__: Any) -> tuple[tuple[int, ...], ...]:
+    tokens, experts = logits.shape
+    return (tokens, top_k), (tokens, top_k), (tokens * top_k,), (experts,), (tokens, top_k)
+
+
+def _dtypes(*_: Any, scores_dtype: torch.dtype | None = None, **__: Any) -> tuple[torch.dtype | None, ...]:
+    return scores_dtype, torch.int64, torch.int32, torch.int32, torch.int32
+
+
+def _check(
+    logits: Tensor, bias: Tensor | None = None, *, top_k: int, scores_dtype: torch.dtype | None = None, **options: Any
+) -> None:
+    require(logits.ndim == 2, "logits", logits, "shape (tokens, experts)")
+    require(logits.dtype in _DTYPES, "logits", logits, "dtype bfloat16, float16 or float32")
+    experts = logits.shape[1]
+    if bias is not None:
+        ok = bias.shape == (experts,) and bias.dtype in _DTYPES and bias.device == logits.device
+        require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {logits.device}")
+    if scores_dtype is not None and scores_dtype not in _DTYPES:
+        raise ValueError(f"scores_dtype: got {scores_dtype}, wanted bfloat16, float16 or float32, or None")
+    form = RouterForm(top_k, **options)
+    if form.score not in _SCORES:
+        raise ValueError(f"score: got {form.score!r}, wanted one of {_SCORES}")
+    if form.num_groups < 1 or experts % form.num_groups:
+        raise ValueError(f"num_groups: got {form.num_groups}, wanted a divisor of the {experts} experts")
+    if not 1 <= form.top_groups <= form.num_groups:
+        raise ValueError(f"top_groups: got {form.top_groups}, wanted 1 to num_groups = {form.num_groups}")
+    of_group = experts // form.num_groups
+    if form.grouped and not 1 <= form.group_best <= of_group:
+        raise ValueError(f"group_best: got {form.group_best}, wanted 1 to {of_group}, the experts of a group")
+    kept = of_group * form.top_groups
+    if not 1 <= top_k <= kept:
+        what = "the experts" if not form.grouped else "the experts of top_groups groups"
+        raise ValueError(f"top_k: got {top_k}, wanted 1 to {kept}, {what}")
+    for name in ("epsilon", "least_sum", "scale"):
+        value = getattr(form, name)
+        if not math.isfinite(value) or (value < 0 and name != "scale"):
+            raise ValueError(f"{name}: got {value}, wanted a finite number{'' if name == 'scale' else ', at least 0'}")
+
+
+def _check_values(logits: Tensor, *_: Any, top_k: int, **__: Any) -> None:
+    require(logits.shape[0] * top_k < 2**31, "logits", logits, "tokens * top_k below 2**31: rows are int32")
+
+
+def _gradient(
+    grad: Tensor, logits: Tensor, expert_ids: Tensor, *, needs: Any, scores_dtype: Any = None, **options: Any
+) -> tuple[Tensor]:
+    return (router_gradient(grad, logits, expert_ids, RouterForm(**options)),)
+
+
+@operator(
+    shapes=_shapes,
+    dtype=_dtypes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("logits",),
+    saved=slice(1),
+    saved_results=slice(1, 2),
+)
+def moe_router(
+    logits: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = True,
+    epsilon: float = 0.0,
+    least_sum: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    mask_to_zero: bool = False,
+    scores_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chooses the experts of each token, and sorts the tokens' slots by expert for grouped GEMMs.
+
+    s = softmax or sigmoid of the logits -> the top_k experts by s + bias, within the best groups -> w = s of those
+    -> w / max(sum(w) + epsilon, least_sum) -> w * scale. All in float32, rounded once, to `scores_dtype`. The softmax
+    of the chosen logits alone (GPT-OSS) is "softmax" with `normalize`.
+
+    The choice is unique: the largest first, of equal ones the lower index first (torch.topk leaves open which of
+    equal ones it takes, and in which order). Without a bias and groups the logits themselves are compared, so that
+    probabilities that round to the same number are no ties. NaN counts as larger than any number, as in torch.topk:
+    ids are always valid; the scores that depend on it are NaN.
+
+    Differentiable in `logits`; none for `bias`, which only takes part in the choice. Never synchronises with the
+    host on CUDA, where up to 512 experts, 32 groups and a top_k of 32 have a kernel: one launch for few tokens, else
+    two.
+
+    Args:
+        logits: (T, E) bfloat16, float16 or float32.
+        bias: (E,) added to the scores for the choice alone (`e_score_correction_bias`).
+        top_k: A, the experts of a token.
+        score: "softmax" over all experts, or "sigmoid".
+        normalize: divide the scores of a token's experts by their sum.
+        epsilon: added to that sum.
+        least_sum: the divisor is not below it.
+        scale: multiplies the scores (`routed_scaling_factor`).
+        num_groups: the experts form that many groups of consecutive ones.
+        top_groups: the groups that a token's experts come from, those with the best sums of their `group_best` best.
+        group_best: see top_groups; 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        mask_to_zero: experts of other groups compete with 0, so that they outrank negative ones; else they are
+            chosen never.
+        scores_dtype: of the scores; the logits' when None.
+
+    Returns:
+        scores: (T, A), the weights of the token's experts.
+        expert_ids: int64 (T, A).
+        row_slot: int32 (M,), the slot ``t * A + a`` of each row, as `moe_route` gives it for these ids.
+        offsets: int32 (E,), cumulative row ENDS.
+        slot_row: int32 (T, A), the row of each slot.
+
+    Raises:
+        ValueError: a tensor has the wrong rank, shape, dtype or device, or an option is out of its range.
+    """
+    form = RouterForm(
+        top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero
+    )
+    kernel = select(logits.device).router
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(logits, bias, form, scores_dtype or logits.dtype)
+    return results
