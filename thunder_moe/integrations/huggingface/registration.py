@@ -1,5 +1,6 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
 Called by thunder_moe on import; has imported: implementation, once transformers has its registry of experts functions;
+attention, once it has that of attention functions;
 thunder_llama4 and thunder_outputs, with Thunder's executor; quantizer, at the first NVFP4 checkpoint.
 """
 
@@ -16,6 +17,7 @@ __all__ = ["install"]
 
 _REGISTRY = "transformers.quantizers.auto"
 _EXPERTS = "transformers.integrations.moe"
+_ATTENTION = "transformers.modeling_utils"
 _LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _OUTPUTS = "transformers.utils.output_capturing"
 _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"
@@ -24,14 +26,20 @@ _EXECUTOR = "thunder_moe.compilers.thunder.executor"
 
 def install() -> None:
     """Makes ``from_pretrained`` load NVFP4 checkpoints of ModelOpt and compressed-tensors, and know
-    ``experts_implementation="thunder_moe"``; lets moe_executor route Llama 4's layers. Once is enough."""
+    ``experts_implementation="thunder_moe"`` and ``attn_implementation="thunder_moe_sdpa"``; lets moe_executor route
+    Llama 4's layers. Once is enough."""
     after_import(_REGISTRY, _add_stand_ins)
     after_import(_EXPERTS, _register_experts)
+    after_import(_ATTENTION, _register_attention)
     after_import(_EXECUTOR, _add_lookasides)
 
 
 def _register_experts(_: ModuleType) -> None:
     importlib.import_module("thunder_moe.integrations.huggingface.implementation")
+
+
+def _register_attention(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.huggingface.attention")
 
 
 def _add_lookasides(_: ModuleType) -> None:

@@ -1,0 +1,238 @@
+"""The attention implementation "thunder_moe_sdpa": numbers against attention in float64, against "sdpa" and "eager".
+Called by pytest; its function alone, then whole models, with padding and static caches, eager and compiled.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
+
+from thunder_moe.integrations.huggingface import attention  # noqa: E402
+from thunder_moe.integrations.huggingface.attention import NAME, grouped_sdpa_attention  # noqa: E402
+
+B, KEYS, WIDTH, HEADS = 3, 37, 16, 12
+LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+SUPPORTED = [name for name in ARCHITECTURES if name != "gpt_oss"]  # whose sinks SDPA does not have
+
+
+def layer(key_heads):
+    module = nn.Module()
+    module.num_key_value_groups = HEADS // key_heads
+    module.is_causal = True
+    return module
+
+
+def operands(key_heads, queries, dtype=torch.float32, value_width=WIDTH):
+    generator = torch.Generator().manual_seed(queries)
+    query = torch.randn(B, queries, HEADS, WIDTH, generator=generator).transpose(1, 2)  # as a model's projections lie
+    key = torch.randn(B, key_heads, KEYS, WIDTH, generator=generator)
+    value = torch.randn(B, key_heads, KEYS, value_width, generator=generator)
+    return [tensor.to(dtype) for tensor in (query, key, value)]
+
+
+def boolean_mask(batch, heads, rows):
+    """A causal mask with padding on the left, and other lengths for other heads."""
+    allowed = torch.arange(KEYS) <= torch.arange(KEYS - 5 - rows, KEYS - 5)[:, None]
+    padding = 2 * torch.arange(batch)[:, None] + torch.arange(heads)
+    return allowed & (torch.arange(KEYS) >= padding[:, :, None, None])
+
+
+def in_float64(query, key, value, mask, scale=WIDTH**-0.5):
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.double().repeat_interleave(groups, 1) for tensor in (key, value))
+    logits = query.double() @ key.mT * scale
+    logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
+    return (logits.softmax(-1) @ value).transpose(1, 2)
+
+
+def error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The arguments of each call of SDPA."""
+    calls = []
+    sdpa = F.scaled_dot_product_attention
+
+    def spy(query, key, value, **options):
+        calls.append((query, key, value, options))
+        return sdpa(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return calls
+
+
+@pytest.mark.parametrize("queries", [1, 2, attention._MOST_QUERIES])
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize(
+    "sizes", [(B, 1, True), (1, 1, True), (B, HEADS, True), (1, HEADS, False), (B, 1, False)], ids=str
+)
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+def test_masks(queries, key_heads, sizes, dtype, seen):
+    batch, heads, every_query = sizes
+    mask = boolean_mask(batch, heads, queries if every_query else 1)
+    query, key, value = operands(key_heads, queries, dtype)
+    out, weights = grouped_sdpa_attention(layer(key_heads), query, key, value, mask)
+    assert weights is None
+    assert out.shape == (B, queries, HEADS, WIDTH)
+    assert out.is_contiguous()
+    assert out.dtype == dtype
+    assert error(out, in_float64(query, key, value, mask)) < LIMIT[dtype]
+    ((_, key_given, value_given, options),) = seen
+    assert key_given is key
+    assert value_given is value
+    if mask.shape[1:3] == (1, 1):
+        assert options["attn_mask"] is mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_added_masks_in_any_dtype(queries, dtype, seen):
+    query, key, value = operands(4, queries, torch.bfloat16)
+    mask = torch.where(boolean_mask(B, 1, queries), torch.randn(B, 1, queries, KEYS), -1e4).to(dtype)
+    out, _ = grouped_sdpa_attention(layer(4), query, key, value, mask)
+    assert error(out, in_float64(query, key, value, mask.bfloat16())) < LIMIT[torch.bfloat16]
+    assert seen[0][3]["attn_mask"].dtype == torch.bfloat16
+
+
+def test_values_of_another_width_and_a_scale():
+    query, key, value = operands(4, 2, value_width=24)
+    mask = boolean_mask(B, 1, 2)
+    out, _ = grouped_sdpa_attention(layer(4), query, key, value, mask, scaling=0.1)
+    assert error(out, in_float64(query, key, value, mask, scale=0.1)) < 1e-6
+
+
+def test_gradients():
+    mask, upstream = boolean_mask(B, 1, 3), torch.randn(B, 3, HEADS, WIDTH)
+    gradients = []
+    for function in (grouped_sdpa_attention, sdpa_attention_forward):
+        inputs = [tensor.requires_grad_() for tensor in operands(4, 3)]
+        gradients.append(torch.autograd.grad(function(layer(4), *inputs, mask)[0], inputs, upstream))
+    for ours, theirs in zip(*gradients, strict=True):
+        assert error(ours, theirs.double()) < 1e-5
+
+
+def test_dropout(seen):
+    query, key, value = operands(4, 1)
+    grouped_sdpa_attention(layer(4), query, key, value, boolean_mask(B, 1, 1), dropout=0.25)
+    assert seen[0][3]["dropout_p"] == 0.25
+
+
+@pytest.mark.parametrize("case", ["no mask", "not causal", "long", "one head each", "position bias"])
+def test_what_is_left_to_sdpa(case):
+    queries = attention._MOST_QUERIES + 1 if case == "long" else 3
+    key_heads = HEADS if case == "one head each" else 4
+    mask = None if case in ("no mask", "not causal") else boolean_mask(B, 1, queries)
+    options = {"is_causal": False} if case == "not causal" else {}
+    if case == "position bias":
+        options["position_bias"] = torch.randn(1, HEADS, queries, KEYS)
+    given = (layer(key_heads), *operands(key_heads, queries), mask)
+    assert torch.equal(grouped_sdpa_attention(*given, **options)[0], sdpa_attention_forward(*given, **options)[0])
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_refuses_what_sdpa_does_not_have(name):
+    with pytest.raises(ValueError, match=f"{name}: .*eager"):
+        grouped_sdpa_attention(layer(4), *operands(4, 1), None, **{name: 1.0})
+
+
+def test_models_without_sdpa_refuse_it():
+    with pytest.raises(ValueError, match="GptOss.*scaled_dot_product_attention"):
+        tiny_model("gpt_oss").set_attn_implementation(NAME)
+
+
+def models(name, dtype=torch.float32, **changes):
+    """A model with each of the attention implementations."""
+    found = []
+    for implementation in (NAME, "sdpa", "eager"):
+        config = tiny_config(name)
+        for key, value in changes.items():
+            setattr(config, key, value)
+        found.append(tiny_model(name, dtype, config=config, attn_implementation=implementation))
+        assert found[-1].config._attn_implementation == implementation
+    return found
+
+
+def generate(model, prompt, mask, **options):
+    out = model.generate(
+        prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_models(name, cache, seen):
+    prompt = tokens()
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    ours, sdpa, eager = models(name)
+    with torch.no_grad():
+        results = [model(prompt, attention_mask=mask).logits[mask.bool()] for model in (ours, sdpa, eager)]
+        assert error(results[0], results[1].double()) < 1e-5
+        assert error(results[0], results[2].double()) < 1e-5
+        seen.clear()
+        sequences, logits = generate(ours, prompt, mask, cache_implementation=cache)
+        given = {key.shape[1] for _, key, _, options in seen if options.get("attn_mask") is not None}
+        assert given == {ours.config.num_key_value_heads}
+        for other in (sdpa, eager):
+            expected, expected_logits = generate(other, prompt, mask, cache_implementation=cache)
+            assert torch.equal(sequences, expected)
+            assert error(logits, expected_logits.double()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sliding_windows_in_16_bits(dtype):
+    prompt = tokens()
+    ours, sdpa, _ = models("mixtral", dtype, sliding_window=4)
+    full = tiny_model("mixtral", dtype)
+    with torch.no_grad():
+        logits = [model(prompt, attention_mask=torch.ones_like(prompt)).logits.double() for model in (ours, sdpa, full)]
+    assert error(logits[0], logits[1]) < 2e-2
+    assert error(logits[0], logits[2]) > 0.1
+
+
+def test_chosen_later():
+    prompt, model = tokens(), tiny_model("qwen3_moe")
+    mask = torch.ones_like(prompt)
+    mask[1, :2] = 0
+    with torch.no_grad():
+        expected = model(prompt, attention_mask=mask).logits
+        model.set_attn_implementation(NAME)
+        assert error(model(prompt, attention_mask=mask).logits[mask.bool()], expected[mask.bool()].double()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
+def test_compiled_with_a_static_cache(name):
+    prompt = tokens()
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    ours, sdpa, _ = models(name)
+    expected, expected_logits = generate(sdpa, prompt, mask, cache_implementation="static")
+    ours.forward = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
+    sequences, logits = generate(ours, prompt, mask, cache_implementation="static")
+    assert torch.equal(sequences, expected)
+    assert error(logits, expected_logits.double()) < 1e-5
+
+
+@pytest.mark.parametrize("order", ["thunder_moe, transformers", "transformers, thunder_moe"])
+def test_is_known_once_both_are_imported(order):
+    code = (
+        f"import sys, {order}\n"
+        "print('thunder_moe.integrations.huggingface.attention' in sys.modules)\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS\n"
+        "from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS\n"
+        f"print({NAME!r} in ALL_ATTENTION_FUNCTIONS, {NAME!r} in ALL_MASK_ATTENTION_FUNCTIONS)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert out == ["False", "True", "True"]
