@@ -260,6 +260,54 @@ def test_progress_bar_on_big_models(monkeypatch, capfd):
     assert "quantizing experts: 100%" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["registered before", "registered after"])
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
+def test_a_projection_that_is_elsewhere_too(name, first):
+    block = GroupedSwiGLU(4, 64, 32, dtype=BF16)
+    alias = getattr(block, name)
+    both = nn.ModuleDict({"alias": alias, "block": block} if first else {"block": block, "alias": alias})
+    x, offsets = torch.randn(8, 64, dtype=BF16), torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    rounded = quantize_(copy.deepcopy(nn.ModuleDict({"block": block})))
+    expected = rounded["block"](x, offsets)
+    quantize_(both)
+    assert isinstance(both["alias"], NVFP4GroupedLinear)
+    assert getattr(both["block"], name).qdata.data_ptr() == both["alias"].qdata.data_ptr()
+    assert relative_error(both["block"](x, offsets), expected) < 0.01
+    dequantize_(both)
+    assert isinstance(both["block"], GroupedSwiGLU)
+    assert type(both["alias"]) is GroupedLinear
+    assert getattr(both["block"], name).weight is both["alias"].weight
+    assert torch.equal(both["alias"].weight, dequantize(quantize(alias.weight.detach()), BF16))
+
+
+def test_gate_and_up_in_one_that_are_elsewhere_stay_4_bit_there(caplog):
+    both = nn.ModuleDict({"block": GroupedSwiGLU(4, 64, 32, dtype=BF16)})
+    fused = quantize_(both)["block"].gate_up_proj
+    both = nn.ModuleDict({"alias": fused, "block": both["block"]})
+    dequantize_(both)
+    assert type(both["block"]) is GroupedSwiGLU
+    assert both["alias"] is fused
+    assert "stays 4-bit: alias (NVFP4GroupedLinear): it stands for gate and up together" in caplog.text
+
+
+def test_a_part_of_a_block_that_stays():
+    block = GroupedSwiGLU(4, 64, 32, dtype=BF16)
+    model = nn.ModuleDict({"alias": block.down_proj, "block": block})
+    with pytest.raises(ValueError, match="filter: took 'block' but not 'alias', which is a part of it"):
+        quantize_(model, filter=lambda module, name: name == "block")
+    handle = block.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="'alias' is a part of a block that has to stay 16-bit: .*hook"):
+        quantize_(model)
+    assert [type(module) for module in model.values()] == [GroupedLinear, GroupedSwiGLU]
+    handle.remove()
+    quantize_(model)
+    model["alias"] = model["block"].down_proj
+    model["block"].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="alias .*a part of 'block', which stays 4-bit"):
+        dequantize_(model)
+    assert model["block"](torch.randn(4, 64, dtype=BF16), torch.tensor([1, 2, 3, 4]).int()).isfinite().all()
+
+
 def test_refuses_and_leaves_the_model_unchanged():
     odd = nn.Sequential(GroupedSwiGLU(2, 64, 24, dtype=BF16))
     broken = model()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["ExpertFamily", "Quantization", "families_of", "register"]
+__all__ = ["ExpertFamily", "Quantization", "families_of", "register", "weight_key"]
 
 
 @dataclass
@@ -24,12 +24,23 @@ class Quantization:
     Attributes:
         pack: quantizes (E, N, K).
         layout: of the 4-bit weights, as in `quantize_`.
-        memo: of the families, by keys of their own: what they have converted, so that tied weights stay tied.
+        memo: what the families have converted, so that tied weights stay tied. By `weight_key` an `NVFP4Weight`, or in
+            `restore` a list of parameters; else by keys of their own.
     """
 
     pack: Callable[[Tensor], NVFP4Weight]
     layout: str
     memo: dict[Any, Any] = field(default_factory=dict)
+
+
+def weight_key(*weights: Tensor, order: str = "") -> tuple[Any, ...]:
+    """The key in a memo of what was converted from living weights, the same for all families.
+
+    Args:
+        weights: parameters, or the qdata of a 4-bit weight.
+        order: of the weight in memory; "" where it is (E, N, K) as it is. Ties hold between modules of one order.
+    """
+    return (*map(id, weights), order)
 
 
 class ExpertFamily:

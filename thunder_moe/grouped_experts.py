@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from thunder_moe.families import ExpertFamily, Quantization
+from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
@@ -32,6 +32,8 @@ class GroupedExperts(ExpertFamily):
         return isinstance(module, NVFP4GroupedSwiGLU | NVFP4GroupedLinear)
 
     def obstacle(self, module: nn.Module) -> str | None:
+        if isinstance(module, NVFP4GroupedLinear) and len(module.weight_dtypes) > 1:
+            return "it stands for gate and up together, which no GroupedLinear does"
         return not_plain(module)
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
@@ -77,7 +79,7 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
     """One 4-bit linear of the stacked rows of these."""
     # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
     weights = [linear.weight for linear in linears]
-    key = tuple(map(id, weights))
+    key = weight_key(*weights)
     if key not in run.memo:
         run.memo[key] = lay_out(NVFP4Weight.concatenate(*map(run.pack, weights)), run.layout)
     module = NVFP4GroupedLinear(
@@ -91,7 +93,7 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
 
 def _dequantized(module: NVFP4GroupedLinear, memo: dict[Any, Any]) -> list[GroupedLinear]:
     """The 16-bit linears that a 4-bit one stands for."""
-    key = GroupedLinear, id(module.qdata)  # these all live when the first is converted
+    key = weight_key(module.qdata)  # these all live when the first is converted
     if key not in memo:
         weights = zip(module.dequantized(), module.weights_require_grad, strict=True)
         memo[key] = [nn.Parameter(weight, requires_grad=requires_grad) for weight, requires_grad in weights]

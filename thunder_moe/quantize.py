@@ -117,13 +117,19 @@ def dequantize_(model: Model) -> Model:
     families = families_of(model)
     chosen: _Chosen = {}
     left: _Left = {}
-    inner: set[nn.Module] = set()
     outside = wrapped(model)
-    for name, module in model.named_modules():
+
+    def take(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match_quantized(module)), None)
-        if family is not None and module not in inner:
-            inner.update(module.modules())
+        if family is not None:
             _sort(module, _Place(name, family), outside, chosen, left)
+        return family is not None
+
+    _walk(model, take)
+    for whole, (where, reason) in list(left.items()):
+        for module in whole.modules():
+            if module in chosen:
+                left[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
     if not chosen and not left:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
     _report(model, chosen, left, "4-bit")
@@ -188,16 +194,40 @@ def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily
     """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
     chosen: _Chosen = {}
     left: _Left = {}
-    covered: set[nn.Module] = set()
     outside = wrapped(model)
-    for name, module in model.named_modules():
+    declined: dict[nn.Module, str] = {}
+
+    def take(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match(module)), None)
-        if family is None or module in covered:
-            continue
-        if filter is None or filter(module, name):
-            covered.update(module.modules())
-            _sort(module, _Place(name, family), outside, chosen, left)
+        if family is None:
+            return False
+        if filter is not None and not filter(module, name):
+            declined[module] = name
+            return False
+        _sort(module, _Place(name, family), outside, chosen, left)
+        return True
+
+    _walk(model, take)
+    for block, (name, _) in chosen.items():
+        for module in block.modules():
+            if module in declined:
+                raise ValueError(f"filter: took {name!r} but not {declined[module]!r}, which is a part of it")
     return chosen, left
+
+
+def _walk(
+    module: nn.Module, take: Callable[[nn.Module, str], bool], name: str = "", seen: set[nn.Module] | None = None
+) -> None:
+    """Calls `take(module, name)` for each module once, and for what is in it unless that returned True. So it meets the
+    parts of a block that are elsewhere in the model, too, wherever they come first."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    if not take(module, name):
+        for child_name, child in module._modules.items():
+            if child is not None:
+                _walk(child, take, f"{name}.{child_name}" if name else child_name, seen)
 
 
 def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chosen: _Chosen, left: _Left) -> None:
@@ -243,6 +273,9 @@ def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, families: list
             raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
     covered = {inner for module in chosen for inner in module.modules()}
     why = {inner: reason for module, (_, reason) in left.items() for inner in module.modules()}
+    for module, (name, _) in chosen.items():
+        if module in why:
+            raise ValueError(f"model: {name!r} is a part of a block that has to stay 16-bit: {why[module]}")
     for name, module in model.named_modules():
         for parameter in () if module in covered else module.parameters(recurse=False):
             if parameter not in names:
@@ -311,7 +344,7 @@ def _swap(
             if child is not None and child in chosen:  # others would keep the blocks above them alive
                 places[child].append((parent, name))
     weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
-    modules = [*chosen.items()]
+    modules = _blocks_first(chosen)
     chosen.clear()
     modules.reverse()
     bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
@@ -328,6 +361,12 @@ def _swap(
             _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, type(new).__name__, detail, sizes)
             del module, new
             bar.update()
+
+
+def _blocks_first(chosen: _Chosen) -> list[tuple[nn.Module, _Place]]:
+    """Those that are parts of others come last: a block is converted while its parts are what it knows."""
+    parts = {part for module in chosen for part in module.modules() if part is not module}
+    return sorted(chosen.items(), key=lambda item: item[0] in parts)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import dequantize_, quantize_, rewrite_report  # noqa: E402
+from thunder_moe import GroupedLinear, dequantize_, quantize_, rewrite_report  # noqa: E402
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
 from thunder_moe.integrations.huggingface.families import put_experts  # noqa: E402
@@ -401,6 +401,46 @@ def test_tied_modules_and_weights_stay_tied():
     quantize_(model)
     assert first.experts is second.experts
     assert isinstance(first.experts, NVFP4Experts)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_a_projection_that_is_elsewhere_too(name):
+    model = quantize_(tiny_model(name))
+    experts = model.model.layers[1].mlp.experts
+    both = nn.ModuleDict({"gate_up": experts.gate_up_proj, "down": experts.down_proj, "model": model})
+    expected = logits(copy.deepcopy(model))
+    dequantize_(both)
+    experts = model.model.layers[1].mlp.experts
+    assert type(experts).__module__.startswith("transformers.")
+    assert relative_error(logits(model), expected) < 1e-5
+    for alias, weight in ((both["gate_up"], experts.gate_up_proj), (both["down"], experts.down_proj)):
+        assert type(alias) is GroupedLinear
+        if name == "qwen3_moe":  # GPT-OSS has them transposed, and gate and up in turns
+            assert alias.weight is weight
+    down = experts.down_proj.mT if name == "gpt_oss" else experts.down_proj
+    assert torch.equal(both["down"].weight, down)
+
+
+def test_weights_tied_to_modules_of_this_package_stay_tied():
+    model = tiny_model("qwen3_moe", BF16)
+    experts = model.model.layers[0].mlp.experts
+    linears = nn.ModuleList()
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        count, n, k = weight.shape
+        linears.append(GroupedLinear(count, k, n, device="meta"))
+        linears[-1].weight = weight
+    for both in (nn.ModuleList([linears, model]), nn.ModuleList([model, linears])):
+        quantize_(both)
+        experts = model.model.layers[0].mlp.experts
+        assert isinstance(experts, NVFP4Experts)
+        for linear, projection in zip(linears, (experts.gate_up_proj, experts.down_proj), strict=True):
+            assert linear.qdata is projection.qdata
+            assert linear.scale is projection.scale
+        dequantize_(both)
+        experts = model.model.layers[0].mlp.experts
+        for linear, weight in zip(linears, (experts.gate_up_proj, experts.down_proj), strict=True):
+            assert linear.weight is weight
+            assert weight.dtype == BF16
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.families import weight_key
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
@@ -125,7 +126,7 @@ class NVFP4Experts(nn.Module):
             self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias
         )
 
-    def dequantized(self, memo: dict[int, nn.Parameter]) -> nn.Module:
+    def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
         """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
         form = self.form
         experts = self.experts_class.__new__(self.experts_class)
@@ -134,12 +135,14 @@ class NVFP4Experts(nn.Module):
         _copy_attributes(self, experts, skip=own)
         first = "gate_up_proj" if form.gated else "up_proj"
         for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):
-            if id(linear.qdata) not in memo:
+            key = weight_key(linear.qdata, order=_order(form, name == first))
+            if key not in memo:
                 (weight,), (requires_grad,) = linear.dequantized(), linear.weights_require_grad
                 weight = interleave(weight) if form.interleaved and name == first else weight
                 weight = weight.transpose(1, 2).contiguous() if form.transposed else weight
-                memo[id(linear.qdata)] = nn.Parameter(weight, requires_grad=requires_grad)
-            experts.register_parameter(name, memo[id(linear.qdata)])
+                memo[key] = [nn.Parameter(weight, requires_grad=requires_grad)]
+            (parameter,) = memo[key]
+            experts.register_parameter(name, parameter)
         for name, bias in ((f"{first}_bias", self.gate_up_bias), ("down_proj_bias", self.down_bias)):
             if bias is None:
                 continue
@@ -170,7 +173,7 @@ def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 @torch.no_grad()
 def quantized_experts(
     experts: nn.Module,
-    memo: dict[int, Any],
+    memo: dict[Any, Any],
     pack: Callable[[Tensor], NVFP4Weight] = quantize,
     layout: str = "linear",
 ) -> NVFP4Experts:
@@ -189,11 +192,12 @@ def quantized_experts(
     form = require_form(experts)
     first, second, *biases = stored_weights(experts, form).values()
 
-    def once(parameter: nn.Parameter, convert: Any) -> Any:
+    def once(parameter: nn.Parameter, order: str, convert: Any) -> Any:
         # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
-        if id(parameter) not in memo:
-            memo[id(parameter)] = convert(parameter)
-        return memo[id(parameter)]
+        key = weight_key(parameter, order=order)
+        if key not in memo:
+            memo[key] = convert(parameter)
+        return memo[key]
 
     def pack_linear(parameter: nn.Parameter) -> NVFP4Weight:
         return pack(parameter.transpose(1, 2) if form.transposed else parameter)
@@ -209,9 +213,16 @@ def quantized_experts(
         return lay_out(pack_linear(parameter), layout)
 
     if biases and form.interleaved:
-        biases[0] = once(biases[0], lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad))
-    weights = once(first, pack_first), once(second, pack_second)
+        biases[0] = once(
+            biases[0], "bias", lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad)
+        )
+    weights = once(first, _order(form, True), pack_first), once(second, _order(form, False), pack_second)
     return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+
+
+def _order(form: ExpertsForm, first: bool) -> str:
+    """How the first or the second weight of a class lies in memory, for `families.weight_key`."""
+    return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
 def _weight_of(linear: Any) -> NVFP4Weight:
