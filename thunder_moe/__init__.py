@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Llama4MoEConfig,
         NVFP4GroupedLinear,
         NVFP4GroupedSwiGLU,
+        NVFP4Linear,
         SwiGLU,
     )
     from thunder_moe.ops.experts import moe_experts
@@ -49,6 +50,7 @@ _HOMES = {
         "Llama4MoEConfig",
         "NVFP4GroupedLinear",
         "NVFP4GroupedSwiGLU",
+        "NVFP4Linear",
         "SwiGLU",
     ),
     "formats.nvfp4": ("NVFP4Weight",),
@@ -70,6 +72,7 @@ __all__ = [
     "Llama4MoEConfig",
     "NVFP4GroupedLinear",
     "NVFP4GroupedSwiGLU",
+    "NVFP4Linear",
     "NVFP4Weight",
     "RewriteReport",
     "RewriteWarning",

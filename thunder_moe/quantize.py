@@ -20,7 +20,8 @@ from thunder_moe.families import ExpertFamily, Quantization, families_of, regist
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
 from thunder_moe.kernels.select import lay_out, quantize, resolve_layout
-from thunder_moe.nn import MODULE_LAYOUTS, NVFP4GroupedLinear
+from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.replaceable import wrapped
 
 __all__ = ["dequantize_", "quantize_", "to_layout_"]
@@ -161,7 +162,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
             The model is unchanged then.
     """
     _require_layout(layout)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4GroupedLinear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Module)}
     if not linears:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to lay out")
     wanted = {}
@@ -171,7 +172,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         _require_fit(wanted[module], name, n, k)
     # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
     # is converted.
-    shared: dict[tuple[Any, ...], list[NVFP4GroupedLinear]] = defaultdict(list)
+    shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
     for module, own in wanted.items():
         module.auto_layout = layout == "auto"
         if module.layout != own:

@@ -88,6 +88,12 @@ class NVFP4Weight:
         codes, scales = block_shapes(*self.shape, self.layout)
         return self.qdata.reshape(codes), self.scale.reshape(scales), self.global_scale
 
+    @cached_property
+    def dense_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`blocks` of a single weight (1, N, K) without the dimension of experts, always the same objects."""
+        qdata, scale, global_scale = (tensor[0].detach() for tensor in self.blocks)
+        return qdata, scale, global_scale
+
     def to(self, device: torch.device | str) -> NVFP4Weight:
         """The same weight on another device."""
         qdata, scale, global_scale = (tensor.to(device) for tensor in self.tensors())

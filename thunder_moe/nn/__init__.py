@@ -2,6 +2,7 @@
 the operators."""
 
 from thunder_moe.nn.grouped_linear import GroupedLinear
+from thunder_moe.nn.linear import NVFP4Linear
 from thunder_moe.nn.llama4 import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import MODULE_LAYOUTS, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
 from thunder_moe.nn.swiglu import GroupedSwiGLU, SwiGLU
@@ -14,5 +15,6 @@ __all__ = [
     "Llama4MoEConfig",
     "NVFP4GroupedLinear",
     "NVFP4GroupedSwiGLU",
+    "NVFP4Linear",
     "SwiGLU",
 ]

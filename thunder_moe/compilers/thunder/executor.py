@@ -33,6 +33,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_grouped_swiglu,
     nvfp4_mm,
 )
+from thunder_moe.nn.linear import traced_by_thunder  # noqa: E402
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
 
@@ -68,6 +69,7 @@ def _lookaside(symbol: Any) -> Callable[..., Any]:
 
 moe_executor._lookasides.update(
     {
+        traced_by_thunder: lambda: True,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,

@@ -1,0 +1,307 @@
+"""NVFP4Linear: results, state dicts, moves, copies and bad input; stacks of linears that read the same rows.
+Called by pytest; judged by tests/oracle.py.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from oracle import KERNEL_TOLERANCE, dequantize, relative_error
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thunder_moe import NVFP4Linear, to_layout_
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.nn.linear import NVFP4LinearPart, NVFP4LinearStack
+
+
+def saved_and_loaded(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+DTYPES = list(KERNEL_TOLERANCE)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of the operator."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm.default
+        return function(*args, **(kwargs or {}))
+
+
+def make(n=64, k=128, *, bias=True, dtype=torch.float32, layout="linear"):
+    linear = nn.Linear(k, n, bias=bias, dtype=dtype)
+    return NVFP4Linear.from_linear(linear, layout=layout), linear
+
+
+def exact(module):
+    return dequantize(*module.nvfp4_weight.to_layout("linear").tensors())[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("layout", MODULE_LAYOUTS)
+def test_computes_what_linear_does(dtype, bias, layout):
+    module, linear = make(bias=bias, dtype=dtype, layout=layout)
+    assert module.layout == layout
+    for lead in ((), (3,), (2, 0), (2, 5)):
+        x = torch.randn(*lead, 128, dtype=dtype)
+        out = module(x)
+        assert out.shape == (*lead, 64)
+        assert out.dtype == dtype
+        expected = x.float() @ exact(module).T + (linear.bias.float() if bias else 0)
+        assert relative_error(out, expected) < KERNEL_TOLERANCE[dtype]
+    assert relative_error(exact(module), linear.weight) < 0.11
+    assert module.bias is linear.bias
+
+
+def test_gradients_of_input_and_bias():
+    module, _ = make()
+    x = torch.randn(2, 5, 128, requires_grad=True)
+    module(x).sum().backward()
+    assert relative_error(x.grad, exact(module).sum(0).expand(2, 5, 128)) < 1e-5
+    assert torch.equal(module.bias.grad, torch.full((64,), 10.0))
+    assert [name for name, _ in module.named_parameters()] == ["bias"]
+
+
+def test_takes_non_contiguous_input_and_compiles():
+    module, _ = make()
+    x = torch.randn(128, 5, 2).permute(2, 1, 0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("layout", MODULE_LAYOUTS)
+@pytest.mark.parametrize("other", MODULE_LAYOUTS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_load_into_either_layout(layout, other, assign):
+    (source, _), (target, _) = make(layout=layout), make(layout=other)
+    state = source.state_dict()
+    assert {key: tuple(tensor.shape) for key, tensor in state.items()} == {
+        "bias": (64,), "qdata": (64, 64), "scale": (64, 8), "global_scale": (),
+    }  # fmt: skip
+    target.load_state_dict(state, assign=assign)
+    assert target.layout == other
+    x = torch.randn(3, 128)
+    assert relative_error(target(x), source(x)) < 1e-6
+    again = target.state_dict()
+    assert all(
+        torch.equal(again[key].view(torch.uint8), tensor.view(torch.uint8))
+        for key, tensor in state.items()
+        if tensor.ndim
+    )
+
+
+def test_a_module_without_data_loads():
+    source, _ = make()
+    target = copy.deepcopy(source).to("meta")
+    target.load_state_dict(source.state_dict(), assign=True)
+    x = torch.randn(3, 128)
+    assert torch.equal(target(x), source(x))
+    with pytest.raises(RuntimeError, match="size mismatch for qdata"):
+        make(32)[0].load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize("layout", MODULE_LAYOUTS)
+def test_copies_casts_and_pickles(layout):
+    module, _ = make(layout=layout)
+    x = torch.randn(3, 128)
+    for other in (copy.deepcopy(module), saved_and_loaded(module)):
+        assert torch.equal(other(x), module(x))
+        assert other.layout == layout
+    before = module.qdata.clone()
+    module.to(torch.bfloat16)
+    assert module.bias.dtype == torch.bfloat16
+    assert (module.qdata.dtype, module.scale.dtype, module.global_scale.dtype) == (
+        torch.uint8, torch.float8_e4m3fn, torch.float32,
+    )  # fmt: skip
+    assert torch.equal(module.qdata, before)
+    assert module(x.bfloat16()).dtype == torch.bfloat16
+    assert module.to_linears()[0].weight.dtype == torch.bfloat16
+
+
+def test_a_module_of_layout_auto_follows_its_device_and_stays_tied(monkeypatch):
+    weight = quantize(torch.randn(1, 64, 128))
+    model = nn.ModuleList(NVFP4Linear(weight, auto_layout=True) for _ in range(2))
+    x = torch.randn(3, 128)
+    expected = model[0](x)
+    monkeypatch.setattr("thunder_moe.nn.packed.resolve_layout", lambda *_: "tiled_64x64")
+    model.to(torch.bfloat16).to(torch.float32)
+    assert [module.layout for module in model] == ["tiled_64x64"] * 2
+    assert model[0].qdata.data_ptr() == model[1].qdata.data_ptr()
+    assert relative_error(model[1](x), expected) < 1e-6
+
+
+def test_set_weight_and_to_layout():
+    module, _ = make()
+    x = torch.randn(3, 128)
+    expected = module(x)
+    holder = nn.Sequential(module)
+    to_layout_(holder, "tiled_64x64")
+    assert module.layout == "tiled_64x64"
+    assert module.qdata.shape == (1, 2, 2048)
+    assert relative_error(module(x), expected) < 1e-6
+    module.set_weight(quantize(torch.ones(1, 64, 128)))
+    assert relative_error(module(x), x.sum(-1, keepdim=True).expand(3, 64) + module.bias) < 1e-5
+    with pytest.raises(ValueError, match=r"weight: got shape \(1, 32, 128\)"):
+        module.set_weight(quantize(torch.ones(1, 32, 128)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_several_linears_as_one_and_back(bias):
+    linears = [nn.Linear(64, n, bias=bias, dtype=torch.bfloat16) for n in (48, 16, 16)]
+    linears[0].weight.requires_grad_(False)
+    stack = NVFP4Linear.from_linear(*linears)
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    expected = torch.cat([NVFP4Linear.from_linear(linear)(x) for linear in linears], -1)
+    assert torch.equal(stack(x), expected)
+    for back, linear in zip(stack.to_linears(), linears, strict=True):
+        alone = exact(NVFP4Linear.from_linear(linear))
+        assert torch.equal(back.weight, alone.bfloat16())
+        assert back.weight.requires_grad == linear.weight.requires_grad
+        assert (back.bias is None) == (not bias)
+        assert back.bias is None or torch.equal(back.bias, linear.bias)
+
+
+def test_representation():
+    assert repr(make()[0]) == "NVFP4Linear(in_features=128, out_features=64, bias=True, nvfp4)"
+    assert "bias=False, nvfp4, layout='tiled_64x64'" in repr(make(bias=False, layout="tiled_64x64")[0])
+
+
+def test_refuses():
+    weight = quantize(torch.randn(1, 64, 128))
+    with pytest.raises(ValueError, match=r"weight: got shape \(2, 64, 128\), wanted \(1, out_features, in_features\)"):
+        NVFP4Linear(quantize(torch.randn(2, 64, 128)))
+    with pytest.raises(ValueError, match=r"bias: got shape \(32,\), wanted \(64,\)"):
+        NVFP4Linear(weight, torch.zeros(32))
+    with pytest.raises(ValueError, match="linears: got 1 with a bias among 2"):
+        NVFP4Linear.from_linear(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    with pytest.raises(ValueError, match="part_features: got "):
+        NVFP4Linear(weight, part_features=(32,))
+    with pytest.raises(ValueError, match="wanted shape"):
+        make()[0](torch.randn(3, 64))
+
+
+class Attention(nn.Module):
+    """Three linears that read the same rows, as a stack."""
+
+    def __init__(self, change=False):
+        super().__init__()
+        self.linears = [nn.Linear(64, n) for n in (64, 32, 16)]
+        self.qkv = NVFP4LinearStack.from_linear(*self.linears)
+        self.q, self.k, self.v = (NVFP4LinearPart(self.qkv, index) for index in range(3))
+
+    def forward(self, x, y=None):
+        return self.q(x), self.k(x if y is None else y), self.v(x if y is None else y)
+
+    def expected(self, *inputs):
+        return [NVFP4Linear.from_linear(linear)(x) for linear, x in zip(self.linears, inputs, strict=True)]
+
+
+def same(actual, expected):
+    return all(relative_error(a, e) < 1e-5 for a, e in zip(actual, expected, strict=True))
+
+
+def test_a_stack_computes_once():
+    model, x, y = Attention(), torch.randn(2, 3, 64), torch.randn(2, 3, 64)
+    for inputs, calls in (((x,), 1), ((y,), 1), ((x, y), 3), ((x.requires_grad_(),), 1)):
+        with Calls() as seen:
+            out = model(*inputs)
+        assert seen.count == calls
+        assert model.qkv._latest is None
+        assert same(out, model.expected(inputs[0], inputs[-1], inputs[-1]))
+    sum(part.sum() for part in model(x)).backward()
+    whole = sum(exact(NVFP4Linear.from_linear(linear)).sum(0) for linear in model.linears)
+    assert relative_error(x.grad, whole.expand(2, 3, 64)) < 1e-5
+    with torch.inference_mode(), Calls() as seen:
+        out = model(torch.ones(2, 64))
+    assert seen.count == 1
+    assert same(out, model.expected(*[torch.ones(2, 64)] * 3))
+
+
+def test_a_stack_never_uses_the_result_of_another_state():
+    model, x = Attention(), torch.randn(3, 64)
+    model.q(x)
+    x.add_(1)
+    assert same([model.k(x), model.v(x)], model.expected(x, x, x)[1:])
+    x = torch.randn(3, 64, requires_grad=True)
+    with torch.no_grad():
+        model.q(x)
+    assert model.k(x).requires_grad
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.q(x)
+    assert model.k(x).dtype == torch.float32
+
+
+def test_a_hook_that_changes_the_input_is_seen():
+    model, x = Attention(), torch.randn(3, 64)
+
+    def hook(module, inputs, output):
+        inputs[0].add_(1)
+
+    model.k.register_forward_hook(hook)
+    for function in (model, torch.compile(model, fullgraph=True, backend="eager")):
+        changed = x.clone()
+        q, k, v = function(changed)
+        assert relative_error(changed, x + 1) < 1e-6
+        assert same((q, k, v), model.expected(x, x, x + 1))
+
+
+def test_a_compiled_stack_is_one_call_and_leaves_nothing_behind():
+    calls = []
+
+    def backend(graph, _):
+        calls.append(sum("scaled_mm" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    model, x = Attention(), torch.randn(2, 3, 64)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    assert same(compiled(x), model.expected(x, x, x))
+    assert same(compiled(x + 1), model.expected(x + 1, x + 1, x + 1))
+    assert calls == [1]
+    assert model.qkv._latest is None
+
+
+def test_a_stack_is_copied_pickled_and_moved_as_one():
+    model, x = Attention(), torch.randn(2, 64)
+    expected = model(x)
+    assert set(model.state_dict()) == {f"qkv.{name}" for name in ("qdata", "scale", "global_scale", "bias")}
+    model.q(x)  # a result that waits
+    for other in (copy.deepcopy(model), saved_and_loaded(model)):
+        assert other.q.stack is other.qkv
+        other.qkv.set_weight(quantize(torch.zeros(1, 112, 64)))
+        assert other.q(x).abs().sum() < model.q(x).abs().sum()
+    assert same(model.to(torch.float64).to(torch.float32)(x), expected)
+
+
+@pytest.mark.slow
+def test_thunder_computes_the_parts_of_a_stack():
+    pytest.importorskip("thunder_moe.compilers.thunder.executor")
+    import thunder
+
+    from thunder_moe import moe_executor
+
+    model, x = Attention(), torch.randn(2, 3, 64, requires_grad=True)
+    compiled = thunder.jit(model, executors=[moe_executor])
+    with pytest.warns(UserWarning, match="rewrote no expert GEMM"):
+        out = compiled(x)
+    assert same(out, model.expected(x, x, x))
+    assert str(thunder.last_traces(compiled)[-1]).count("= f16a_nvfp4weight_scaled_mm(") == 3
+    sum(part.sum() for part in out).backward()
+    assert relative_error(x.grad, torch.autograd.grad(sum(p.sum() for p in model(x)), x)[0]) < 1e-5
+
+
+def test_float_rows_of_a_weight_with_row_scales():
+    weight = quantize(torch.randn(1, 32, 64))
+    module = NVFP4Linear(NVFP4Weight(weight.qdata, weight.scale, torch.rand(1, 32) + 0.5))
+    assert module.global_scale.shape == (32,)
+    x = torch.randn(4, 64)
+    assert relative_error(module(x), x @ exact(module).T) < 1e-5

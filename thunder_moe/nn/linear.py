@@ -1,0 +1,236 @@
+"""`NVFP4Linear`, the 4-bit form of nn.Linear, and the modules that stand for linears whose weights are stacked in one.
+Called by users, dense_linears and integrations.huggingface; calls the operator of ops.scaled_mm.
+
+Legend: ... any leading dimensions, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.ops import scaled_mm
+
+__all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack"]
+
+
+class NVFP4Linear(NVFP4Module):
+    """`torch.nn.Linear` with a frozen 4-bit weight, kept as buffers, and a 16-bit (or float32) bias.
+
+    The names in the state dict are qdata, scale, global_scale and bias. `NVFP4Module` says how buffers, state dicts and
+    moves are; `from_linear` makes one.
+
+    Args:
+        weight: (1, N, K).
+        bias: (N,) or None.
+        **options: weight_dtype, weight_requires_grad, auto_layout and part_features of `NVFP4Module`.
+
+    Attributes:
+        qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
+            () or (N,). ``module.to(dtype)`` leaves them as they are.
+        bias: parameter (N,), or None.
+
+    Raises:
+        ValueError: the weight has experts, the bias does not fit it.
+    """
+
+    bias: nn.Parameter | None
+    _of_experts = False
+
+    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
+        if weight.shape[0] != 1:
+            raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
+        super().__init__(weight, **options)
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {(self.out_features,)}")
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(
+        cls, *linears: nn.Linear, pack: Callable[[Tensor], NVFP4Weight] = quantize, layout: str = "auto"
+    ) -> NVFP4Linear:
+        """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked.
+
+        Args:
+            *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
+            pack: quantizes (E, N, K).
+            layout: as in `quantize_`.
+
+        Raises:
+            ValueError: in_features that differ or are no multiple of 16, a weight that cannot be quantized (NaN or
+                Inf, another dtype than bfloat16, float16 and float32), some have a bias and others have none.
+        """
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        if len(biases) not in (0, len(linears)):
+            raise ValueError(f"linears: got {len(biases)} with a bias among {len(linears)}, wanted all or none")
+        bias: Tensor | None = None
+        if biases:
+            bias = biases[0]
+            if len(biases) > 1:
+                grads = any(bias.requires_grad for bias in biases)
+                bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
+        packed = NVFP4Weight.concatenate(*(pack(linear.weight.detach()[None]) for linear in linears))
+        new = cls(
+            lay_out(packed, layout),
+            bias,
+            weight_dtype=[linear.weight.dtype for linear in linears],
+            weight_requires_grad=[linear.weight.requires_grad for linear in linears],
+            auto_layout=layout == "auto",
+            part_features=[linear.out_features for linear in linears],
+        )
+        new.train(linears[0].training)
+        return new
+
+    @property
+    def _weight_shape(self) -> tuple[int, int, int]:
+        return 1, self.out_features, self.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N)."""
+        weight = self.nvfp4_weight
+        mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
+        out: Tensor = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
+        return out
+
+    def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
+        """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
+        qdata, scale, global_scale, layout = self.qdata, self.scale, self.global_scale, self.layout
+        bias: Tensor | None = self.bias
+        tile = self.out_features // qdata.shape[0]  # rows of a block of the layout
+        if begin % tile or size % tile:
+            whole: Tensor = self(x)
+            return whole[..., begin : begin + size]
+        first, count, half = begin // tile, size // tile, self.in_features // 2
+        codes = qdata.narrow(0, first, count).view(size, half).t()
+        scales = scale.narrow(0, first, count).view(size, half // 8)
+        global_scale = global_scale if global_scale.ndim == 0 else global_scale.narrow(0, begin, size)
+        bias = None if bias is None else bias.narrow(0, begin, size)
+        mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
+        out: Tensor = mm(x, codes, scales, global_scale, bias, layout=layout)
+        return out
+
+    def to_linears(self) -> list[nn.Linear]:
+        """The 16-bit linears that it stands for, with the dequantized weights."""
+        weights = self.dequantized()
+        sizes, linears = [weight.shape[1] for weight in weights], []
+        for end, weight, grads in zip(accumulate(sizes), weights, self.weights_require_grad, strict=True):
+            n = weight.shape[1]
+            linear = nn.Linear(self.in_features, n, bias=False, device="meta", dtype=weight.dtype)
+            linear.weight = nn.Parameter(weight[0], requires_grad=grads)
+            if self.bias is not None:
+                bias = self.bias
+                if len(sizes) > 1:
+                    bias = nn.Parameter(bias.detach()[end - n : end].clone(), requires_grad=bias.requires_grad)
+                linear.bias = bias
+            linears.append(linear.train(self.training))
+        return linears
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+
+
+class NVFP4LinearStack(NVFP4Linear):
+    """Several linears that read the same rows (q, k and v; gate and up) as one, which runs once for all of them.
+
+    It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. The first part that
+    is called computes the outputs of all, which wait for the other parts until the last one has taken its own. They are
+    used only for the same, unchanged input tensor; for another one the others compute their own rows. Compiled graphs
+    cannot ask whether a tensor was changed: whoever makes a stack has to know that the module changes it nowhere in
+    between (`dense_linears.read_together` does), and a part that has hooks shares nothing.
+    """
+
+    _latest: tuple[Any, ...] | None
+
+    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
+        super().__init__(weight, bias, **options)
+        self._latest = None
+
+    def part(self, x: Tensor, index: int, *, shared: bool = True) -> Tensor:
+        """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
+        sizes = self._part_features
+        assert sizes is not None
+        begin, last = sum(sizes[:index]), index == len(sizes) - 1
+        shared = shared and not traced_by_thunder()
+        latest, self._latest = self._latest, None
+        out: Tensor
+        if index == 0 and shared:
+            out = self(x)
+        elif shared and latest is not None and (found := _result_for(x, latest)) is not None:
+            out = found
+        else:
+            return self.rows(x, begin, sizes[index])
+        if not last:
+            self._latest = _remember(x, out)
+        return out.narrow(-1, begin, sizes[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": None}
+
+
+class NVFP4LinearPart(nn.Module):
+    """One of the linears of a `NVFP4LinearStack`, which is a child of the same module and has the weights.
+
+    Args:
+        stack: that it belongs to.
+        index: its place among the linears of the stack.
+    """
+
+    stack: NVFP4LinearStack
+
+    def __init__(self, stack: NVFP4LinearStack, index: int) -> None:
+        super().__init__()
+        self.__dict__["stack"] = stack  # no child: the tensors are in the state dict once
+        self.index, self.in_features = index, stack.in_features
+        assert stack._part_features is not None
+        self.out_features = stack._part_features[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., N), a view of the outputs of all."""
+        return self.stack.part(x, self.index, shared=not (self._forward_hooks or self._forward_pre_hooks))
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, part {self.index} of a stack"
+
+
+def traced_by_thunder() -> bool:
+    """False; compilers.thunder.executor has a lookaside for it that is True."""
+    return False
+
+
+def _remember(x: Tensor, out: Tensor) -> tuple[Any, ...]:
+    """What `_result_for` knows a result by."""
+    if torch.compiler.is_compiling():
+        return (x, out)
+    return (weakref.ref(x), _version(x), *_modes(x), out)
+
+
+def _result_for(x: Tensor, latest: Sequence[Any]) -> Tensor | None:
+    """The result that `latest` holds, if it is that of this tensor in its present state."""
+    if torch.compiler.is_compiling():
+        return latest[1] if len(latest) == 2 and latest[0] is x else None
+    if len(latest) != 5 or latest[0]() is not x or latest[1:4] != (_version(x), *_modes(x)):
+        return None
+    out: Tensor = latest[4]
+    return out
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _modes(x: Tensor) -> tuple[bool, torch.dtype | None]:
+    device = x.device.type
+    return torch.is_grad_enabled(), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
