@@ -1,8 +1,10 @@
-"""The compiled CPU kernel: exact decoding, products against an fp32 loop, edge rows, threads, no compiler.
+"""The compiled CPU kernels, each for all rows: exact decoding, products, edge rows, threads, no compiler, limits.
 Called by pytest; skipped with the backend's own reason where it cannot run.
-Calls kernels/cpu/backend.py alone; judged by tests/oracle.py's decoding and by fp64 products.
+Calls kernels/cpu/{backend,crossover}.py; judged by tests/oracle.py's decoding and by fp64 products.
 """
 
+import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from pairwise import pairwise
 
 from thunder_moe.formats.nvfp4 import NVFP4Weight
 from thunder_moe.kernels.cpu import backend as cpu
+from thunder_moe.kernels.cpu import crossover
+from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 
@@ -31,7 +35,15 @@ ROWS = {
     "both kernels": (13, 1, 12, 25),
     "several row tasks": (3, 400, 0, 5),
 }
-SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080)]
+SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080), (20, 4240)]
+# All rows by one kernel, whatever this CPU would choose; one that it lacks is the slice kernel.
+KERNELS = {"gemv": Limits(gemv=NEVER), "slice": Limits(), "panel": Limits(panel=1)}
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request):
+    with limits_are(KERNELS[request.param]):
+        yield request.param
 
 
 def weights(experts, n, k, per_column=False):
@@ -59,16 +71,23 @@ def assert_close(actual, expected, dtype, roundings=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype", "per_column"), pairwise(list(ROWS), SHAPES, list(TOLERANCE), [False, True]), ids=str
+    ("name", "shape", "dtype", "per_column", "limits"),
+    pairwise(list(ROWS), SHAPES, list(TOLERANCE), [False, True], [*KERNELS.values(), Limits(mm=5), Limits(3, 9), None]),
+    ids=str,
 )
-def test_grouped_mm(name, shape, dtype, per_column):
-    rows, (n, k) = ROWS[name], shape
+def test_grouped_mm(name, shape, dtype, per_column, limits):
+    with limits_are(limits) if limits else contextlib.nullcontext():
+        check_grouped_mm(ROWS[name], shape, dtype, per_column)
+
+
+def check_grouped_mm(rows, shape, dtype, per_column):
+    n, k = shape
     weight = weights(4, n, k, per_column)
     offsets = torch.tensor(rows).cumsum(0).int()
     x = torch.randn(sum(rows) + 3, k).to(dtype)  # three rows past the last group
     actual = cpu.grouped_mm(x, weight, offsets)
     expected = oracle(x.float(), decode(*weight.tensors()), offsets.tolist())
-    assert_close(actual, expected, dtype)
+    assert_close(actual, expected, dtype, roundings=2)  # of the weight where torch.mm multiplies it, of the result
     assert (actual[sum(rows) :] == 0).all()
     grad = torch.randn(sum(rows) + 3, n).to(dtype)
     expected = oracle(grad.float(), decode(*weight.tensors()).transpose(1, 2), offsets.tolist())
@@ -85,8 +104,8 @@ def test_no_rows_at_all(dtype):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_every_number_of_rows(dtype):
-    for count in range(1, 27):
+def test_every_number_of_rows(dtype, kernel):
+    for count in [*range(1, 27), 32, 33, 70]:
         weight = weights(1, 21, 160)
         x = torch.randn(count, 160).to(dtype)
         actual = cpu.grouped_mm(x, weight, torch.tensor([count], dtype=torch.int32))
@@ -108,9 +127,9 @@ def test_every_code_and_scale_decodes_exactly(dtype):
             assert torch.equal(actual.view(bits_of), expected.view(bits_of))
 
 
-@pytest.mark.parametrize("rows", [1, 12, 13])
-def test_every_code_and_scale_multiplies_exactly(rows):
-    """One-hot activations read the decoded weights out of both kernels of each dtype, bit for bit before rounding."""
+@pytest.mark.parametrize("rows", [1, 13])
+def test_every_code_and_scale_multiplies_exactly(rows, kernel):
+    """One-hot activations read the decoded weights out of each kernel of each dtype, bit for bit before rounding."""
     qdata = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 8)[None].contiguous()
     for dtype in TOLERANCE:
         for first in range(0, 256, 64):
@@ -125,6 +144,11 @@ def test_every_code_and_scale_multiplies_exactly(rows):
             actual = cpu.grouped_mm(x, weight, torch.tensor([rows], dtype=torch.int32))
             expected = decode(*weight.tensors())[0][:, columns].t().to(dtype)
             assert torch.equal(actual, expected)
+            grad = torch.zeros(rows, 256, dtype=dtype)
+            columns = torch.randint(0, 256, (rows,))
+            grad[torch.arange(rows), columns] = 1
+            actual = cpu.grouped_mm_dgrad(grad, weight, torch.tensor([rows], dtype=torch.int32))
+            assert torch.equal(actual, decode(*weight.tensors())[0][columns].to(dtype))
 
 
 def spread(low, high):
@@ -152,11 +176,16 @@ RANGES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "factor", "counts"),
-    pairwise(list(RANGES), list(TOLERANCE), [1.0, 1e-4, 1e-30], [(1, 0, 9), (13, 7, 30)]),
+    ("name", "dtype", "factor", "counts", "limits"),
+    pairwise(list(RANGES), list(TOLERANCE), [1.0, 1e-4, 1e-30], [(1, 0, 9), (13, 7, 30)], list(KERNELS.values())),
     ids=str,
 )
-def test_activations_of_every_size(name, dtype, factor, counts):
+def test_activations_of_every_size(name, dtype, factor, counts, limits):
+    with limits_are(limits):
+        check_activations_of_every_size(name, dtype, factor, counts)
+
+
+def check_activations_of_every_size(name, dtype, factor, counts):
     """Each output is within rounding of fp64: no subnormal is lost, and nothing overflows that need not."""
     weight = weights(3, 37, 160)
     weight = NVFP4Weight(weight.qdata, weight.scale, weight.global_scale * factor)
@@ -177,7 +206,7 @@ def test_activations_of_every_size(name, dtype, factor, counts):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_nan_and_infinity_spread_as_in_ieee_arithmetic(dtype):
+def test_nan_and_infinity_spread_as_in_ieee_arithmetic(dtype, kernel):
     weight = weights(1, 37, 160)
     matrix = decode(*weight.tensors())[0].double()
     for count in (5, 20):
@@ -193,9 +222,10 @@ def test_nan_and_infinity_spread_as_in_ieee_arithmetic(dtype):
         assert actual[4].count_nonzero() == 0
 
 
-def test_row_ends_and_slots_out_of_range_touch_nothing():
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_row_ends_and_slots_out_of_range_touch_nothing(dtype, kernel):
     """Called without the operators' checks, the kernels still stay inside of their operands."""
-    weight, x = weights(4, 32, 64), torch.randn(30, 64)
+    weight, x = weights(4, 32, 64), torch.randn(30, 64).to(dtype)
     wild = torch.tensor([-(2**31), 2**31 - 1, -7, 2**31 - 1], dtype=torch.int32)
     good = torch.tensor([0, 30, 30, 30], dtype=torch.int32)
     expected = cpu.grouped_mm(x, weight, good)
@@ -205,13 +235,13 @@ def test_row_ends_and_slots_out_of_range_touch_nothing():
     slots = torch.tensor([[3, 30], [-(2**31), 2**31 - 1], [5, -1]], dtype=torch.int32)
     for bias in (None, torch.randn(4, 32)):
         out = cpu.grouped_mm_combine(x, weight, good, slots, None, bias)
-        rows = expected if bias is None else expected + bias[1]
-        assert torch.equal(out, torch.stack([rows[3], torch.zeros(32), rows[5]]))
+        rows = (expected if bias is None else expected + bias[1]).to(dtype)
+        assert torch.equal(out, torch.stack([rows[3], torch.zeros(32, dtype=dtype), rows[5]]))
 
 
 @pytest.mark.parametrize("byte", [0x7F, 0xFF])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_nan_scale_stays_in_its_column(byte, dtype):
+def test_nan_scale_stays_in_its_column(byte, dtype, kernel):
     weight = weights(1, 9, 256)
     weight.scale.view(torch.uint8)[0, 4, 2] = byte
     for rows in (2, 20):
@@ -221,7 +251,7 @@ def test_nan_scale_stays_in_its_column(byte, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("rows", [(2, 0, 3), (20, 0, 15)], ids=str)
-def test_poison_outside_the_operands_is_not_read(rows, dtype):
+def test_poison_outside_the_operands_is_not_read(rows, dtype, kernel):
     """Operands are views into NaN-filled memory, experts without rows hold NaN scales, rows past the end hold NaN."""
     n, k = 19, 48
     qdata, scale, global_scale = weights(3, n, k).tensors()
@@ -239,10 +269,16 @@ def test_poison_outside_the_operands_is_not_read(rows, dtype):
     expected = oracle(view.float()[: sum(rows)], decode(*weight.tensors()), offsets.tolist())
     assert_close(actual[: sum(rows)], expected, dtype)
     assert (actual[sum(rows) :] == 0).all()
+    grad = torch.full((sum(rows) + 5, n), torch.nan, dtype=dtype)
+    grad[: sum(rows)] = torch.randn(sum(rows), n).to(dtype)
+    actual = cpu.grouped_mm_dgrad(grad, weight, offsets)
+    expected = oracle(grad.float()[: sum(rows)], decode(*weight.tensors()).transpose(1, 2), offsets.tolist())
+    assert_close(actual[: sum(rows)], expected, dtype, roundings=2)
+    assert (actual[sum(rows) :] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_grouped_swiglu(dtype):
+def test_grouped_swiglu(dtype, kernel):
     weight, offsets = weights(4, 66, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
     x = torch.randn(30, 64).to(dtype) / 8
     actual = cpu.grouped_swiglu(x, weight, offsets)
@@ -261,26 +297,18 @@ def test_any_strides_and_layouts(layout, n):
     assert torch.equal(cpu.grouped_mm(x.t().contiguous().t(), other, offsets), expected)
 
 
-def test_through_the_matrix_unit_path(monkeypatch):
-    monkeypatch.setattr(cpu, "_matrix_unit_rows", lambda dtype: 5)
-    weight, offsets = weights(4, 33, 64), torch.tensor([4, 9, 9, 30], dtype=torch.int32)
-    for dtype in TOLERANCE:
-        x = torch.randn(31, 64).to(dtype)
-        assert_close(
-            cpu.grouped_mm(x, weight, offsets), oracle(x.float(), decode(*weight.tensors()), offsets.tolist()), dtype
-        )
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype):
+def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype, kernel):
     weight, offsets = weights(8, 200, 256), torch.tensor([1, 2, 2, 10, 40, 140, 150, 153], dtype=torch.int32)
     x = torch.randn(153, 256).to(dtype)
-    expected = cpu.grouped_mm(x, weight, offsets)
+    grad = torch.randn(153, 200).to(dtype)
+    expected, gradient = cpu.grouped_mm(x, weight, offsets), cpu.grouped_mm_dgrad(grad, weight, offsets)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             assert torch.equal(cpu.grouped_mm(x, weight, offsets), expected)
+            assert dtype == torch.float32 or torch.equal(cpu.grouped_mm_dgrad(grad, weight, offsets), gradient)
     finally:
         torch.set_num_threads(threads)
     same = []
@@ -294,6 +322,109 @@ def test_same_bits_for_any_number_of_threads_and_from_two_python_threads(dtype):
     for worker in workers:
         worker.join()
     assert same == [True] * 40
+
+
+def test_fp16_is_multiplied_exactly_before_the_sum(kernel):
+    """Each fp16 is two bf16, none of whose bits is lost: one product per output."""
+    bits = torch.arange(0, 65536, 16, dtype=torch.int32).add(5).to(torch.int16)  # all sizes, odd low bits
+    x = bits.view(torch.float16)
+    x = x[x.isfinite()]
+    weight = NVFP4Weight(
+        torch.full((1, 1, 16), 0x20, dtype=torch.uint8).index_fill_(2, torch.arange(1, 16), 0),
+        torch.ones(1, 1, 2).to(torch.float8_e4m3fn),
+        torch.ones(1),
+    )  # the second of 32 weights is 1
+    rows = torch.zeros(len(x), 32, dtype=torch.float16)
+    rows[:, 1] = x
+    actual = cpu.grouped_mm(rows, weight, torch.tensor([len(x)], dtype=torch.int32))
+    assert torch.equal(actual[:, 0], x)
+
+
+def test_without_mkldnn_the_panel_kernel_is_not_taken():
+    weight, offsets = weights(2, 33, 64), torch.tensor([4, 40], dtype=torch.int32)
+    x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 33).bfloat16()
+    with limits_are(Limits()):
+        expected = cpu.grouped_mm(x, weight, offsets), cpu.grouped_mm_dgrad(grad, weight, offsets)
+    with limits_are(Limits(panel=1)), torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(cpu.grouped_mm(x, weight, offsets), expected[0])
+        torch.testing.assert_close(cpu.grouped_mm_dgrad(grad, weight, offsets), expected[1])
+
+
+def times(gemv, slices, panel):
+    """Seconds as straight lines: (fixed, per row) of each kernel; gemv up to 32 rows."""
+    lines = {"gemv": gemv, "slice": slices, "panel": panel}
+    return {
+        rows: {name: a + b * rows for name, (a, b) in lines.items() if name != "gemv" or rows <= 32}
+        for rows in crossover.ROWS
+    }
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        (times((10, 3), (25, 2), (30, 2)), Limits(12)),  # AVX512-BF16: gemv, then slices
+        (times((10, 5), (25, 5), (25, 0.25)), Limits(3, 4)),  # a matrix unit
+        (times((10, 3), (25, 2), (45, 1)), Limits(12, 20)),  # all three
+        (times((50, 50), (25, 2), (math.inf, math.inf)), Limits()),
+    ],
+    ids=["AVX512-BF16", "AMX", "all three", "slices"],
+)
+def test_limits_take_the_fastest_kernel(table, expected):
+    limits = crossover.best_limits(table)
+    assert (limits.gemv, limits.mm) == (expected.gemv, NEVER)
+    assert limits.panel == expected.panel or expected.panel < NEVER > abs(limits.panel - expected.panel) <= 2
+    for rows, seconds in table.items():
+        name = "gemv" if rows <= limits.gemv else "panel" if rows >= limits.panel else "slice"
+        assert seconds[name] <= 1.001 * min(seconds.values())
+
+
+def test_limits_survive_one_wrong_time():
+    table = times((10, 5), (25, 5), (25, 0.25))
+    table[32]["panel"] *= 3
+    assert crossover.best_limits(table).panel <= 4
+
+
+def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(crossover, "_known", {})
+    file, calls = tmp_path / "crossover.json", []
+    kernels = {"slice": Limits(), "gemv": Limits(gemv=NEVER), "panel": Limits(panel=1)}
+
+    def seconds(dtype, rows, limits):
+        calls.append(rows)
+        return 1.0 + (rows if limits == kernels["gemv"] else 5 if limits == kernels["panel"] else 100)
+
+    def limits_for(machine="a", dtype=torch.bfloat16):
+        return crossover.limits_for(dtype, kernels, seconds, file, machine)
+
+    first = limits_for()
+    assert first.gemv == 4
+    assert first.panel in (5, 6)
+    count = len(calls)
+    assert limits_for() == first
+    monkeypatch.setattr(crossover, "_known", {})
+    assert limits_for() == first
+    assert len(calls) == count  # by the file
+    monkeypatch.setattr(crossover, "_known", {})
+    assert limits_for("b") == first
+    assert len(calls) == 2 * count  # another machine
+    assert limits_for("b", torch.float16) == first
+    assert len(calls) == 3 * count  # another dtype
+    for broken in ("", "[]", '{"a": {"bfloat16": [1]}}', '{"a": {"bfloat16": "x"}}', '{"a": 3}'):
+        file.write_text(broken)
+        monkeypatch.setattr(crossover, "_known", {})
+        assert limits_for() == first
+    monkeypatch.setattr(crossover, "_known", {})
+    file = tmp_path / "no" / "such" / "directory.json"
+    assert limits_for() == first
+
+
+def test_limits_of_this_machine_are_those_of_its_kernels():
+    for dtype in TOLERANCE:
+        limits, kernels = cpu._limits(dtype), cpu._kernels(dtype)
+        assert limits.gemv == 0 or "gemv" in kernels
+        assert limits.panel == NEVER or "panel" in kernels
+        assert limits.mm == NEVER or "mm" in kernels
+    assert cpu._limits(torch.float32) == Limits()
 
 
 def test_every_source_is_part_of_the_name_of_a_build():

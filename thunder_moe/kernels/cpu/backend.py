@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -31,6 +32,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import gather_rows, route, router, row_groups, scale_of_rows
 
@@ -48,19 +50,9 @@ __all__ = [
 ]
 
 _SOURCE = Path(__file__).with_name("src")
-_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "swiglu_combine.cpp"))
-_HEADERS = tuple(_SOURCE / name for name in ("decode.h", "exact.h", "numbers.h", "register_tiles.h"))
+_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp"))
+_HEADERS = tuple(_SOURCE / name for name in ("decode.h", "exact.h", "numbers.h", "panels.h", "register_tiles.h"))
 _STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
-
-# bf16 experts with up to this many rows take the fused dequantize-and-dot kernel, the others the sliced one.
-# Fused/sliced ms on Zen 5, one thread, 32 experts, (N, K) = (1536, 2048) and (2048, 768): 1 row 2.1/5.5, 0.9/2.7;
-# 8 rows 5.3/7.6, 2.9/3.7; 12 rows 7.8/9.0, 4.5/4.6; 16 rows 10.2/10.7, 5.7/5.4; 32 rows 19.7/17.0, 11.4/8.8.
-_FUSED_ROWS = 12
-
-# bf16 experts with at least this many rows go through torch.mm where the CPU has a bf16 matrix unit (AMX, Arm BFMMLA)
-# that the extension does not use; elsewhere the extension is as fast as torch.mm. A guess: no such unit was measured.
-_MATRIX_UNIT_ROWS = 64
-_NEVER = 1 << 40
 
 _lock = threading.Lock()
 
@@ -93,16 +85,11 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     """
     qdata, scale, global_scale = _linear(weight)
     activation, offsets = activation.detach().contiguous(), offsets.contiguous()
-    num_experts, n, k = weight.shape
-    out = activation.new_empty(activation.shape[0], n)
-    matrix_unit_rows = _matrix_unit_rows(activation.dtype)
-    pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (offsets.data_ptr(), num_experts, n, k, DTYPE_CODES[activation.dtype])
-    limits = (matrix_unit_rows - 1, _FUSED_ROWS)
-    rows = (activation.data_ptr(), activation.shape[0])
-    _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *limits, out.data_ptr()))
-    if matrix_unit_rows != _NEVER:
-        _mm_experts(activation, qdata, scale, global_scale, offsets, out, matrix_unit_rows)
+    out = activation.new_empty(activation.shape[0], weight.shape[1])
+    limits = _limits(activation.dtype)
+    _grouped_mm_into(out, activation, qdata, scale, global_scale, offsets, limits)
+    if limits.mm != NEVER:
+        _mm_experts(activation, qdata, scale, global_scale, offsets, out, limits.mm)
     out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
@@ -160,16 +147,24 @@ def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
     """Multiply each expert's rows of the output gradient by its weight: (M, N) -> (M, K), out[m] = grad[m] @ w[e].
 
-    One expert at a time is decoded, to the dtype of grad, and given to torch.mm; for fp16 to fp32, whose torch.mm is
-    far faster (64 rows, N=768, K=2048, one thread: 218 ms in fp16, 2.0 ms in fp32, 0.5 ms in bf16).
+    16-bit gradients are multiplied by panels of decoded weights where the CPU has that kernel. Else one expert at a
+    time is decoded and given to torch.mm, fp16 as fp32, whose torch.mm is far faster (64 rows, N=768, K=2048, one
+    thread: 218 ms in fp16, 2.0 ms in fp32, 0.5 ms in bf16).
 
     Returns:
         (M, K) in grad's dtype; rows at or past offsets[-1] are zero.
     """
     qdata, scale, global_scale = _linear(weight)
-    grad = grad.detach().contiguous()
-    out = grad.new_empty(grad.shape[0], weight.shape[2])
-    _mm_experts(grad, qdata, scale, global_scale, offsets, out)
+    grad, offsets = grad.detach().contiguous(), offsets.contiguous()
+    num_experts, n, k = weight.shape
+    out = grad.new_empty(grad.shape[0], k)
+    if _gradient_by_panels(grad.dtype):
+        pointers = _weight_pointers(qdata, scale, global_scale)
+        shape = (offsets.data_ptr(), num_experts, n, k, DTYPE_CODES[grad.dtype])
+        rows = (grad.data_ptr(), grad.shape[0])
+        _check(_extension().thunder_moe_grouped_mm_dgrad(*rows, *pointers, *shape, out.data_ptr()))
+    else:
+        _mm_experts(grad, qdata, scale, global_scale, offsets, out)
     out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
@@ -189,6 +184,24 @@ def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
     """(qdata, scale, global_scale) in layout "linear", contiguous: a copy only where it is not already."""
     qdata, scale, global_scale = (tensor.contiguous() for tensor in to_linear(weight).tensors())
     return qdata, scale, global_scale
+
+
+def _grouped_mm_into(
+    out: Tensor,
+    activation: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    global_scale: Tensor,
+    offsets: Tensor,
+    limits: Limits,
+) -> None:
+    """The products of experts with fewer than limits.mm rows; all tensors are contiguous."""
+    num_experts, n, half_k = qdata.shape
+    rows = (activation.data_ptr(), activation.shape[0])
+    pointers = _weight_pointers(qdata, scale, global_scale)
+    shape = (offsets.data_ptr(), num_experts, n, 2 * half_k, DTYPE_CODES[activation.dtype])
+    kernels = (limits.mm - 1, limits.gemv, limits.panel)
+    _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *kernels, out.data_ptr()))
 
 
 def _mm_experts(
@@ -225,8 +238,10 @@ def _weight_pointers(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tupl
 
 
 def _check(status: int) -> None:
-    if status != 0:
+    if status == 1:
         raise MemoryError("the CPU kernel for NVFP4 grouped GEMM ran out of memory")
+    if status != 0:
+        raise RuntimeError(f"the CPU kernel for NVFP4 grouped GEMM failed: {_extension().thunder_moe_error().decode()}")
 
 
 def _extension() -> ctypes.CDLL:
@@ -236,8 +251,67 @@ def _extension() -> ctypes.CDLL:
     return library
 
 
-def _matrix_unit_rows(dtype: torch.dtype) -> int:
-    return _MATRIX_UNIT_ROWS if dtype == torch.bfloat16 and _cpu_flags() & {"amx_bf16", "bf16"} else _NEVER
+# ---- which kernel for how many rows ----
+
+_GEMV, _PANELS = 1, 2  # of thunder_moe_kernels()
+_MEASURED = (256, 2048)  # (N, K) of the weight with which kernels are timed: 0.3 MB
+
+
+def _limits(dtype: torch.dtype) -> Limits:
+    """Which kernel serves how many rows, of those that this CPU, the dtype and torch's flags have."""
+    limits = limits_by_hand()
+    if limits is None:
+        limits = limits_for(dtype, _kernels(dtype), _seconds, _built_file().with_name("crossover.json"), _cpu_name())
+    if limits.panel != NEVER and not torch._C._get_mkldnn_enabled():  # torch.backends.mkldnn.flags(enabled=False)
+        return dataclasses.replace(limits, panel=NEVER)
+    return limits
+
+
+def _gradient_by_panels(dtype: torch.dtype) -> bool:
+    """Whether panels serve the gradient: wherever they run, at any number of rows, unless limits by hand forbid it."""
+    limits = limits_by_hand() or _kernels(dtype).get("panel", Limits())
+    return limits.panel != NEVER and "panel" in _kernels(dtype) and torch._C._get_mkldnn_enabled()
+
+
+@functools.cache
+def _kernels(dtype: torch.dtype) -> dict[str, Limits]:
+    """name -> limits with which all rows take that kernel."""
+    kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
+    if dtype != torch.float32 and built & _GEMV:
+        kernels["gemv"] = Limits(gemv=NEVER)
+    if dtype != torch.float32 and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
+        kernels["panel"] = Limits(panel=1)
+    elif dtype == torch.bfloat16 and "bf16" in _cpu_flags():  # Arm's BFMMLA, which the kernels do not use
+        kernels["mm"] = Limits(mm=1)
+    return kernels
+
+
+def _seconds(dtype: torch.dtype, rows: int, limits: Limits) -> float:
+    """One product of an expert with `rows` rows in this thread alone; infinite where oneDNN has no such kernel."""
+    library, (activation, out, qdata, scale, global_scale) = _extension(), _operands(dtype)
+    operands = activation[:rows], qdata, scale, global_scale
+    offsets = torch.tensor([rows], dtype=torch.int32)
+    library.thunder_moe_set_workers(1)
+    try:
+        start = time.perf_counter()
+        _grouped_mm_into(out[:rows], *operands, offsets, limits)
+        if limits.mm != NEVER:
+            _mm_experts(*operands, offsets, out[:rows], limits.mm)
+        return time.perf_counter() - start
+    except RuntimeError:
+        return math.inf
+    finally:
+        library.thunder_moe_set_workers(0)
+
+
+@functools.lru_cache(maxsize=1)
+def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Activation, output and weight to be timed; without a random number, whose generator belongs to the user."""
+    n, k = _MEASURED
+    qdata = (torch.arange(n * k // 2) * 167 % 256).to(torch.uint8).view(1, n, k // 2)
+    scale = torch.ones(1, n, k // 16).to(torch.float8_e4m3fn)
+    activation = (torch.arange(max(ROWS) * k) % 31 - 15).to(dtype).view(-1, k)
+    return activation, activation.new_empty(max(ROWS), n), qdata, scale, torch.ones(1)
 
 
 # ---- build and load ----
@@ -252,6 +326,16 @@ def _cpu_flags() -> frozenset[str]:
             if key.strip() in ("flags", "Features", "CPU part", "isa"):
                 words.update(value.split())
     return frozenset(words)
+
+
+@functools.cache
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        words = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        names = [words[key] for key in ("model name", "cpu family", "model", "CPU part") if key in words]
+        if names:
+            return " / ".join(names)
+    return platform.processor() or platform.machine()
 
 
 def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
@@ -271,17 +355,26 @@ def _load_once() -> tuple[ctypes.CDLL | None, str | None]:
 def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
-    compiler = os.environ.get("CXX", "c++")
-    texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
-    parts = [*texts, torch.__version__, platform.machine(), compiler, *sorted(_cpu_flags())]
-    name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
-    built = Path(root) / name / f"{name}.so"
+    built = _built_file()
     try:
         return _declare(ctypes.CDLL(str(built)))  # built before: needs no compiler, and no second of ninja
     except (OSError, AttributeError):
-        _build(name, built.parent, compiler)
+        _build(built.stem, built.parent, _compiler())
         return _declare(ctypes.CDLL(str(built)))
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
+@functools.cache
+def _built_file() -> Path:
+    """Where the extension of these sources for this CPU, compiler and torch lies, or will be built."""
+    texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
+    parts = [*texts, torch.__version__, platform.machine(), _compiler(), *sorted(_cpu_flags())]
+    name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
+    return Path(root) / name / f"{name}.so"
 
 
 def _build(name: str, directory: Path, compiler: str) -> None:
@@ -336,9 +429,13 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
     weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
-    library.thunder_moe_grouped_mm.argtypes = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i64, i64, pointer]
+    grouped: list[Any] = [pointer, i64, *weight, pointer, i64, i64, i64, i32]
+    library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, pointer]
+    library.thunder_moe_grouped_mm_dgrad.argtypes = [*grouped, pointer]
     bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
     library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
+    library.thunder_moe_set_workers.argtypes, library.thunder_moe_error.restype = [i32], ctypes.c_char_p
+    library.thunder_moe_set_workers.restype = None
     library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None
     return library

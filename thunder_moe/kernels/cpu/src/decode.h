@@ -6,10 +6,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -103,6 +101,18 @@ void dequantize_column(const uint8_t* codes, const uint8_t* scale, int64_t k, in
     for (int64_t i = 0; i < 16; i += kLanes)
       std::memcpy(out + kTileCols * (16 * block + i), values + i, kLanes * sizeof(float));
   }
+}
+
+// A 16-bit float as a sum of bf16: itself, or high + low, of which fp16's 11 bits are 8 and 3. Where high is not finite,
+// low is 0.
+template <class T>
+constexpr int64_t kParts = std::is_same<T, fp16>::value ? 2 : 1;
+inline void split(bf16 from, bf16* high, bf16*) { *high = from; }
+inline void split(fp16 from, bf16* high, bf16* low) {
+  const float value = to_float(from);
+  const bool finite = (from.bits & 0x7C00) != 0x7C00;
+  *high = finite ? bf16{uint16_t(bits_of(value) >> 16)} : from_float<bf16>(value);
+  *low = bf16{uint16_t(finite ? bits_of(value - to_float(*high)) >> 16 : 0)};
 }
 
 #if defined(HAS_AVX512_BF16)

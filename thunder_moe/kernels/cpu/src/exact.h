@@ -15,15 +15,19 @@ struct Problem {
   void* out;             // [M, N]
   int64_t n, k;
   bool per_column;       // global is [E, N]
+  int64_t count;         // M
+  const bf16* parts;     // x as bf16 summands, [kParts, M, K]: x itself, or what grouped_mm.cpp made of it
   const bf16* permuted;  // rows of gemv tasks, K rounded up to 128, in the order that gemv reads
 
   const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
   const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
   float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
 };
+enum class Kernel { gemv, slice, panel };
 struct Task {
+  Kernel kernel;
   int64_t expert, row, rows, column, columns;
-  int64_t permuted;  // the first row in Problem::permuted; -1 for the slice kernel
+  int64_t permuted;  // gemv: the first row in Problem::permuted
 };
 
 // ---- outputs that are computed again in fp64 ----

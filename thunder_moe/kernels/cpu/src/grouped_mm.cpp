@@ -10,10 +10,9 @@
 //          bf16 dots where the machine has them, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
 //   exact  outputs that flushed subnormals or an overflow of the sum may have made wrong, again in fp64 (exact.h).
 // Every output is the work of one task in a fixed order: results do not depend on the number of threads.
-#include "decode.h"
-#include "register_tiles.h"
-
 #include "exact.h"
+#include "panels.h"
+#include "register_tiles.h"
 
 namespace {
 
@@ -25,25 +24,6 @@ constexpr int64_t kTaskRows = 384;     // rows of one task of the slice kernel; 
 constexpr int64_t kGemvCols = 32;      // outputs per task of the gemv kernel
 constexpr int64_t kGemvRows = 8;       // rows at a time there: 2 x 8 sums + 2 x 4 weights + 2 dots of 32 registers
 
-// A worker's buffer: kept between calls, because fresh pages cost more than a small GEMM.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-  char* get(size_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = 0;
-      data_ = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-      if (data_ == nullptr) throw std::bad_alloc();
-      size_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  size_t size_ = 0;
-};
 thread_local Scratch scratch;
 
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -139,7 +119,8 @@ inline __m512 block_scales(__m128i scale) {
   return scales_over_256(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(scale, scale)));
 }
 
-template <int R>
+// R rows of bf16, which are kParts<T> times as many as of T.
+template <class T, int R>
 void gemv_task(const Problem& problem, const Task& task) {
   const int64_t k = problem.k, padded = round_up(k, 128), whole = k / 128;
   const int64_t left = k - 128 * whole;  // a multiple of 16
@@ -196,40 +177,212 @@ void gemv_task(const Problem& problem, const Task& task) {
       sums[r][other - task.column] = _mm512_reduce_add_ps(sum[1][r]) * 256.f;
     }
   }
-  write_rows<bf16>(problem, task, 0, R, sums[0], kGemvCols);
+  constexpr int rows = R / int(kParts<T>);
+  for (int r = rows; r < R; ++r)
+    for (int64_t c = 0; c < task.columns; ++c) sums[r - rows][c] += sums[r][c];
+  write_rows<T>(problem, task, 0, rows, sums[0], kGemvCols);
 }
 
+template <class T>
 void run_gemv(const Problem& problem, const Task& task) {
-  switch (task.rows) {
+  switch (task.rows * kParts<T>) {
     case 1:
-      return gemv_task<1>(problem, task);
+      return gemv_task<T, 1>(problem, task);
     case 2:
-      return gemv_task<2>(problem, task);
+      return gemv_task<T, 2>(problem, task);
     case 3:
-      return gemv_task<3>(problem, task);
+      return gemv_task<T, 3>(problem, task);
     case 4:
-      return gemv_task<4>(problem, task);
+      return gemv_task<T, 4>(problem, task);
     case 5:
-      return gemv_task<5>(problem, task);
+      return gemv_task<T, 5>(problem, task);
     case 6:
-      return gemv_task<6>(problem, task);
+      return gemv_task<T, 6>(problem, task);
     case 7:
-      return gemv_task<7>(problem, task);
+      return gemv_task<T, 7>(problem, task);
     case 8:
-      return gemv_task<8>(problem, task);
+      return gemv_task<T, 8>(problem, task);
   }
 }
 #endif
 
-void run_task(const Problem& problem, const Task& task, int32_t dtype) {
-  if (dtype == kFloat32) return slice_task<float, float>(problem, task);
-  if (dtype == kFloat16) return slice_task<fp16, float>(problem, task);
-#if defined(HAS_AVX512_BF16)
-  return task.permuted >= 0 ? run_gemv(problem, task) : slice_task<bf16, bf16>(problem, task);
-#else
-  return slice_task<bf16, float>(problem, task);
-#endif
+#if defined(HAS_BRGEMM)
+template <class T>
+void panel_task(const Problem& problem, const Task& task) {
+  const int64_t k = problem.k, width = panel_width(task.columns), depth = panel_depth(k);
+  const int64_t blocks = (task.rows + kBlockRows - 1) / kBlockRows;
+  const int64_t panel_size = depth * width, copy_size = kBlockRows * k;
+  char* memory = scratch.get(size_t(panel_size + copy_size) * sizeof(bf16) +
+                             size_t(blocks * kBlockRows * width) * sizeof(float));
+  float* acc = reinterpret_cast<float*>(memory);
+  bf16* panel = reinterpret_cast<bf16*>(acc + blocks * kBlockRows * width);
+  for (int64_t first = 0; first < k; first += depth) {
+    const int64_t count = std::min(depth, k - first);
+    for (int64_t c = 0; c < width; c += 16)
+      decode_pairs(problem.codes(task.expert, task.column + c) + first / 2, k / 2,
+                   problem.scales(task.expert, task.column + c) + first / 16, k / 16,
+                   std::min<int64_t>(16, task.columns - c), count, width, panel + 2 * c);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t row = block * kBlockRows, rows = std::min(kBlockRows, task.rows - row), padded = padded_rows(rows);
+      float* sums = acc + row * width;
+      for (int64_t part = 0; part < kParts<T>; ++part) {
+        const bf16* from = problem.parts + (part * problem.count + task.row + row) * k;
+        const int64_t left = (kParts<T> - part) * problem.count - task.row - row;
+        from = readable_rows(from, rows, padded, left, k, panel + panel_size);
+        multiply_panel(padded, width, count, from + first, k, panel, first > 0 || part > 0, sums);
+      }
+      if (first + count == k) write_rows<T>(problem, task, row, rows, sums, width);
+    }
+  }
 }
+#endif
+
+template <class T>
+void run_task(const Problem& problem, const Task& task) {
+#if defined(HAS_AVX512_BF16)
+  if constexpr (sizeof(T) == 2) {
+    if (task.kernel == Kernel::gemv) return run_gemv<T>(problem, task);
+#if defined(HAS_BRGEMM)
+    if (task.kernel == Kernel::panel) return panel_task<T>(problem, task);
+#endif
+  }
+  using Element = std::conditional_t<std::is_same<T, bf16>::value, bf16, float>;
+#else
+  using Element = float;
+#endif
+  slice_task<T, Element>(problem, task);
+}
+
+// What grouped_mm is told of the kernels: experts with at most `gemv` rows take the gemv kernel, those with at least
+// `panel` rows the panel kernel, others slices; those with more than `most` rows are left out.
+struct Limits {
+  int64_t gemv, panel, most;
+};
+
+#if defined(HAS_AVX512_BF16)
+template <class T>
+const bf16* as_parts(const T* x, int64_t count, int64_t k, Scratch& memory) {
+  if constexpr (std::is_same<T, bf16>::value) return x;
+  const int64_t size = count * k;
+  bf16* parts = reinterpret_cast<bf16*>(memory.get(size_t(kParts<T> * size) * sizeof(bf16)));
+  if constexpr (sizeof(T) == 2)
+    for_each(count, [&](int64_t row) {
+      bf16 *high = parts + row * k, *low = high + size;
+      for (int64_t i = 0; i < k; ++i) split(x[row * k + i], high + i, low + i);
+    });
+  return parts;
+}
+
+// Rows of gemv tasks in the order that gemv reads, the parts of a group behind each other.
+template <class T>
+const bf16* permute_rows(const Problem& problem, const std::vector<Task>& tasks, Scratch& memory) {
+  struct Row {
+    int64_t row, group, rows;  // the row of x, the first permuted row of its group, the rows of that group
+  };
+  std::vector<Row> rows;
+  for (const Task& task : tasks)
+    if (task.kernel == Kernel::gemv && task.column == 0)
+      for (int64_t part = 0; part < kParts<T>; ++part)
+        for (int64_t r = 0; r < task.rows; ++r)
+          rows.push_back({part * problem.count + task.row + r, task.permuted, kParts<T> * task.rows});
+  if (rows.empty()) return nullptr;
+  const int64_t k = problem.k, padded = round_up(k, 128), count = int64_t(rows.size());
+  bf16* to = reinterpret_cast<bf16*>(memory.get(size_t(count * padded) * sizeof(bf16)));
+  for_each((count + 15) / 16, [&](int64_t i) {
+    for (int64_t j = 16 * i; j < std::min(count, 16 * (i + 1)); ++j) {
+      const Row& row = rows[size_t(j)];
+      permute_row(problem.parts + row.row * k, k, row.rows, to + row.group * padded + 128 * (j - row.group));
+    }
+  });
+  return to;
+}
+#endif
+
+template <class T>
+void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, const Limits& limits) {
+  const int64_t k = problem.k, n = problem.n;
+#if defined(HAS_AVX512_BF16)
+  constexpr bool native = sizeof(T) == 2;
+#else
+  constexpr bool native = false;
+#endif
+#if defined(HAS_BRGEMM)
+  constexpr bool panels = native;
+#else
+  constexpr bool panels = false;
+#endif
+  const int64_t slice = native && std::is_same<T, bf16>::value ? slice_columns<bf16>(k) : slice_columns<float>(k);
+  std::vector<Task> tasks;
+  int64_t permuted = 0;
+  bool parts = false;
+  const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), problem.count); };
+  // Rows in groups of about the same size, at most `most`, times columns in slices of `wide`.
+  const auto add = [&](Kernel kernel, int64_t e, int64_t begin, int64_t rows, int64_t most, int64_t wide) {
+    const int64_t groups = (rows + most - 1) / most;
+    for (int64_t column = 0; column < n; column += wide)
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
+        tasks.push_back({kernel, e, begin + first, last - first, column, std::min(wide, n - column),
+                         permuted + kParts<T> * first});
+      }
+  };
+  for (int64_t e = 0; e < num_experts; ++e) {
+    const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
+    if (rows <= 0 || rows > limits.most) continue;
+    if (native && rows <= limits.gemv) {
+      add(Kernel::gemv, e, begin, rows, kGemvRows / kParts<T>, kGemvCols);
+      permuted += kParts<T> * rows;
+      parts = true;
+    } else if (panels && rows >= limits.panel) {
+      add(Kernel::panel, e, begin, rows, kPanelTaskRows, kPanelCols);
+      parts = true;
+    } else {
+      add(Kernel::slice, e, begin, rows, kTaskRows, slice);
+    }
+  }
+  Scratch split_rows, permuted_rows;
+#if defined(HAS_AVX512_BF16)
+  if (parts) {
+    problem.parts = as_parts<T>(static_cast<const T*>(problem.x), problem.count, k, split_rows);
+    problem.permuted = permute_rows<T>(problem, tasks, permuted_rows);
+  }
+#endif
+  for_each(
+      int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
+      [&] {
+#if defined(HAS_BRGEMM)
+        if (panels) at::native::cpublas::brgemm_release();
+#endif
+      });
+}
+
+template <class T>
+void store_values(const float* values, T* out) {
+  for (int i = 0; i < 16; ++i) out[i] = from_float<T>(values[i]);
+}
+#if defined(HAS_AVX512)
+template <>
+void store_values(const float* values, float* out) {
+  _mm512_storeu_ps(out, _mm512_loadu_ps(values));
+}
+template <>
+void store_values(const float* values, fp16* out) {
+  const __m512 all = _mm512_loadu_ps(values);  // torch's NaN has no sign
+  const __mmask16 nan = _mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q);
+  const __m256i half = _mm512_cvtps_ph(all, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_mask_mov_epi16(half, nan, _mm256_set1_epi16(0x7E00)));
+}
+template <>
+void store_values(const float* values, bf16* out) {  // subnormals too, which vcvtneps2bf16 would make zeros
+  const __m512 all = _mm512_loadu_ps(values);
+  const __mmask16 nan = _mm512_cmp_ps_mask(all, all, _CMP_UNORD_Q);
+  const __m512i bits = _mm512_castps_si512(all);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, odd), _mm512_set1_epi32(0x7FFF));
+  const __m512i rounded = _mm512_mask_mov_epi32(up, nan, _mm512_set1_epi32(0x7FC00000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#endif
 
 template <class T>
 void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* global, bool per_row, int64_t rows,
@@ -238,11 +391,13 @@ void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* gl
   for_each((rows + kRows - 1) / kRows, [&](int64_t i) {
     for (int64_t row = kRows * i; row < std::min(rows, kRows * (i + 1)); ++row) {
       const float factor = global[per_row ? row : row / n];
+      const uint8_t *codes = qdata + row * (k / 2), *scales = scale + row * (k / 16);
+      T* to = out + row * k;
       for (int64_t block = 0; block < k / 16; ++block) {
-        float values[16];
-        dequantize_block(qdata + row * (k / 2) + 8 * block, kTables.e4m3[scale[row * (k / 16) + block]] * factor,
-                         values);
-        for (int j = 0; j < 16; ++j) out[row * k + 16 * block + j] = from_float<T>(values[j]);
+        if (block % 8 == 0) prefetch(codes + 8 * block);
+        alignas(64) float values[16];
+        dequantize_block(codes + 8 * block, kTables.e4m3[scales[block]] * factor, values);
+        store_values(values, to + 16 * block);
       }
     }
   });
@@ -252,83 +407,47 @@ void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* gl
 
 extern "C" {
 
-// 1 when bf16 activations are multiplied as bf16 (twice the speed of fp32), 0 when they are converted to fp32.
-int32_t thunder_moe_has_bf16() {
+// What the last call that returned 2 in this thread died of.
+const char* thunder_moe_error() { return thunder_moe_last_error.c_str(); }
+
+// Kernels that were built for this CPU: 1 gemv, 2 panels.
+int32_t thunder_moe_kernels() {
+  int32_t kernels = 0;
 #if defined(HAS_AVX512_BF16)
-  return 1;
-#else
-  return 0;
+  kernels |= 1;
 #endif
+#if defined(HAS_BRGEMM)
+  kernels |= 2;
+#endif
+  return kernels;
 }
 
-// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns 0, or 1 when out of memory.
+// out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns what guarded does.
 int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const float* global, int32_t per_row,
                                int64_t rows, int64_t n, int64_t k, int32_t dtype, void* out) {
-  try {
+  return guarded([&] {
     if (dtype == kFloat32) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<float*>(out));
     if (dtype == kBFloat16) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<bf16*>(out));
     if (dtype == kFloat16) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<fp16*>(out));
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  });
 }
 
-// x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows:
-// rows up to which bf16 takes the gemv kernel.
+// At most that many threads for calls of this thread; 0 is all of torch's.
+void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = workers; }
+
+// x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows: rows
+// up to which 16-bit x takes the gemv kernel, panel_rows: from which it takes the panel kernel, where there are these.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
-                               int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows, void* out) {
-  try {
-    Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, nullptr};
-    std::vector<Task> tasks;
-    struct Row {
-      int64_t row, group, rows;  // the row of x, the first permuted row of its group, the rows of that group
-    };
-    std::vector<Row> permute;
-    const bool native = dtype == kBFloat16 && thunder_moe_has_bf16() != 0;
-    const int64_t slice = native ? slice_columns<bf16>(k) : slice_columns<float>(k);
-    const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), count); };
-    for (int64_t e = 0; e < num_experts; ++e) {
-      const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
-      if (rows <= 0 || rows > max_rows) continue;
-      if (native && rows <= gemv_rows) {
-        const int64_t groups = (rows + kGemvRows - 1) / kGemvRows, base = int64_t(permute.size());
-        for (int64_t g = 0; g < groups; ++g) {
-          const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
-          for (int64_t row = first; row < last; ++row) permute.push_back({begin + row, base + first, last - first});
-        }
-        for (int64_t column = 0; column < n; column += kGemvCols)
-          for (int64_t g = 0; g < groups; ++g) {
-            const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
-            tasks.push_back({e, begin + first, last - first, column, std::min(kGemvCols, n - column), base + first});
-          }
-        continue;
-      }
-      for (int64_t row = 0; row < rows; row += kTaskRows)
-        for (int64_t column = 0; column < n; column += slice)
-          tasks.push_back({e, begin + row, std::min(kTaskRows, rows - row), column, std::min(slice, n - column), -1});
-    }
-    Scratch permuted;
-#if defined(HAS_AVX512_BF16)
-    if (!permute.empty()) {
-      const int64_t padded = round_up(k, 128), permuted_rows = int64_t(permute.size());
-      bf16* to = reinterpret_cast<bf16*>(permuted.get(permuted_rows * padded * sizeof(bf16)));
-      problem.permuted = to;
-      for_each((permuted_rows + 15) / 16, [&](int64_t i) {
-        for (int64_t j = 16 * i; j < std::min(permuted_rows, 16 * (i + 1)); ++j) {
-          const Row& row = permute[j];
-          permute_row(static_cast<const bf16*>(x) + row.row * k, k, row.rows,
-                      to + row.group * padded + 128 * (j - row.group));
-        }
-      });
-    }
-#endif
-    for_each(int64_t(tasks.size()), [&](int64_t i) { run_task(problem, tasks[i], dtype); });
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+                               int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows,
+                               int64_t panel_rows, void* out) {
+  return guarded([&] {
+    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, nullptr, nullptr};
+    const Limits limits{gemv_rows, panel_rows, max_rows};
+    if (dtype == kFloat32) grouped_mm<float>(problem, offsets, num_experts, limits);
+    if (dtype == kBFloat16) grouped_mm<bf16>(problem, offsets, num_experts, limits);
+    if (dtype == kFloat16) grouped_mm<fp16>(problem, offsets, num_experts, limits);
+  });
 }
 
 }  // extern "C"

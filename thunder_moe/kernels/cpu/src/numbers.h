@@ -6,7 +6,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+
+inline thread_local std::string thunder_moe_last_error;
+inline thread_local int64_t thunder_moe_most_workers = 0;
 
 namespace {
 
@@ -61,14 +68,54 @@ inline fp16 from_float<fp16>(float value) {
   return fp16{uint16_t(((bits_of(value) >> 16) & 0x8000u) | (twice > 0xFF000000u ? 0x7E00u : magnitude))};
 }
 
-// Threads take tasks one at a time, which balances ragged experts.
-template <class F>
-void for_each(int64_t count, const F& run) {
+// Threads take tasks one at a time, which balances ragged experts; each calls `finish` when none is left.
+template <class F, class G>
+void for_each(int64_t count, const F& run, const G& finish) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min<int64_t>(count, at::get_num_threads()), 1, [&](int64_t begin, int64_t end) {
+  const int64_t most = thunder_moe_most_workers > 0 ? thunder_moe_most_workers : at::get_num_threads();
+  at::parallel_for(0, std::min(count, most), 1, [&](int64_t begin, int64_t end) {
     (void)begin, (void)end;
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(i);
+    finish();
   });
 }
+template <class F>
+void for_each(int64_t count, const F& run) {
+  for_each(count, run, [] {});
+}
+
+// Runs and returns 0; 1 when out of memory, 2 for another error, of which thunder_moe_error() tells.
+template <class F>
+int32_t guarded(const F& run) {
+  try {
+    run();
+  } catch (const std::bad_alloc&) {
+    return 1;
+  } catch (const std::exception& error) {
+    thunder_moe_last_error = error.what();
+    return 2;
+  }
+  return 0;
+}
+
+// A worker's buffer: kept between calls, because fresh pages cost more than a small GEMM.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  char* get(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = 0;
+      data_ = static_cast<char*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+      if (data_ == nullptr) throw std::bad_alloc();
+      size_ = bytes;
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
 
 }  // namespace

@@ -1,0 +1,183 @@
+"""Which kernel of the CPU backend serves how many rows per expert: measured once per kind of machine, kept on disk.
+Called by kernels/cpu/backend.py, which passes how to run a kernel; calls the standard library and torch.
+
+The best kernel depends on the CPU: AVX512-BF16 multiplies few rows fast, a matrix unit (AMX) many. So the first product
+of a dtype times each kernel on a small weight with one thread, kernels in turn, and takes the limits that cost least
+over all numbers of rows. `limits_are(...)` sets limits by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pathlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, fields
+
+import torch
+
+__all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_for"]
+
+NEVER = 1 << 40
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
+GEMV_ROWS = 32  # far beyond the crossover of any CPU
+ROUNDS = 5
+
+_lock = threading.Lock()
+_known: dict[torch.dtype, Limits] = {}
+_forced: Limits | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rows per expert at which kernels take over from each other; where both limits hold, gemv.
+
+    Attributes:
+        gemv: an expert with at most that many rows takes the gemv kernel.
+        panel: one with at least that many takes the panel kernel.
+        mm: one with at least that many is dequantized and multiplied by torch.mm.
+        All others take the slice kernel.
+    """
+
+    gemv: int = 0
+    panel: int = NEVER
+    mm: int = NEVER
+
+
+@contextlib.contextmanager
+def limits_are(limits: Limits) -> Iterator[None]:
+    """Sets the limits of all dtypes and threads while the context is open, instead of those that were measured.
+
+    A kernel that the CPU or the dtype lacks is not taken, whatever its limit.
+    """
+    global _forced
+    before, _forced = _forced, limits
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def limits_by_hand() -> Limits | None:
+    """The limits that an open `limits_are` sets."""
+    return _forced
+
+
+def limits_for(
+    dtype: torch.dtype,
+    kernels: Mapping[str, Limits],
+    seconds: Callable[[torch.dtype, int, Limits], float],
+    file: pathlib.Path,
+    machine: str,
+) -> Limits:
+    """The limits for a dtype: those of this process, else those of the file, else measured.
+
+    Args:
+        dtype: of the activations.
+        kernels: name -> limits with which all rows take that kernel; "slice" is one of them.
+        seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
+        file: where limits are kept, by machine and dtype.
+        machine: the CPU's name.
+    """
+    limits = _known.get(dtype)
+    if limits is None:
+        with _lock:
+            limits = _known.get(dtype)
+            if limits is None:
+                limits = _known[dtype] = _read_or_measure(dtype, kernels, seconds, file, machine)
+    return limits
+
+
+def _read_or_measure(
+    dtype: torch.dtype,
+    kernels: Mapping[str, Limits],
+    seconds: Callable[[torch.dtype, int, Limits], float],
+    file: pathlib.Path,
+    machine: str,
+) -> Limits:
+    if len(kernels) == 1:
+        return next(iter(kernels.values()))
+    name, contents = str(dtype).removeprefix("torch."), _read(file)
+    numbers = contents.get(machine, {}).get(name, [])
+    if len(numbers) == len(fields(Limits)):
+        return Limits(*numbers)
+    limits = best_limits(measure(dtype, kernels, seconds))
+    logging.getLogger("thunder_moe").info("CPU kernels for %s on %s: %s", name, machine, limits)
+    contents.setdefault(machine, {})[name] = list(astuple(limits))
+    _write(file, contents)
+    return limits
+
+
+def measure(
+    dtype: torch.dtype,
+    kernels: Mapping[str, Limits],
+    seconds: Callable[[torch.dtype, int, Limits], float],
+) -> dict[int, dict[str, float]]:
+    """rows -> kernel -> the least seconds of a few rounds, in which the kernels take turns."""
+    times: dict[int, dict[str, float]] = {}
+    for rows in ROWS:
+        running = {name: limits for name, limits in kernels.items() if name != "gemv" or rows <= GEMV_ROWS}
+        best = dict.fromkeys(running, math.inf)
+        for _ in range(1 + ROUNDS):  # the first round also makes oneDNN's kernels
+            for name, limits in running.items():
+                best[name] = min(best[name], seconds(dtype, rows, limits))
+        times[rows] = best
+    return times
+
+
+def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
+    """The limits whose kernels take least time, as the geometric mean over the numbers of rows that were measured."""
+    rows = sorted(times)
+    names = set().union(*times.values())
+    gemvs = [0, *rows] if "gemv" in names else [0]
+    many = next((name for name in ("panel", "mm") if name in names), None)
+    best = (math.inf, Limits())
+    for gemv in gemvs:
+        for start in [*(row for row in rows if row > gemv), NEVER] if many else [NEVER]:
+            cost = 0.0
+            for row in rows:
+                name = "gemv" if row <= gemv else many if many and row >= start else "slice"
+                cost += math.log(times[row].get(name, math.inf))
+            if cost < best[0]:
+                best = cost, Limits(gemv, **({many: _between(rows, start)} if many else {}))
+    return best[1]
+
+
+def _between(rows: list[int], start: int) -> int:
+    """The number of rows half way between the one measured before `start` and `start`."""
+    if start == NEVER:
+        return NEVER
+    before = max((row for row in rows if row < start), default=start - 1)
+    return (before + start + 1) // 2
+
+
+def _read(file: pathlib.Path) -> dict[str, dict[str, list[int]]]:
+    """machine -> dtype -> numbers; without what a file that was damaged holds instead."""
+    try:
+        contents = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    machines = contents.items() if isinstance(contents, dict) else ()
+    return {
+        machine: {name: numbers for name, numbers in dtypes.items() if _are_numbers(numbers)}
+        for machine, dtypes in machines
+        if isinstance(dtypes, dict)
+    }
+
+
+def _are_numbers(numbers: object) -> bool:
+    return isinstance(numbers, list) and all(isinstance(number, int) for number in numbers)
+
+
+def _write(file: pathlib.Path, contents: Mapping[str, object]) -> None:
+    """At once, so that no other process reads half of it. A directory that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        with os.fdopen(handle, "w") as text:
+            json.dump(contents, text, indent=1)
+        os.replace(name, file)

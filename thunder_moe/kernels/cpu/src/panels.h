@@ -1,0 +1,130 @@
+// Panels of a CPU grouped GEMM: 64 columns of weights, decoded to bf16 in the order of matrix units, times oneDNN's
+// brgemm. Included by grouped_mm.cpp and dgrad.cpp; calls exact.h and at::native::cpublas::brgemm, which takes AMX
+// where the CPU has it and AVX512-BF16 elsewhere.
+#pragma once
+#include "exact.h"
+
+#if defined(HAS_AVX512_BF16)
+#include <ATen/native/CPUBlas.h>
+#if defined(CPUBLAS_BRGEMM_BF16BF16F32)
+#define HAS_BRGEMM 1
+#endif
+#endif
+
+#if defined(HAS_BRGEMM)
+namespace {
+
+constexpr int64_t kPanelCols = 64;          // the widest row of pairs that brgemm takes
+constexpr int64_t kPanelBytes = 512 << 10;  // of K at a time: a panel stays in L2
+constexpr int64_t kBlockRows = 32;          // rows of one brgemm
+constexpr int64_t kPanelTaskRows = 512;     // rows of one task; more rows decode the panel again
+
+inline int64_t panel_width(int64_t columns) { return std::min(kPanelCols, (columns + 15) / 16 * 16); }
+inline int64_t panel_depth(int64_t k) { return std::min(k, kPanelBytes / (kPanelCols * 2) / 128 * 128); }
+
+// brgemm makes a kernel per number of rows and thread: few numbers make few kernels. A matrix unit has 16 rows anyway.
+inline int64_t padded_rows(int64_t rows) {
+  static const bool matrix_unit = at::native::cpublas::could_pack(at::kBFloat16);
+  const int64_t step = matrix_unit ? 16 : 4;
+  return std::min(kBlockRows, (rows + step - 1) / step * step);
+}
+
+// acc (rows, width) (+)= a (rows, k) panel (k, width).
+inline void multiply_panel(int64_t rows, int64_t width, int64_t k, const bf16* a, int64_t lda, const bf16* panel,
+                           bool add, float* acc) {
+  at::native::cpublas::brgemm(rows, width, k, lda, width, width, add, reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(panel), acc);
+}
+
+inline void transpose_words(__m512i (&r)[16]) {  // 16 x 16 of 32 bits
+  __m512i t[16];
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+  }
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
+  }
+}
+
+// 128 k (fewer: count, a multiple of 16) of 16 columns: the scales over 256, [block][column].
+inline void gather_scales(const uint8_t* scale, int64_t stride, float (*out)[16]) {
+  const __m512i at = _mm512_mullo_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(stride));
+  const __m512i low = _mm512_i64gather_epi64(at, scale, 1);
+  const __m512i high = _mm512_i64gather_epi64(at, scale + 8 * stride, 1);
+  for (int b = 0; b < 8; ++b) {
+    const __m128i bytes = _mm_unpacklo_epi64(_mm512_cvtepi64_epi8(_mm512_srli_epi64(low, 8 * b)),
+                                             _mm512_cvtepi64_epi8(_mm512_srli_epi64(high, 8 * b)));
+    _mm512_store_ps(out[b], scales_over_256(_mm256_cvtepi8_epi16(bytes)));
+  }
+}
+
+// Up to 16 columns of weights without their global scale, exact, of `count` k, as pairs of k: out[k / 2][column][2],
+// `width` columns apart; columns from `columns` on are zeros. A byte of codes is a pair: bytes are transposed, then
+// decoded, in fp32, whose upper halves are the bf16. Zen 5, in L2: 20 to 28 weights per ns, as dequantize_column.
+void decode_pairs(const uint8_t* codes, int64_t codes_stride, const uint8_t* scale, int64_t scale_stride,
+                  int64_t columns, int64_t count, int64_t width, bf16* out) {
+  const __m512 values = _mm512_mul_ps(_mm512_load_ps(kE2M1), _mm512_set1_ps(256.f));
+  for (int64_t base = 0; base < count; base += 128) {
+    const int64_t left = std::min<int64_t>(128, count - base);
+    const __mmask64 mask = left == 128 ? ~__mmask64(0) : (__mmask64(1) << (left / 2)) - 1;
+    alignas(64) float factor[8][16];
+    if (columns == 16 && left == 128) {
+      gather_scales(scale + base / 16, scale_stride, factor);
+    } else {  // gathering would read past the end
+      uint8_t some[16][8] = {};
+      for (int64_t c = 0; c < columns; ++c) std::memcpy(some[c], scale + c * scale_stride + base / 16, left / 16);
+      gather_scales(some[0], 8, factor);
+    }
+    __m512i words[16];  // before: four bytes of a column; after: those of 16 columns
+    for (int c = 0; c < 16; ++c) {
+      const uint8_t* from = codes + c * codes_stride + base / 2;
+      words[c] = _mm512_setzero_si512();
+      if (c >= columns) continue;
+      prefetch(from);
+      words[c] = _mm512_maskz_loadu_epi8(mask, from);
+    }
+    transpose_words(words);
+    bf16* to = out + base * width;
+    for (int64_t b = 0; b < left / 16; ++b) {
+      const __m512 scales = _mm512_load_ps(factor[b]);
+      for (int64_t half = 0; half < 2; ++half)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+          const __m512i word = words[2 * b + half];
+          const __m512 even = _mm512_permutexvar_ps(_mm512_srli_epi32(word, 8 * j), values);  // reads 4 bits
+          const __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(word, 8 * j + 4), values);
+          const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(_mm512_mul_ps(even, scales)), 16);
+          const __m512i high = _mm512_castps_si512(_mm512_mul_ps(odd, scales));
+          _mm512_storeu_si512(to + (8 * b + 4 * half + j) * 2 * width, _mm512_or_si512(low, high));
+        }
+    }
+  }
+}
+
+// Rows of the left operand that brgemm reads, `rows` and up to 15 behind them, whose products nobody looks at: those
+// of `from` itself, or copies where those behind would lie past its end.
+inline const bf16* readable_rows(const bf16* from, int64_t rows, int64_t padded, int64_t left, int64_t k, bf16* copy) {
+  if (padded <= left) return from;
+  std::memcpy(static_cast<void*>(copy), from, size_t(rows * k) * sizeof(bf16));
+  std::memset(static_cast<void*>(copy + rows * k), 0, size_t((padded - rows) * k) * sizeof(bf16));
+  return copy;
+}
+
+}  // namespace
+#endif
