@@ -27,6 +27,7 @@ LAYERS = {
     "thunder_moe.compilers": 5,
     "thunder_moe.replaceable": 6,
     "thunder_moe.grouped_experts": 6,
+    "thunder_moe.dense_linears": 6,
     "thunder_moe.quantize": 6,
     "thunder_moe.integrations": 6,
     "thunder_moe.__main__": 7,

@@ -1,6 +1,7 @@
-"""quantize_(model) and dequantize_(model): swap expert modules for their NVFP4 forms in place, and back; to_layout_.
-Called by users; loops over the families of thunder_moe.families, which know the kinds of modules; calls replaceable for
-what wraps them, kernels.select to quantize and lay out.
+"""quantize_(model) and dequantize_(model): swap experts and dense layers for their NVFP4 forms in place, and back;
+to_layout_.
+Called by users; loops over the families of thunder_moe.families and dense_linears, which know the kinds of modules;
+calls replaceable for what wraps them, kernels.select to quantize and lay out.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thunder_moe import grouped_experts
+from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization, families_of, register
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
@@ -49,9 +51,14 @@ _Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified 
 @torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
 @torch.no_grad()
 def quantize_(
-    model: Model, *, filter: Filter | None = None, scale_search: str | None = None, layout: str = "auto"
+    model: Model,
+    *,
+    filter: Filter | None = None,
+    linears: bool | Filter = False,
+    scale_search: str | None = None,
+    layout: str = "auto",
 ) -> Model:
-    """Replaces the experts of a model with their NVFP4 form, in place.
+    """Replaces the experts of a model with their NVFP4 form, in place, and where asked to its dense layers.
 
     Knows `GroupedSwiGLU` and `GroupedLinear`, and the experts modules of transformers' models
     (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed module by module.
@@ -67,10 +74,21 @@ def quantize_(
     interface; their own gate function is kept. With a `filter` that declines such a `GroupedSwiGLU` and takes its
     projections, those without customization are replaced one by one.
 
+    With `linears` each `nn.Linear` becomes a `NVFP4Linear`: attention's projections, shared experts, dense MLPs, head.
+    Those that the source of their parent's forward calls with the same tensor (q, k and v; gate and up) are computed at
+    once: their weights are stacked in a child "qkv_proj" or "gate_up_proj" of their parent, and in their places are
+    modules that take their part of its result. Routers and gates are never replaced. A head that is tied to the
+    embedding stays 16-bit, as does any weight that another module has, too, or that its parent reads itself. The logger
+    says at level INFO which stay and why.
+
     Args:
-        model: any module that holds experts.
+        model: any module that holds experts, or with `linears` dense layers.
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
+        linears: whether dense layers become 4-bit, too. True: those that are faster then at 1 to 64 rows on the device
+            where the weights are (`kernels.dense` has what was measured), but for encoders of images and sound. Or a
+            function that is called with each `nn.Linear` and its qualified name; False leaves it 16-bit, True takes it
+            however small it is.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
         layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
@@ -84,7 +102,8 @@ def quantize_(
             in_features that are no multiple of 16, a dtype other than bfloat16, float16 and float32, NaN or Inf, no
             data (the "meta" device), gate and up on several devices, two tied weights of which only one is taken or can
             be, an unknown layout, or one that a weight's shape does not fit. The model is unchanged then.
-        TypeError: the parent of transformers' experts is not the layer that calls them; unchanged likewise.
+        TypeError: the parent of transformers' experts is not the layer that calls them, or `linears` is neither a bool
+            nor a function; unchanged likewise.
 
     Everything that can be checked is, before the first module is replaced. An error that cannot be foreseen (out of
     memory, an interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and
@@ -93,14 +112,19 @@ def quantize_(
     pack = partial(quantize, scale_search=scale_search)
     pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
     _require_layout(layout)
-    families = families_of(model)
+    if not (isinstance(linears, bool) or callable(linears)):
+        raise TypeError(f"linears: got {linears!r}, wanted a bool, or a function of a module and its name")
+    families: list[ExpertFamily] = families_of(model)
+    if linears is not False:
+        families.append(DenseLinears(model, linears))
     chosen, left = _choose(model, filter, families)
     _check_choice(model, chosen, left, families)
     run = Quantization(pack, layout)
     for family in families:
         family.prepare((module for module, place in chosen.items() if place.family is family), run)
     _check_layout(layout, chosen, run)
-    _swap(model, chosen, lambda module, family: family.convert(module, run), "quantizing experts")
+    label = "quantizing experts" if linears is False else "quantizing"
+    _swap(model, chosen, lambda module, family: family.convert(module, run), label)
     return model
 
 
@@ -115,7 +139,7 @@ def dequantize_(model: Model) -> Model:
     Raises:
         ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
     """
-    families = families_of(model)
+    families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
     chosen: _Chosen = {}
     left: _Left = {}
     outside = wrapped(model)
@@ -136,7 +160,7 @@ def dequantize_(model: Model) -> Model:
     _report(model, chosen, left, "4-bit")
     _refuse_root(model, chosen)
     memo: dict[Any, Any] = {}
-    _swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing experts")
+    _swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
     return model
 
 
@@ -202,7 +226,7 @@ def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily
         family = next((family for family in families if family.match(module)), None)
         if family is None:
             return False
-        if filter is not None and not filter(module, name):
+        if filter is not None and not isinstance(family, DenseLinears) and not filter(module, name):
             declined[module] = name
             return False
         _sort(module, _Place(name, family), outside, chosen, left)

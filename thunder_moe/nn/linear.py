@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack"]
 
@@ -60,7 +63,7 @@ class NVFP4Linear(NVFP4Module):
     @torch.no_grad()
     def from_linear(
         cls, *linears: nn.Linear, pack: Callable[[Tensor], NVFP4Weight] = quantize, layout: str = "auto"
-    ) -> NVFP4Linear:
+    ) -> Self:
         """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked.
 
         Args:
@@ -152,11 +155,9 @@ class NVFP4LinearStack(NVFP4Linear):
     between (`dense_linears.read_together` does), and a part that has hooks shares nothing.
     """
 
-    _latest: tuple[Any, ...] | None
-
     def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, bias, **options)
-        self._latest = None
+        self._waiting = _Waiting()
 
     def part(self, x: Tensor, index: int, *, shared: bool = True) -> Tensor:
         """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
@@ -164,7 +165,8 @@ class NVFP4LinearStack(NVFP4Linear):
         assert sizes is not None
         begin, last = sum(sizes[:index]), index == len(sizes) - 1
         shared = shared and not traced_by_thunder()
-        latest, self._latest = self._latest, None
+        waiting = self._waiting
+        latest, waiting.result = waiting.result, None
         out: Tensor
         if index == 0 and shared:
             out = self(x)
@@ -173,11 +175,18 @@ class NVFP4LinearStack(NVFP4Linear):
         else:
             return self.rows(x, begin, sizes[index])
         if not last:
-            self._latest = _remember(x, out)
+            waiting.result = _remember(x, out)
         return out.narrow(-1, begin, sizes[index])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_latest": None}
+
+class _Waiting:
+    """The result that parts wait for, beside the module, whose attributes are slow to set. A copy has no result."""
+
+    def __init__(self) -> None:
+        self.result: tuple[Any, ...] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Waiting, ()
 
 
 class NVFP4LinearPart(nn.Module):

@@ -1,0 +1,430 @@
+"""quantize_(model, linears=...): which dense layers become 4-bit, what is stacked, what stays 16-bit and why.
+Called by pytest; judged by the model with the dequantized weights.
+"""
+
+import copy
+import io
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_calls import DenseCalls as Calls
+from oracle import relative_error
+from torch import nn
+
+from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4Linear, dequantize_, quantize_, refresh_, to_layout_
+from thunder_moe.dense_linears import read_together
+from thunder_moe.kernels import dense
+from thunder_moe.nn.linear import NVFP4LinearPart, NVFP4LinearStack
+
+X = torch.linspace(-3, 3, 2 * 5 * 64).sin().view(2, 5, 64)
+
+
+def everything(module, name):
+    return True
+
+
+class Attention(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.q_proj = nn.Linear(64, 64, bias=bias)
+        self.k_proj, self.v_proj = (nn.Linear(64, 32, bias=bias) for _ in range(2))
+        self.o_proj = nn.Linear(64, 64, bias=bias)
+
+    def forward(self, x, scale=1.0):
+        shape = x.shape[:-1]
+        q = self.q_proj(x).view(*shape, 2, 32)
+        k = self.k_proj(x).view(*shape, 1, 32)
+        v = self.v_proj(x).view(*shape, 1, 32)
+        return x + self.o_proj((q * scale + k).tanh().flatten(-2) + v.expand_as(q).flatten(-2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(64, 128, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    def __init__(self, tie=False, bias=False):
+        super().__init__()
+        self.embed = nn.Embedding(48, 64)
+        self.attention, self.mlp = Attention(bias), MLP()
+        self.router = nn.Linear(64, 4)
+        self.moe = Llama4MoE(Llama4MoEConfig(64, 32, 4, top_k=2))
+        self.head = nn.Linear(64, 48, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.attention(x)
+        x = x + self.mlp(x)
+        return self.head(x + self.moe(x) * self.router(x).sigmoid().mean(-1, keepdim=True))
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return Model(**options).eval()
+
+
+def kinds(model):
+    kinds = (nn.Linear, NVFP4Linear, NVFP4LinearPart)
+    return {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def test_computes_what_the_dequantized_model_does_once_for_all_that_read_the_same_rows():
+    model = make(bias=True)
+    before = model(X)
+    quantize_(model, linears=everything)
+    found = kinds(model)
+    assert found["attention.q_proj"] == found["mlp.up_proj"] == "NVFP4LinearPart"
+    assert found["attention.qkv_proj"] == found["mlp.gate_up_proj"] == "NVFP4LinearStack"
+    assert found["moe.shared_expert.gate_up_proj"] == "NVFP4LinearStack"
+    assert found["attention.o_proj"] == found["mlp.down_proj"] == found["head"] == "NVFP4Linear"
+    assert found["router"] == "Linear"
+    assert type(model.moe.routed_experts).__name__ == "NVFP4GroupedSwiGLU"
+    with Calls() as calls:
+        out = model(X)
+    assert calls.count == 7  # qkv, o; gate and up, down; those of the shared expert; the head
+    assert 0.01 < relative_error(out, before) < 0.3
+    back = dequantize_(copy.deepcopy(model))
+    assert kinds(back) == kinds(make())
+    assert back.state_dict().keys() == make(bias=True).state_dict().keys()
+    assert relative_error(back(X), out) < 1e-5
+
+
+def test_each_weight_is_quantized_by_itself():
+    model, alone = make(), NVFP4Linear.from_linear(make().attention.k_proj)
+    quantize_(model, linears=everything)
+    stack = model.attention.qkv_proj
+    assert torch.equal(stack.qdata[64:96], alone.qdata)
+    assert torch.equal(stack.global_scale[64:96], alone.global_scale.expand(32))
+    model.attention.q_proj(X)
+    assert torch.equal(model.attention.k_proj(X), alone(X))
+
+
+def test_a_filter_is_asked_about_linears_alone_and_about_no_router():
+    asked, model = [], make()
+
+    def linears(module, name):
+        assert type(module) is nn.Linear
+        asked.append(name)
+        return name.startswith("attention")
+
+    quantize_(model, filter=lambda module, name: False, linears=linears)
+    assert set(asked) == {name for name in kinds(make()) if name not in ("router", "moe.router")}
+    assert {name for name, kind in kinds(model).items() if kind == "NVFP4Linear"} == {"attention.o_proj"}
+    assert type(model.moe.routed_experts).__name__ == "GroupedSwiGLU"
+    quantize_(model, linears=everything)  # the others, later
+    assert kinds(model)["head"] == "NVFP4Linear"
+    assert type(model.moe.routed_experts).__name__ == "NVFP4GroupedSwiGLU"
+
+
+def test_true_takes_what_is_large_enough_for_the_device_and_tells_what_stays(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "thunder_moe")
+    model = quantize_(make(), linears=True)
+    assert kinds(model) == kinds(make())
+    assert "too small to be faster in 4 bits on a 'cpu' device" in caplog.text
+    assert "attention.q_proj, attention.k_proj" in caplog.text
+    # q, k and v count as one.
+    monkeypatch.setitem(dense._LEAST_WEIGHTS, "cpu", 128 * 64)
+    model = quantize_(make(), linears=True)
+    assert {name for name, kind in kinds(model).items() if kind.startswith("NVFP4")} == {
+        *(f"attention.{name}_proj" for name in ("q", "k", "v", "qkv")),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")),
+    }
+
+
+def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "thunder_moe")
+    monkeypatch.setitem(dense._LEAST_WEIGHTS, "cpu", 1)
+    model = nn.ModuleDict(dict(vision_tower=MLP(), text=MLP(), odd=nn.Linear(24, 16), wide=nn.Linear(16, 16).double()))
+    found = kinds(quantize_(model, linears=True))
+    assert {name for name, kind in found.items() if kind == "NVFP4Linear"} == {"text.down_proj"}
+    assert "stays 16-bit: odd: its in_features are no multiple of 16" in caplog.text
+    assert "stays 16-bit: wide: its weight is float64" in caplog.text
+    monkeypatch.setattr(dense, "select", lambda device: dense)  # anything that is not the reference
+    assert dense.why_slower(torch.device("cuda"), torch.bfloat16, 4096, 4096) is None
+    assert "float32" in dense.why_slower(torch.device("cuda"), torch.float32, 4096, 4096)
+    assert "no kernel" in dense.why_slower(torch.device("mps"), torch.bfloat16, 4096, 4096)
+
+
+def test_a_tied_head_stays_16_bit_and_tied(caplog):
+    caplog.set_level(logging.INFO, "thunder_moe")
+    model = quantize_(make(tie=True), linears=everything)
+    assert kinds(model)["head"] == "Linear"
+    assert model.head.weight is model.embed.weight
+    assert "stays 16-bit: head: its weight is tied to that of embed" in caplog.text
+
+
+def lora(model):
+    class LoRA(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return 2 * self.base(x)
+
+    model.mlp.up_proj = LoRA(model.mlp.up_proj)
+
+
+def own_class(model):
+    class Loud(nn.Linear):
+        pass
+
+    model.mlp.up_proj.__class__ = Loud
+
+
+def hook(model):
+    model.mlp.up_proj.register_forward_hook(lambda *_: None)
+
+
+def own_forward(model):
+    model.mlp.up_proj.forward = lambda x: x
+
+
+def norm(model):
+    nn.utils.parametrizations.weight_norm(model.mlp.up_proj)
+
+
+def extra(model):
+    model.mlp.up_proj.extra = nn.Parameter(torch.zeros(1))
+
+
+CHANGES = {
+    "subclass": (own_class, "it is a Loud, not a Linear itself"),
+    "hook": (hook, "it has forward hooks"),
+    "own forward": (own_forward, "its forward is wrapped or replaced"),
+    "weight norm": (norm, "it is a ParametrizedLinear"),
+    "parameter": (extra, "it has the tensors or children extra more or less"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES.values(), ids=CHANGES.keys())
+def test_what_has_anything_of_its_own_stays_and_its_siblings_are_alone(change, reason, caplog):
+    model = make()
+    change(model)
+    expected = model.mlp.up_proj
+    quantize_(model, linears=everything)
+    assert model.mlp.up_proj is expected
+    assert reason in caplog.text
+    assert "mlp.up_proj" in caplog.text
+    assert type(model.mlp.gate_proj) is NVFP4Linear
+    if change is hook:
+        calls = []
+        model.mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+        model(X)
+        assert calls
+
+
+def test_a_wrapped_linear_becomes_4_bit_inside_of_its_wrapper():
+    model = make()
+    lora(model)
+    quantize_(model, linears=everything)
+    assert type(model.mlp.up_proj.base) is NVFP4Linear
+    assert torch.isfinite(model(X)).all()
+
+
+def test_a_weight_that_its_parent_reads_stays(caplog):
+    class Reads(MLP):
+        def forward(self, x):
+            return F.linear(super().forward(x), self.down_proj.weight.t()[:, :64])
+
+    caplog.set_level(logging.INFO, "thunder_moe")
+    model = quantize_(nn.Sequential(Reads()), linears=everything)
+    assert type(model[0].down_proj) is nn.Linear
+    assert "0.down_proj: Reads reads its weight itself" in caplog.text
+
+
+def forwards():
+    class Other(nn.Module):
+        def twice(self, x):
+            return self.a(x) + self.b(x) + self.a(x) + self.c(x)
+
+        def reassigned(self, x):
+            x = self.a(x)
+            return self.b(x) + self.c(x)
+
+        def changed(self, x):
+            y = self.a(x)
+            x.add_(1)
+            return y + self.b(x) + self.c(x)
+
+        def cross(self, x, other):
+            return self.a(x) + self.b(other) + self.c(other)
+
+        def conditional(self, x):
+            y = self.a(x)
+            if y.sum() > 0:
+                y = y + self.b(x)
+            return y + self.c(x)
+
+        def expressions(self, x):
+            return self.a(x + 1) + self.b(x * 2) + self.c(x[0])
+
+        def plain(self, x):
+            size = x.shape[0]
+            return self.c(x).view(size, -1) + self.a(x).to(x.dtype) * self.b(x)
+
+    return Other
+
+
+FORWARDS = {
+    "twice": [("b", "c")],
+    "reassigned": [("b", "c")],
+    "changed": [("b", "c")],
+    "cross": [("b", "c")],
+    "conditional": [],
+    "expressions": [],
+    "plain": [("c", "a", "b")],
+}
+
+
+@pytest.mark.parametrize(("name", "wanted"), FORWARDS.items())
+def test_what_reads_the_same_rows_by_the_source(name, wanted):
+    cls = forwards()
+    cls.forward = getattr(cls, name)
+    assert list(read_together(cls, ("a", "b", "c"))) == wanted
+
+
+def test_nothing_is_stacked_without_a_source():
+    scope = {"nn": nn}
+    exec("class Unknown(nn.Module):\n  def forward(self, x):\n    return self.a(x) + self.b(x)", scope)
+    assert read_together(scope["Unknown"], ("a", "b")) == ()
+    assert read_together(nn.Identity, ("a", "b")) == ()
+
+
+def test_linears_of_which_one_is_elsewhere_too_compute_the_same():
+    model = make()
+    model.again = model.attention.k_proj
+    quantize_(model, linears=everything)
+    assert model.again is model.attention.k_proj
+    alone = NVFP4Linear.from_linear(make().attention.k_proj)
+    assert relative_error(model.again(X), alone(X)) < 1e-6
+    assert torch.isfinite(model(X)).all()
+
+
+def test_state_dicts_copies_layouts_casts_and_refresh():
+    model = quantize_(make(), linears=everything)
+    expected = model(X)
+    torch.manual_seed(5)
+    other = quantize_(Model().eval(), linears=everything)
+    assert relative_error(other(X), expected) > 0.1
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(X), expected)
+    assert "attention.qkv_proj.qdata" in model.state_dict()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for copied in (loaded, copy.deepcopy(model), refresh_(model)):
+        assert torch.equal(copied(X), expected)
+    to_layout_(loaded, "linear")
+    assert relative_error(loaded.to(torch.bfloat16)(X.bfloat16()), expected) < 0.05
+    assert loaded.attention.qkv_proj.qdata.dtype == torch.uint8
+
+
+def test_modules_of_layout_auto_take_what_the_device_prefers(tiles):
+    model = quantize_(make(), linears=everything)
+    assert model.attention.qkv_proj.layout == model.attention.o_proj.layout == "tiled_64x64"
+    assert model.head.layout == "linear"
+    expected = dequantize_(copy.deepcopy(model))(X)
+    assert relative_error(model(X), expected) < 1e-5
+    with pytest.raises(ValueError, match="layout: got 'tiled_64x64' for 'moe.shared_expert.down_proj'"):
+        quantize_(make(), filter=lambda *_: False, linears=everything, layout="tiled_64x64")
+
+
+def test_dtype_and_requires_grad_come_back():
+    model = make()
+    model.attention.k_proj.weight.requires_grad_(False)
+    model.attention.q_proj.train()
+    quantize_(model, linears=everything).to(torch.bfloat16)
+    dequantize_(model)
+    attention = model.attention
+    assert [attention.q_proj.weight.requires_grad, attention.k_proj.weight.requires_grad] == [True, False]
+    assert attention.q_proj.weight.dtype == torch.bfloat16
+    assert attention.q_proj.training
+    assert not attention.k_proj.training
+
+
+def test_part_of_a_stack_that_has_a_hook_stays_when_the_others_go_back(caplog):
+    model = quantize_(make(), linears=everything)
+    expected = model(X)
+    model.attention.k_proj.register_forward_hook(lambda *_: None)
+    dequantize_(model)
+    found = kinds(model)
+    assert (found["attention.q_proj"], found["attention.k_proj"]) == ("Linear", "NVFP4LinearPart")
+    assert found["attention.qkv_proj"] == "NVFP4LinearStack"
+    assert relative_error(model(X), expected) < 1e-5
+
+
+def test_gradients_reach_what_is_in_front():
+    model = quantize_(make(bias=True), linears=everything)
+    reference = dequantize_(copy.deepcopy(model))
+    inputs = [X.clone().requires_grad_() for _ in range(2)]
+    for each, x in zip((model, reference), inputs, strict=True):
+        each(x).square().sum().backward()
+    assert relative_error(inputs[0].grad, inputs[1].grad) < 1e-4
+    assert model.attention.qkv_proj.bias.grad is not None
+
+
+def test_compiles_without_a_graph_break():
+    model = quantize_(make(), linears=everything)
+    calls = []
+
+    def backend(graph, _):
+        calls.append(sum("scaled_mm" in str(node.target) for node in graph.graph.nodes))
+        return graph.forward
+
+    with torch.no_grad():
+        for other in (backend, "aot_eager"):
+            compiled = torch.compile(model, fullgraph=True, backend=other)
+            assert torch.equal(compiled(X), compiled(X))
+            assert relative_error(compiled(X), model(X)) < 1e-5
+    assert calls == [7]
+
+
+def test_a_model_without_experts():
+    model = quantize_(nn.Sequential(MLP()), linears=everything)
+    assert type(model[0].gate_up_proj) is NVFP4LinearStack
+    with pytest.raises(ValueError, match="found no .*nn.Linear"):
+        quantize_(model, linears=everything)
+
+
+def test_refuses_and_leaves_the_model_unchanged():
+    with pytest.raises(TypeError, match="linears: got 'all', wanted a bool"):
+        quantize_(make(), linears="all")
+    for change, message in (
+        (lambda model: model.head.weight.data.fill_(float("nan")), "'head' has NaN or Inf"),
+        (lambda model: setattr(model, "head", nn.Linear(24, 16)), "'head' has in_features 24"),
+        (lambda model: model.head.to("meta"), "'head' is on the meta device"),
+        (lambda model: model.head.double(), "'head' has a weight of torch.float64"),
+    ):
+        model = make()
+        change(model)
+        with pytest.raises(ValueError, match=message):
+            quantize_(model, linears=everything)
+        assert set(kinds(model).values()) == {"Linear"}
+    with pytest.raises(ValueError, match="got a bare Linear"):
+        quantize_(nn.Linear(64, 64), linears=everything)
+
+
+def test_hooks_of_accelerate_survive():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = make()
+    for linear in (model.attention.q_proj, model.attention.k_proj, model.attention.v_proj, model.mlp.down_proj):
+        hooks.add_hook_to_module(linear, hooks.AlignDevicesHook(execution_device="cpu", io_same_device=True))
+    expected = quantize_(make(), linears=everything)(X)
+    quantize_(model, linears=everything)
+    assert torch.equal(model(X), expected)
+    assert hasattr(model.mlp.down_proj, "_hf_hook")
+    assert hasattr(model.attention.qkv_proj, "_hf_hook")
+    dequantize_(model)
+    assert hasattr(model.attention.k_proj, "_hf_hook")
+    assert relative_error(model(X), expected) < 1e-5

@@ -1,0 +1,351 @@
+"""The family of dense layers, nn.Linear to NVFP4 and back: which ones `quantize_(linears=)` takes, and which read the
+same rows (q, k and v; gate and up) and become one weight.
+Called by quantize and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it, and replaceable.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import logging
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+
+from thunder_moe.families import ExpertFamily, Quantization, weight_key
+from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
+from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
+from thunder_moe.kernels.dense import why_slower
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.replaceable import has_own_forward, impure
+
+__all__ = ["DenseLinears", "read_together", "stack_name"]
+
+Filter = Callable[[nn.Module, str], bool]
+_LOGGER = logging.getLogger("thunder_moe")
+# What routes: its error is not one of rounding, and it is small. Names of modules, and words of the names of classes.
+_ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
+_ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
+# Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
+_ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
+
+
+class DenseLinears(ExpertFamily):
+    """`nn.Linear`, to `NVFP4Linear`, or with others that read the same rows to parts of a `NVFP4LinearStack`.
+
+    Args:
+        model: the model that `quantize_` is called with; None to restore.
+        linears: as in `quantize_`.
+    """
+
+    description = "nn.Linear"
+
+    def __init__(self, model: nn.Module | None = None, linears: bool | Filter = False) -> None:
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
+        if model is not None and linears is not False:
+            self._choose(model, linears)
+
+    def _choose(self, model: nn.Module, linears: bool | Filter) -> None:
+        left: dict[str, list[str]] = defaultdict(list)
+        tied = _tied(model)
+        found: dict[nn.Linear, str] = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Linear) or _is_router(name, module):
+                continue
+            if callable(linears) and not linears(module, name):
+                continue
+            if linears is True and _ENCODERS.search(name):
+                continue
+            reason = tied.get(module) or (_unfit(module) if linears is True else None)
+            if reason is not None:
+                left[reason].append(name)
+                continue
+            found[module] = name
+        for parent in model.modules():
+            self._group(parent, found)
+        if linears is True:
+            for module, name in list(found.items()):
+                reason = why_slower(module.weight.device, module.weight.dtype, self._rows(module), module.in_features)
+                if reason is not None:
+                    left[reason].append(name)
+                    del found[module]
+        for module, name in found.items():
+            self._names[module] = name
+        for reason, names in left.items():
+            _LOGGER.info("stays 16-bit: %s: %s", _shortened(names), reason)
+
+    def _group(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
+        """Finds the children of a module that read the same rows."""
+        if not has_own_forward(parent):
+            return
+        children = {
+            name: child
+            for name, child in parent._modules.items()
+            if isinstance(child, nn.Linear) and child in found and self.obstacle(child) is None
+        }
+        if len(children) < 2:
+            return
+        kind: Any = type(parent)
+        for names in read_together(kind, tuple(children)):
+            alike: dict[Any, list[str]] = defaultdict(list)
+            for name in names:
+                child = children[name]
+                weight = child.weight
+                alike[child.in_features, weight.dtype, weight.device, child.bias is None].append(name)
+            for group in alike.values():
+                members = [children[name] for name in group]
+                if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
+                    shared = _Group(stack_name(parent, group), [ref(member) for member in members])
+                    self._groups.update(dict.fromkeys(members, shared))
+
+    def _rows(self, module: nn.Linear) -> int:
+        """out_features of all linears that are computed with one."""
+        group = self._groups.get(module)
+        return module.out_features if group is None else sum(member.out_features for member in group.living())
+
+    def match(self, module: nn.Module) -> bool:
+        return module in self._names
+
+    def match_quantized(self, module: nn.Module) -> bool:
+        return isinstance(module, NVFP4LinearPart) or (
+            isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
+        )
+
+    def obstacle(self, module: nn.Module) -> str | None:
+        known = next(cls for cls in (NVFP4LinearPart, NVFP4Linear, nn.Linear) if isinstance(module, cls))
+        if type(module) is not known:
+            return f"it is a {type(module).__name__}, not a {known.__name__} itself"
+        reason = impure(module)
+        if reason is None and not has_own_forward(module):
+            reason = "its forward is wrapped or replaced"
+        if reason is None and known is not NVFP4LinearPart:
+            own = {nn.Linear: {"weight", "bias"}, NVFP4Linear: {"qdata", "scale", "global_scale", "bias"}}[known]
+            has = {*module._parameters, *module._buffers, *module._modules}
+            if has != own:
+                reason = f"it has the tensors or children {', '.join(sorted(has ^ own))} more or less than its class"
+        if reason is None:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and type(parameter) is not nn.Parameter:
+                    reason = f"its {name} is a {type(parameter).__name__}, not a plain parameter"
+        return reason
+
+    def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+        assert isinstance(module, nn.Linear)
+        weight: Any = module.weight
+        return [(weight, weight[None])]
+
+    def sizes(self, module: nn.Module, run: Quantization) -> list[tuple[int, int]]:
+        assert isinstance(module, nn.Linear)
+        return [(self._rows(module), module.in_features)]
+
+    def check_place(self, parent: nn.Module, module: nn.Module) -> None:
+        """Nothing: `choose` has left what a parent needs as it is."""
+
+    def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        group = self._groups.get(module)
+        new: nn.Module
+        if group is None:
+            new = NVFP4Linear.from_linear(module, pack=run.pack, layout=run.layout)
+            hook_alike(new, module)
+        else:
+            members = group.living()
+            if group.stack is None:
+                group.stack = NVFP4LinearStack.from_linear(*members, pack=run.pack, layout=run.layout)
+                hook_alike(group.stack, module)
+            new = NVFP4LinearPart(group.stack, [member() is module for member in group.members].index(True))
+            new.__dict__["stack_name"] = group.name
+        return new.train(module.training)
+
+    def restore(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+        stack = module.stack if isinstance(module, NVFP4LinearPart) else module
+        assert isinstance(stack, NVFP4Linear)
+        key = weight_key(stack.qdata, order="dense")
+        if key not in memo:
+            memo[key] = stack.to_linears()
+        linear: nn.Linear = memo[key][module.index if isinstance(module, NVFP4LinearPart) else 0]
+        hook_alike(linear, stack)
+        return linear.train(module.training)
+
+    def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        if isinstance(module, NVFP4LinearPart) and module.stack not in parent.children():
+            setattr(parent, vars(module)["stack_name"], module.stack)
+        setattr(parent, name, module)
+        needed = {child.stack for child in parent.children() if isinstance(child, NVFP4LinearPart)}
+        for key, child in list(parent._modules.items()):
+            if isinstance(child, NVFP4LinearStack) and child not in needed:
+                delattr(parent, key)
+
+
+class _Group:
+    """Linears that read the same rows: the name of their stack, themselves in its order, and the stack once made."""
+
+    def __init__(self, name: str, members: list[ReferenceType[nn.Linear]]) -> None:
+        self.name, self.members = name, members
+        self.stack: NVFP4LinearStack | None = None
+
+    def living(self) -> list[nn.Linear]:
+        return [member for reference in self.members if (member := reference()) is not None]
+
+
+def stack_name(parent: nn.Module, names: list[str]) -> str:
+    """The name of a child that holds the weights of these: "qkv_proj", "gate_up_proj"; one that is not taken."""
+    ends = {name.rpartition("_")[2] for name in names}
+    name = "_".join(names)
+    if len(ends) == 1 and all("_" in one for one in names):
+        stems = [one.rpartition("_")[0] for one in names]
+        name = f"{('' if all(len(stem) == 1 for stem in stems) else '_').join(stems)}_{ends.pop()}"
+    while hasattr(parent, name):
+        name = f"nvfp4_{name}"
+    return name
+
+
+@functools.cache
+def read_together(cls: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Children that the forward of a class calls with the same, unchanged tensor: for each such tensor their names in
+    the order of the calls.
+
+    By its source: ``self.name(x)`` on the first level of the function, once for each name, where x is a local name that
+    nothing assigns, and nothing but the calls and ``x.shape`` uses, from the first call to the last. Empty where
+    there is no source, or it says something else.
+    """
+    function = _function(cls)
+    if function is None:
+        return ()
+    calls: dict[str, list[tuple[tuple[int, int], str]]] = defaultdict(list)
+    uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for statement in function.body:
+        conditional = isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.With | ast.FunctionDef)
+        harmless: set[ast.AST] = set()
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and not conditional:
+                child, argument = _call_of_child(node)
+                if child in names and argument is not None:
+                    harmless.add(argument)
+                    calls[argument.id].append(((node.lineno, node.col_offset), child))
+            if isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype", "device", "size", "dim", "ndim"):
+                harmless.add(node.value)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and node not in harmless:
+                # An assignment takes effect after what is on its right.
+                at = (
+                    (node.end_lineno or 0, node.end_col_offset or 0)
+                    if isinstance(node.ctx, ast.Load)
+                    else _end(statement)
+                )
+                uses[node.id].append(at)
+    mentioned = _mentions(function)
+    groups = []
+    for variable, found in calls.items():
+        # Other uses part the calls before them from those behind.
+        parts: dict[int, list[str]] = defaultdict(list)
+        for at, child in sorted(call for call in found if mentioned[call[1]] == 1):
+            parts[sum(use < at for use in uses[variable])].append(child)
+        groups += [tuple(children) for children in parts.values() if len(children) > 1]
+    return tuple(groups)
+
+
+def _call_of_child(node: ast.Call) -> tuple[str, ast.Name | None]:
+    """(name, argument) of ``self.name(argument)``; ("", None) for anything else."""
+    function = node.func
+    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
+        return "", None
+    if function.value.id != "self" or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+        return "", None
+    return function.attr, node.args[0]
+
+
+def _end(statement: ast.stmt) -> tuple[int, int]:
+    return statement.end_lineno or 0, statement.end_col_offset or 0
+
+
+def _mentions(function: ast.FunctionDef) -> dict[str, int]:
+    """How often ``self.name`` is in a function, by name."""
+    counts: dict[str, int] = defaultdict(int)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            counts[node.attr] += 1
+    return counts
+
+
+@functools.cache
+def _function(cls: Any) -> ast.FunctionDef | None:
+    """The forward of a class, parsed; None without a source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
+        (function,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
+    return function if isinstance(function, ast.FunctionDef) else None
+
+
+@functools.cache
+def _weights_read(cls: Any) -> frozenset[str]:
+    """The children of which a class reads the weight itself: ``self.name.weight`` anywhere in it."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return frozenset()
+    return frozenset(
+        node.value.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "weight"
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.value.value, ast.Name)
+        and node.value.value.id == "self"
+        and isinstance(node.ctx, ast.Load)
+    )
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    return bool(_ROUTERS.search(name) or _ROUTER_CLASS.search(type(module).__name__))
+
+
+def _tied(model: nn.Module) -> dict[nn.Module, str]:
+    """Why linears stay as they are because of others: another module has the weight too, or their parent reads it."""
+    owners: dict[Any, list[tuple[str, nn.Module]]] = defaultdict(list)
+    for name, module in model.named_modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            key = id(tensor) if tensor.is_meta else (tensor.device, tensor.untyped_storage().data_ptr())
+            if tensor.numel():
+                owners[key].append((name, module))
+    reasons: dict[nn.Module, str] = {}
+    for sharing in owners.values():
+        names = dict.fromkeys(name for name, _ in sharing)
+        if len(names) > 1:
+            for name, module in sharing:
+                others = ", ".join(other for other in names if other != name)
+                reasons[module] = f"its weight is tied to that of {others}"
+    for module in model.modules():
+        kind: Any = type(module)
+        for name in _weights_read(kind):
+            child = module._modules.get(name)
+            if child is not None:
+                reasons.setdefault(child, f"{kind.__name__} reads its weight itself")
+    return reasons
+
+
+def _unfit(module: nn.Linear) -> str | None:
+    """Why a linear cannot have a 4-bit weight, in the case that nobody asked for it."""
+    weight = module.weight
+    if weight.dtype not in WEIGHT_DTYPES:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+    if module.in_features % BLOCK_SIZE or not weight.numel():
+        return f"its in_features are no multiple of {BLOCK_SIZE}"
+    return None
+
+
+def _shortened(names: list[str]) -> str:
+    """The names with their numbers as ``*``, each once."""
+    short: dict[str, int] = defaultdict(int)
+    for name in names:
+        short[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in short.items())

@@ -1,0 +1,36 @@
+"""Whether a dense layer is faster with a 4-bit weight than in 16 bits on a device: a rule from measurements.
+Called by dense_linears and integrations.huggingface; calls kernels.select.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thunder_moe.kernels.select import BACKENDS, select
+
+__all__ = ["why_slower"]
+
+# Weights (out_features * in_features) from which a layer is faster at 1 to 64 rows.
+_LEAST_WEIGHTS = {"cuda": 1 << 21, "cpu": 1 << 20}
+_KERNELS = tuple(module for name, module in (("cpu", "cpu"), ("cuda", "cuda")) if name in BACKENDS)
+
+
+def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
+    """Why a layer with a weight (n, k) would be slower in 4 bits, None when it would not.
+
+    Args:
+        device: of the weight.
+        dtype: of the weight, which that of the activations is taken to be.
+        n: out_features, of all linears that are computed at once.
+        k: in_features.
+    """
+    kind = device.type
+    if kind not in _KERNELS or select(device).__name__.endswith(".reference"):
+        return f"no kernel multiplies by 4-bit weights on {device}"
+    if kind == "cuda" and dtype == torch.float32:
+        return "no CUDA kernel takes activations in float32"
+    if n * k < _LEAST_WEIGHTS[kind]:
+        return (
+            f"it is too small to be faster in 4 bits on a {kind!r} device, which takes {_LEAST_WEIGHTS[kind]} weights"
+        )
+    return None
