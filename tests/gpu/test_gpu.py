@@ -31,11 +31,12 @@ from thunder_moe import (
 from thunder_moe.activations import SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc, workspace
+from thunder_moe.kernels.cuda import nvrtc, prepared, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.routing import route as plain_route
 
 import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
@@ -71,8 +72,12 @@ def kernel_layout(request, backend, monkeypatch):
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
         pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
     if config is not None:
-        monkeypatch.setattr(cuda, "plan_gemm", lambda *shape: plan_gemm(*shape[:-1], shape[-1] or config))
-    return layout
+        monkeypatch.setattr(prepared, "plan_gemm", lambda *shape: plan_gemm(*shape[:-1], shape[-1] or config))
+    for operator in OPERATORS.values():  # what they know of earlier calls
+        monkeypatch.setattr(operator, "_known", {})
+    prepared.gemm_launch.cache_clear()
+    yield layout
+    prepared.gemm_launch.cache_clear()
 
 
 @contextlib.contextmanager

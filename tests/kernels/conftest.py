@@ -3,14 +3,13 @@ Called by pytest for the tests of kernels; calls emulator/build.py.
 """
 
 import ctypes
-from types import SimpleNamespace
 
 import pytest
 import torch
 from emulator import build
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc, workspace
+from thunder_moe.kernels.cuda import launch, nvrtc, prepared, workspace
 
 
 class Adversary(ctypes.Structure):
@@ -52,11 +51,22 @@ def adversary():
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    def launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-        emulator(sources, expression, threads, min(blocks, multiprocessors or blocks), argument, adversary)
+    class Launcher:
+        def __init__(self, sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
+            self.kernel = sources, expression, threads, min(blocks, multiprocessors or blocks)
+            self.argument = argument
 
-    monkeypatch.setattr(cuda, "_launch", launch)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=1))
+        def __call__(self, stream, *fields):
+            self.launch(stream, self.argument.from_buffer_copy(launch.packer(self.argument).pack(*fields)))
+
+        def launch(self, stream, argument):
+            emulator(*self.kernel, argument, adversary)
+
+    for cached in (prepared.gemm_launch, prepared.combine_launch, prepared.route_launch):
+        cached.cache_clear()
+    monkeypatch.setattr(launch, "launcher", Launcher)
+    monkeypatch.setattr(launch, "current_device", lambda: None)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 1)
     monkeypatch.setattr(workspace, "_is_capturing", lambda device: False)
     monkeypatch.setattr(workspace, "_filled", lambda size, device: torch.zeros(size, dtype=torch.int32))
     monkeypatch.setattr(workspace, "_POOLS", {})

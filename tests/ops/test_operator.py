@@ -5,10 +5,12 @@ import inspect
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.ops import experts, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.kernels.select import use_backend
+from thunder_moe.ops import experts, operator, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.ops.scaled_mm import dense_operands
@@ -87,3 +89,130 @@ def test_missing_and_unknown_arguments_are_type_errors():
         moe_route(torch.zeros(2, 1, dtype=torch.int32), 4, foo=1)
     with pytest.raises(ValueError, match="activation: got"):
         f16a_nvfp4weight_scaled_grouped_mm(rows[0], *[rows] * 4)
+
+
+DESCRIBED = OPERATORS["f16a_nvfp4weight_scaled_grouped_mm"]
+GROUPED_MM = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+
+
+def make(rows=3):
+    """A call of the grouped GEMM: arguments that an operator has not seen."""
+    weight = operands(quantize(torch.randn(2, 16, 16)))
+    return torch.randn(rows, 16), *weight, torch.tensor([1, rows], dtype=torch.int32)
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Which way calls of the grouped GEMM take: "gradient" where autograd is asked, "checked" where all is checked."""
+    taken = []
+    monkeypatch.setattr(DESCRIBED, "_known", {})
+    for attribute, way in (("_differentiably", "gradient"), ("check", "checked")):
+        original = getattr(DESCRIBED, attribute)
+
+        def spy(*args, original=original, way=way, **options):
+            taken.append(way)
+            return original(*args, **options)
+
+        monkeypatch.setattr(DESCRIBED, attribute, spy)
+    return taken
+
+
+def test_arguments_of_one_kind_are_checked_once(ways):
+    x, *rest = make()
+    for _ in range(3):
+        GROUPED_MM(x, *rest)
+    assert ways == ["checked"]
+    GROUPED_MM(torch.randn(3, 16).bfloat16(), *rest)
+    GROUPED_MM(torch.randn(16, 3).t(), *rest)
+    GROUPED_MM(x[:2], *rest[:-1], rest[-1] - 1)
+    assert ways == ["checked"] * 4
+
+
+def test_each_mode_takes_the_way_that_it_needs(ways):
+    x, *rest = make()
+    learned = x.clone().requires_grad_()
+    GROUPED_MM(learned, *rest)
+    assert ways.pop(0) == "gradient"
+    with torch.no_grad():
+        GROUPED_MM(learned, *rest)
+    with torch.inference_mode():
+        GROUPED_MM(torch.randn(3, 16), *rest)
+    assert "gradient" not in ways
+    with pytest.raises(RuntimeError, match="autograd.Function with functorch transforms"):  # torch's limit
+        torch.func.grad(lambda x: GROUPED_MM(x, *rest).sum())(x)
+    with torch._subclasses.FakeTensorMode() as mode:
+        GROUPED_MM(*map(mode.from_tensor, (x, *rest)))
+    assert ways.count("gradient") == 2
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_values_are_checked_at_every_call(inference):
+    with torch.inference_mode(inference):
+        x, *rest = make()
+        GROUPED_MM(x, *rest)
+        rest[-1][0] = 4
+        with pytest.raises(ValueError, match=r"offsets: got \[4, 3\], wanted .* never decrease"):
+            GROUPED_MM(x, *rest)
+        rest[-1][:] = 4
+        with pytest.raises(ValueError, match="offsets: got a last row end of 4"):
+            GROUPED_MM(x, *rest)
+
+
+def test_a_known_kind_is_that_of_a_backend_a_device_and_a_mode():
+    x, *rest = make()
+    out = GROUPED_MM(x, *rest)
+    with use_backend("w4a4"):
+        assert not torch.equal(GROUPED_MM(x, *rest), out)
+    assert torch.equal(GROUPED_MM(x, *rest), out)
+    with pytest.raises(ValueError, match="layout: got 'rows'"):
+        GROUPED_MM(x, *rest, layout="rows")
+    with pytest.raises(ValueError, match="offsets: .*wanted device meta"):
+        GROUPED_MM(x.to("meta"), *[tensor.to("meta") for tensor in rest[:-1]], rest[-1])
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        GROUPED_MM(x, *rest)
+
+
+def test_what_is_known_stays_bounded(monkeypatch):
+    monkeypatch.setattr(DESCRIBED, "_known", {})
+    monkeypatch.setattr(operator, "_MAX_KNOWN", 4)
+    for rows in range(1, 10):
+        GROUPED_MM(*make(rows))
+        assert len(DESCRIBED._known) <= 4
+
+
+def test_dynamo_does_not_trace_the_kernels():
+    """An operator that is called between two graphs is not compiled itself."""
+    x, *rest = make()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    @torch._dynamo.disable(recursive=False)
+    def between_graphs(x):
+        return torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(x, *rest)
+
+    compiled = torch.compile(lambda x: between_graphs(x * 2) * 3, backend=backend)
+    for rows in (x, x.clone().requires_grad_()):
+        assert torch.equal(compiled(rows), between_graphs(rows * 2) * 3)
+    assert all(len(targets) == 1 for targets in graphs)
+    assert len(graphs) <= 4
+
+
+def test_tensors_of_a_subclass_reach_its_dispatch():
+    seen = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            args = [arg.plain if isinstance(arg, Logged) else arg for arg in args]
+            return function(*args, **(kwargs or {}))
+
+    x, *rest = make()
+    logged = torch.Tensor._make_wrapper_subclass(Logged, x.shape)
+    logged.plain = x
+    expected = GROUPED_MM(x, *rest)
+    assert torch.equal(GROUPED_MM(logged, *rest), expected)
+    assert seen == [torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm.default]

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
@@ -25,8 +25,10 @@ from thunder_moe.formats.weight import NVFP4Weight
 __all__ = [
     "BACKENDS",
     "SIMULATIONS",
+    "chosen_backend",
     "lay_out",
     "preferred_layout",
+    "prepare",
     "quantize",
     "resolve_layout",
     "select",
@@ -72,6 +74,20 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run here: {reason}")
     return module
+
+
+def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any] | None:
+    """A function that runs an operator on all arguments of the same shapes, strides, dtypes, devices and options.
+
+    Backends list what prepares it under `PREPARED`; None where the backend has none, and decides at every call.
+
+    Args:
+        name: of the operator.
+        args: the operator's, which have passed its checks.
+        options: likewise.
+    """
+    prepared = getattr(select(args[0].device), "PREPARED", {}).get(name)
+    return None if prepared is None else prepared(*args, **options)
 
 
 def preferred_layout(device: torch.device, n: int, k: int) -> str:
@@ -148,6 +164,7 @@ def simulate_w4a4() -> contextlib.AbstractContextManager[None]:
 
 
 _CHOSEN: ContextVar[str | None] = ContextVar("thunder_moe_backend", default=None)
+chosen_backend = _CHOSEN.get  # the name that `use_backend` was given, else None
 
 
 @functools.cache

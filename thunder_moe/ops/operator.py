@@ -1,9 +1,14 @@
 """`operator`: registers an operator of the namespace thunder_moe from one description of it.
-Called by the other files of ops; compilers.thunder.symbols reads `OPERATORS`; calls torch.library.
+Called by the other files of ops; compilers.thunder.symbols reads `OPERATORS`; calls torch.library and kernels.select.
 
 The decorated function is the operator: its signature is the schema, its docstring the documentation, its body runs the
 kernel once the checks have passed. The checks, the shape of the result and the gradient are functions of the same
 arguments; each names those that it reads.
+
+Host time is what a call costs on a fast device, so the registration is torch.library's low-level one, in place of
+`torch.library.custom_op`, and plain calls (dense tensors on one device, nothing that requires a gradient, no mode or
+transform) take a short way: from the kernel of the autograd key straight to the backend's, with checks and launch plan
+looked up by the shapes, strides, dtypes and devices of the arguments.
 """
 
 from __future__ import annotations
@@ -15,8 +20,12 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from thunder_moe.formats.checks import require
+from thunder_moe.kernels.select import chosen_backend, prepare
 from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
 
 __all__ = ["OPERATORS", "Operator", "operator"]
@@ -27,6 +36,8 @@ Shape = tuple[int, ...]
 Gradients = tuple[Tensor | None, ...]
 Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
+_LIBRARY = torch.library.Library("thunder_moe", "FRAGMENT")
+_MAX_KNOWN = 4096  # kinds of arguments that an operator remembers
 
 
 class Operator:
@@ -72,10 +83,17 @@ class Operator:
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         self.positions = tuple(map(self._positional.index, differentiable))
         schema = torch.library.infer_schema(function, mutates_args=())
-        registered = torch.library.custom_op(f"thunder_moe::{self.name}", self._run, mutates_args=(), schema=schema)
-        registered.register_fake(self._fake)
+        self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], bool]] = {}
+        _LIBRARY.define(f"{self.name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.register_fake(f"thunder_moe::{self.name}", self._fake, lib=_LIBRARY)
+        _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(self.name, self._run_known, key)
+        self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
-            registered.register_autograd(self._backward, setup_context=self._setup_context)
+            overload = getattr(torch.ops.thunder_moe, self.name).default
+            self._differentiably = make_autograd_impl(overload, Info(self._backward, self._setup_context))
+            _LIBRARY.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
         """Of the results; None for that of the first argument."""
@@ -97,12 +115,45 @@ class Operator:
         needs = (True,) * len(self.positions) if needs is None else needs
         return self._gradient(grad, *args[self._saved], needs=needs, **options)
 
+    def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
+        plain = _PLAIN.get(keys.raw_repr())
+        if plain is None:
+            plain = _is_plain(keys)
+        if plain and not (torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return self._run_known(*args, **options)
+        assert self._differentiably is not None
+        return self._differentiably(keys, *args, **options)
+
+    def _run_known(self, *args: Any, **options: Any) -> Any:
+        """`_run` for dense tensors on a CPU or CUDA devices, with what is known from earlier calls of their kind."""
+        kind = (
+            chosen_backend(),
+            *options.items(),
+            *[(a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args],
+        )
+        known = self._known.get(kind)
+        if known is None or forward_ad._current_level >= 0:
+            result, known = self._run(*args, **options), self._learn(args, options)
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[kind] = known
+            return result
+        kernel, reads_values = known
+        if reads_values:
+            self.check_values(*args, **options)
+        return kernel(*args, **options)
+
     def _run(self, *args: Any, **options: Any) -> Any:
-        if self._gradient is not None:
+        if self._differentiably is not None:
             refuse_forward_ad()
         self.check(*args, **options)
         self.check_values(*args, **options)
         return self._function(*args, **options)
+
+    def _learn(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
+        """What to run for arguments of the kind of these, which are fit, and whether their values are to be checked."""
+        return prepare(self.name, args, options) or self._function, args[0].device.type == "cpu"
 
     def _fake(self, *args: Any, **options: Any) -> Any:
         self.check(*args, **options)
@@ -128,6 +179,26 @@ class Operator:
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument
         return tuple(result)
+
+
+# By the representation of a set of dispatch keys: whether a backend's key alone is left below autograd's.
+_PLAIN: dict[int, bool] = {}
+
+
+def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
+    """Whether a kernel of dense CPU or CUDA tensors alone is left to run: no mode, no transform, no subclass."""
+    below: Any = keys & torch._C._after_autograd_keyset
+    below = below.remove(torch._C.DispatchKey.ADInplaceOrView)  # of views and in-place operators alone
+    backends = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
+    plain = any(below == torch._C.DispatchKeySet(backend) for backend in backends)
+    _PLAIN[keys.raw_repr()] = plain
+    return plain
+
+
+# torch.compile would trace the kernels' Python where an operator is called outside of its graphs.
+_UNTRACED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+for _kernel in (Operator._dispatch, Operator._run_known, Operator._run):
+    eval_frame.set_code_exec_strategy(_kernel.__code__, _UNTRACED)
 
 
 def _no_values(*args: Any, **options: Any) -> None:

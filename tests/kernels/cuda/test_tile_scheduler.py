@@ -1,5 +1,5 @@
 """Tile schedulers: any number of blocks, stream-K, counters and semaphores that are zero afterwards.
-Called by pytest; emulated launches replace `_launch` of kernels/cuda/backend.py, all else is the backend's own code.
+Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
 """
 
 import pytest

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thunder_moe.kernels.cuda import workspace
+from thunder_moe.kernels.cuda import launch, workspace
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def now(monkeypatch):
     """What the thread runs on: a stream, which may be captured."""
     now = SimpleNamespace(cuda_stream=1, capturing=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: now)
+    monkeypatch.setattr(launch, "current_stream", lambda device: now.cuda_stream)
     monkeypatch.setattr(workspace, "_is_capturing", lambda device: now.capturing)
     monkeypatch.setattr(workspace, "_POOLS", {})
     return now
@@ -77,7 +77,7 @@ def test_threads_never_get_the_same_row(monkeypatch, now):
             time.sleep(0.001)
             return self.tensor[index]
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: local)
+    monkeypatch.setattr(launch, "current_stream", lambda device: local.cuda_stream)
     all_rows = workspace.SemaphorePool(CPU, Interrupted(20 * threads * workspace.STREAM_SIZE))
 
     def ask(thread):
@@ -132,7 +132,7 @@ def test_the_device_of_the_tensor_is_asked_whether_it_is_captured(monkeypatch):
             current[0] = self.before
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    monkeypatch.setattr(launch, "current_device", lambda: current[0])
+    monkeypatch.setattr(launch, "is_capturing", lambda: current[0] == 1)
     assert [workspace._is_capturing(torch.device("cuda", i)) for i in range(3)] == [False, True, False]
     assert current == [0]

@@ -1,6 +1,6 @@
 """The CUDA backend: grouped GEMMs of 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
-Called through kernels/select.py with validated operands; calls plan.py, workspace.py and nvrtc.py beside it, which
-compiles src/*.cu.
+Called through kernels/select.py with validated operands; calls prepared.py and launch.py beside it, which launch the
+kernels of src/*.cu.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of bf16 rows is torch's grouped GEMM with
 dequantized weights (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronizes with the host.
@@ -11,7 +11,10 @@ Offsets, row_slot and slot_row are not trusted: nothing out of range is read or 
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,26 +23,25 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
-from thunder_moe.kernels.arguments import dtype_code, floats, pointer
-from thunder_moe.kernels.cuda import nvrtc
+from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.cuda import launch, nvrtc
 from thunder_moe.kernels.cuda import router as routers
-from thunder_moe.kernels.cuda.arguments import (
-    CombineArguments,
-    DequantizeArguments,
-    GatherArguments,
-    GemmArguments,
-    RouteArguments,
-    RowStartsArguments,
-    SwigluArguments,
-    TmaGemmArguments,
-)
+from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
-from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
-from thunder_moe.kernels.cuda.workspace import semaphore_pool
+from thunder_moe.kernels.cuda.prepared import (
+    ELEMENTWISE_THREADS,
+    ROUTE,
+    GemmLaunch,
+    combine_launch,
+    elementwise_blocks,
+    gemm_launch,
+    route_launch,
+)
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
+    "PREPARED",
     "combine",
     "dequantize",
     "grouped_mm",
@@ -56,13 +58,9 @@ __all__ = [
 ]
 
 _DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
-_ROUTE = (COMMON, COMMON.with_name("route.cu"))
+_ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
-_ROUTE_THREADS = 256
-_ELEMENTWISE_THREADS = 256
-_ELEMENTWISE_BLOCKS = 1 << 20  # at most: threads loop over items
-_ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -156,18 +154,11 @@ def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tenso
     """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token."""
     tokens, top_k = slot_row.shape
     n = rows.shape[1]
-    out = rows.new_empty(tokens, n)
-    if rows.shape[0] == 0:
-        return out.zero_()
-    if out.numel() == 0:
-        return out
-    slot_row = slot_row.contiguous()
-    slot_weight = floats(slot_weight)
-    argument = CombineArguments(
-        *map(pointer, (rows, slot_row, slot_weight, out)), rows.shape[0], tokens, top_k, n, dtype_code(slot_weight)
-    )
-    _launch_elementwise(_ROUTE, f"combine<{_is_bf16(rows)}>", tokens * -(-n // 8), argument, rows.device)
-    return out
+    if rows.shape[0] == 0 or tokens == 0 or n == 0:
+        return rows.new_zeros(tokens, n)
+    slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)
+    run = combine_launch(rows.shape[0], tokens, top_k, n, rows.dtype, _dtype(slot_weight), rows.device)
+    return run(rows, slot_row, slot_weight)
 
 
 def swiglu(
@@ -210,24 +201,10 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
-    slots, buckets = expert_ids.numel(), num_experts + 1
-    shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
-    if slots == 0 or num_experts > MAX_EXPERTS:
+    if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
-    expert_ids = expert_ids.contiguous()
-    row_slot = torch.empty(slots, dtype=torch.int32, device=expert_ids.device)
-    offsets = torch.empty(num_experts, dtype=torch.int32, device=expert_ids.device)
-    slot_row = torch.empty_like(expert_ids, dtype=torch.int32)
-    whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
-    per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
-    blocks = -(-slots // per_block)
-    counts = torch.empty(blocks, buckets, dtype=torch.int32, device=expert_ids.device) if blocks > 1 else None
-    tensors = (expert_ids, counts, row_slot, offsets, slot_row)
-    wide = expert_ids.dtype == torch.int64
-    argument = RouteArguments(*map(pointer, tensors), slots, num_experts, wide, per_block)
-    for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]:
-        _launch(_ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, argument, expert_ids.device)
-    return row_slot, offsets, slot_row
+    tokens, top_k = expert_ids.shape
+    return route_launch((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)(expert_ids.contiguous())
 
 
 def router(
@@ -295,62 +272,27 @@ def _gemm(
     num_experts, n, k = weight.shape
     rows = (activation if row_slot is None else row_slot).shape[0]
     features = n if form is None else n // 2
-    out = activation.new_empty(rows, features + features % 2)  # the kernels store pairs
-    if out.numel() == 0:
-        return out
-    device, dtype = activation.device, activation.dtype
-    activation = _aligned(activation.detach())
+    if rows == 0 or features == 0:
+        return activation.new_empty(rows, features)
+    activation = activation.detach().contiguous()
     offsets = None if offsets is None else offsets.contiguous()  # None: one group of all rows
     slot_scale, bias = floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
-    top_k = 1 if row_slot is None else rows // activation.shape[0]
+    top_k = None if row_slot is None else rows // activation.shape[0]
     weight = weight if weight.layout == TILED else to_linear(weight)
-    multiprocessors, capability = _device_facts(device)
-    plan = plan_gemm(
-        rows, num_experts, n, k, form is not None, row_slot is not None, slot_scale is not None, dtype,
-        weight.layout, multiprocessors, capability, config,
+    run = gemm_launch(
+        rows, num_experts, n, k, top_k, activation.dtype, weight.layout, weight.global_scale.ndim == 2,
+        _dtype(slot_scale), _dtype(bias), form, activation.device, _device_facts(activation.device), config,
     )  # fmt: skip
-    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.to_layout(plan.config.layout).tensors())
-    if plan.gather is not None:
-        activation = _gathered(activation, row_slot, rows, top_k, plan)
-    tile_counter = semaphores = partial_sums = None
-    if plan.workspace:
-        tile_counter = semaphore_pool(device).take(plan.workspace)
-    if tile_counter is not None and plan.partial_sums:
-        semaphores = tile_counter[CACHE_LINE:]
-        partial_sums = torch.empty(plan.partial_sums, dtype=torch.float32, device=device)
-    form = form or SWIGLU
-    tensors = (
-        activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, partial_sums, semaphores
-    )  # fmt: skip
-    argument: ctypes.Structure = GemmArguments(
-        *map(pointer, tensors), rows, num_experts, n, k, top_k,
-        global_scale.ndim == 2, dtype_code(slot_scale), dtype_code(bias),
-        form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift, pointer(tile_counter), plan.read_once,
-    )  # fmt: skip
-    if plan.config.argument is TmaGemmArguments:
-        argument = TmaGemmArguments(_tensor_map(activation, 8 * plan.config.token_blocks), argument)
-    _launch(
-        plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, argument, device, multiprocessors
-    )
-    return out if features % 2 == 0 else out[:, :features].contiguous()
+    qdata, scale, global_scale = (tensor.contiguous() for tensor in weight.to_layout(run.layout).tensors())
+    return run(activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias)
 
 
-def _gathered(x: Tensor, row_slot: Tensor | None, rows: int, top_k: int, plan: GemmPlan) -> Tensor:
-    """The rows of a GEMM by wgmma, gathered beforehand; "wgmma" has them in the order of k of order_rows."""
-    assert plan.gather is not None
-    name, shape = plan.gather
-    out = x.new_empty(*shape)
-    argument = GatherArguments(*map(pointer, (x, row_slot, out)), rows, x.shape[1], top_k)
-    _launch_elementwise(plan.sources, name, out.numel() // 8, argument, x.device)
-    return out
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
-def _tensor_map(x: Tensor, box_rows: int) -> ctypes.Array[ctypes.c_byte]:
-    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k."""
-    return (ctypes.c_byte * 128).from_buffer_copy(nvrtc.tensor_map(x.data_ptr(), x.shape[0], x.shape[1], box_rows))
-
-
+@functools.cache
 def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
     """(multiprocessors, compute capability)."""
     properties = torch.cuda.get_device_properties(device)
@@ -361,8 +303,7 @@ def _launch_elementwise(
     sources: tuple[Path, ...], expression: str, items: int, argument: ctypes.Structure, device: torch.device
 ) -> None:
     """Launches a kernel whose threads loop over `items`."""
-    blocks = min(-(-items // _ELEMENTWISE_THREADS), _ELEMENTWISE_BLOCKS)
-    _launch(sources, expression, _ELEMENTWISE_THREADS, 0, blocks, argument, device)
+    _launch(sources, expression, ELEMENTWISE_THREADS, 0, elementwise_blocks(items), argument, device)
 
 
 def _launch(
@@ -376,16 +317,130 @@ def _launch(
     multiprocessors: int | None = None,
 ) -> None:
     """Launches `blocks` blocks; with `multiprocessors` at most as many as run at once (persistent kernels)."""
-    assert device.index is not None
-    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device.index, type(argument))
-    if multiprocessors is not None:
-        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
-    with torch.cuda.device(device):
-        nvrtc.bind_context(device.index)
-        kernel(blocks, argument, torch.cuda.current_stream(device).cuda_stream)
+    index: Any = device.index
+    run = launch.launcher(sources, expression, threads, shared_bytes, blocks, type(argument), index, multiprocessors)
+    if launch.current_device() == index:
+        run.launch(launch.current_stream(index), argument)
+    else:
+        with torch.cuda.device(index):
+            run.launch(launch.current_stream(index), argument)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
     """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+# ---- the operators on operands of one kind: what `select.prepare` asks for
+
+
+def _prepared_gemm(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    row_slot: Tensor | None, slot_scale: Tensor | None, bias: Tensor | None, layout: str, form: GLU | None,
+) -> GemmLaunch | None:  # fmt: skip
+    """What runs `_gemm` on operands like these; None where they have to be converted or gathered first."""
+    num_experts, half, n = fp4_weight.shape
+    rows = (activation if row_slot is None else row_slot).shape[0]
+    features = n if form is None else n // 2
+    if (
+        activation.dtype == torch.float32
+        or num_experts > MAX_EXPERTS
+        or rows == 0
+        or features == 0
+        or layout not in (LINEAR, TILED)
+        or (layout == TILED and form is not None and features % 64 != 0)
+        or not all(map(_is_read, (activation, fp4_weight.mT, scale, global_scale, offsets, row_slot)))
+        or not all(map(_is_read_as_float, (slot_scale, bias)))
+    ):
+        return None
+    top_k = None if row_slot is None else rows // activation.shape[0]
+    run = gemm_launch(
+        rows, num_experts, n, 2 * half, top_k, activation.dtype, layout, global_scale.ndim == 2, _dtype(slot_scale),
+        _dtype(bias), form, activation.device, _device_facts(activation.device), None,
+    )  # fmt: skip
+    return run if run.layout == layout else None
+
+
+def _is_read(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.is_contiguous()
+
+
+def _is_read_as_float(tensor: Tensor | None) -> bool:
+    return tensor is None or (tensor.is_contiguous() and tensor.dtype in DTYPE_CODES)
+
+
+def _prepare_grouped_mm(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any,
+    layout: str = LINEAR,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    gemm = _prepared_gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, None, layout, None)
+    if gemm is None:
+        return None
+
+    def run(
+        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any, **__: Any
+    ) -> Tensor:
+        return gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, None)
+
+    return run
+
+
+def _prepare_grouped_swiglu(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, *,
+    layout: str = LINEAR, **form: Any,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    gemm = _prepared_gemm(
+        activation, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias, layout, GLU(**form)
+    )
+    if gemm is None:
+        return None
+
+    def run(
+        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+        row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        return gemm(activation, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias)
+
+    return run
+
+
+def _prepare_combine(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+    slot_weight: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    (tokens, top_k), n = slot_row.shape, fp4_weight.shape[2]
+    gemm = _prepared_gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, bias, layout, None)
+    if gemm is None or tokens == 0 or not (_is_read(slot_row) and _is_read_as_float(slot_weight)):
+        return None
+    summed = combine_launch(
+        activation.shape[0], tokens, top_k, n, activation.dtype, _dtype(slot_weight), activation.device
+    )
+
+    def run(
+        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+        slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        return summed(
+            gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, bias), slot_row, slot_weight
+        )
+
+    return run
+
+
+def _prepare_route(expert_ids: Tensor, num_experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS or not expert_ids.is_contiguous():
+        return None
+    tokens, top_k = expert_ids.shape
+    sort = route_launch((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)
+    return lambda expert_ids, num_experts: sort(expert_ids)
+
+
+# By the operator's name: its arguments -> what runs it on all operands of the same shapes, strides, dtypes and devices.
+PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
+    "f16a_nvfp4weight_scaled_grouped_mm": _prepare_grouped_mm,
+    "f16a_nvfp4weight_grouped_swiglu": _prepare_grouped_swiglu,
+    "f16a_nvfp4weight_grouped_mm_combine": _prepare_combine,
+    "moe_route": _prepare_route,
+}

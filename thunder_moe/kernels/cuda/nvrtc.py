@@ -1,5 +1,5 @@
-"""Compiles CUDA C++ at run time and launches it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
-Called by kernels/cuda/backend.py; calls cuda.bindings and kernels/cuda/cubin_cache.py, which keeps cubins on disk.
+"""Compiles CUDA C++ at run time and loads it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
+Called by kernels/cuda/launch.py; calls cuda.bindings and kernels/cuda/cubin_cache.py, which keeps cubins on disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import logging
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "kernel",
     "launch_config",
     "missing_reason",
+    "raise_error",
     "struct_checks",
     "tensor_map",
 ]
@@ -33,37 +34,34 @@ _thread = threading.local()
 
 
 class Kernel:
-    """A compiled kernel on one device; its one parameter is a struct by value.
+    """A compiled kernel on one device; its one parameter is a struct by value. launch.py launches it.
 
     Args:
         function: of cuda.bindings.driver.
+        device: the index of the device.
         threads: of a block.
         shared_bytes: dynamic shared memory of a block.
         overlap: programmatic dependent launch: the kernel may start while the one before it in the stream still runs,
             and waits for its results itself (`await_previous_kernel` of common.cuh). Needs SM90.
+
+    Attributes:
+        function: as above.
+        device: as above.
+        config: a CUlaunchConfig of one block.
+        blocks_per_multiprocessor: that run at once.
     """
 
-    def __init__(self, function: Any, threads: int, shared_bytes: int, *, overlap: bool) -> None:
+    def __init__(self, function: Any, device: int, threads: int, shared_bytes: int, *, overlap: bool) -> None:
         from cuda.bindings import driver
 
-        self.function = function
-        self._lock = threading.Lock()
-        self._config = launch_config(threads, shared_bytes, overlap)
+        self.function, self.device = function, device
+        self.config = launch_config(threads, shared_bytes, overlap)
         if shared_bytes > 0:  # together with static shared memory it may exceed the 48 KiB that need no attribute
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(function, limit, shared_bytes))
         (self.blocks_per_multiprocessor,) = _check(
             driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared_bytes)
         )
-
-    def __call__(self, grid: int, argument: ctypes.Structure, stream: int) -> None:
-        """Launches `grid` blocks on a stream (the address that torch gives)."""
-        from cuda.bindings import driver
-
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        with self._lock:  # a new CUlaunchConfig takes 3 us
-            self._config.gridDimX, self._config.hStream = grid, stream
-            _check(driver.cuLaunchKernelEx(self._config, self.function, ctypes.addressof(parameters), 0))
 
 
 def launch_config(threads: int, shared_bytes: int, overlap: bool) -> Any:
@@ -169,7 +167,7 @@ def kernel(
         cubin, name = compile_files(sources, expression, capability, argument)
         (module,) = _check(driver.cuModuleLoadData(cubin))
         (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
-        return Kernel(function, threads, shared_bytes, overlap=capability >= (9, 0))
+        return Kernel(function, device, threads, shared_bytes, overlap=capability >= (9, 0))
 
 
 def compile_files(
@@ -250,6 +248,13 @@ def _compile(source: str, expression: str, architecture: str) -> tuple[bytes, by
         return name, cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def raise_error(status: int) -> NoReturn:
+    """RuntimeError for a status of the driver that is none of success."""
+    from cuda.bindings import driver
+
+    raise RuntimeError(f"CUresult: {driver.CUresult(status).name}")
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:

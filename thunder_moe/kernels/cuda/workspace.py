@@ -1,5 +1,5 @@
 """Zeroed int32 semaphores and counters on a CUDA device, for synchronization between the blocks of a kernel.
-Called by kernels/cuda/backend.py; calls torch alone.
+Called by kernels/cuda/prepared.py; calls launch.py for the current stream.
 
 A kernel finds its slice of the workspace all zeros and leaves it so. Kernels that may run at the same time need
 different slices: each stream has its own, and so has every call that a CUDA graph captures, because a graph is replayed
@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+
+from thunder_moe.kernels.cuda import launch
 
 __all__ = ["STREAM_SIZE", "SemaphorePool", "semaphore_pool"]
 
@@ -42,7 +44,7 @@ class SemaphorePool:
             size: a multiple of 32, a cache line.
         """
         capturing = _is_capturing(self._device)
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = launch.current_stream(self._device.index)
         if not capturing:
             semaphores = self._of_stream.get(stream)
             if semaphores is not None and semaphores.numel() >= size:
@@ -96,7 +98,7 @@ def _filled(size: int, device: torch.device) -> Tensor:
 
 def _is_capturing(device: torch.device) -> bool:
     """Whether the current stream of `device` is being captured; torch's function asks about the current device."""
-    if torch.cuda.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing()
+    if launch.current_device() == device.index:
+        return bool(launch.is_capturing())
     with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+        return bool(launch.is_capturing())

@@ -1,0 +1,272 @@
+"""The operators' launches, prepared once for operands of one kind: a call allocates, packs pointers and launches.
+Called by kernels/cuda/backend.py, and through its `PREPARED` by operators; calls plan.py, launch.py and workspace.py.
+
+Every class here holds what shapes, dtypes and a device decide, and takes contiguous tensors of those; they may lie at
+any address. Calls run on the current stream of that device. Legend: M rows, E experts, N output and K input features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.cuda import launch, nvrtc
+from thunder_moe.kernels.cuda.arguments import (
+    CombineArguments,
+    GatherArguments,
+    RouteArguments,
+    TmaGemmArguments,
+)
+from thunder_moe.kernels.cuda.configs import COMMON, GemmConfig
+from thunder_moe.kernels.cuda.plan import CACHE_LINE, plan_gemm
+from thunder_moe.kernels.cuda.workspace import semaphore_pool
+
+__all__ = ["CombineLaunch", "GemmLaunch", "RouteLaunch", "combine_launch", "gemm_launch", "route_launch"]
+
+ELEMENTWISE_THREADS = 256
+ELEMENTWISE_BLOCKS = 1 << 20  # at most: threads loop over items
+ROUTE = (COMMON, COMMON.with_name("route.cu"))
+_ROUTE_THREADS = 256
+_ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
+
+
+class GemmLaunch:
+    """A grouped GEMM, with SwiGLU where there is a `form`: the kernel of `plan_gemm`.
+
+    Args:
+        rows: M, of all experts together.
+        num_experts: E.
+        n: N, rows of a weight; 2 I for SwiGLU.
+        k: K.
+        top_k: rows of a token, which are gathered by a row_slot; None where rows are given as they are.
+        dtype: of the rows.
+        layout: of the weight, one of `configs.LAYOUTS`.
+        per_row: whether there is a global scale for each row of a weight.
+        slot_scale: the dtype of that operand; None for no operand.
+        bias: likewise.
+        form: of the activation; None for the GEMM alone.
+        device: where the operands are.
+        facts: (multiprocessors, compute capability) of the device.
+        config: in place of the one that is best.
+
+    Raises:
+        ValueError: as `plan_gemm`.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        num_experts: int,
+        n: int,
+        k: int,
+        top_k: int | None,
+        dtype: torch.dtype,
+        layout: str,
+        per_row: bool,
+        slot_scale: torch.dtype | None,
+        bias: torch.dtype | None,
+        form: GLU | None,
+        device: torch.device,
+        facts: tuple[int, tuple[int, int]],
+        config: GemmConfig | None,
+    ) -> None:
+        multiprocessors, capability = facts
+        gathered, scaled = top_k is not None, slot_scale is not None
+        plan = plan_gemm(
+            rows, num_experts, n, k, form is not None, gathered, scaled, dtype, layout, multiprocessors, capability,
+            config,
+        )  # fmt: skip
+        self.layout = plan.config.layout
+        self._device, self._index = device, device.index
+        self._features = n if form is None else n // 2
+        self._shape = rows, self._features + self._features % 2  # the kernels store pairs
+        self._launcher = launch.launcher(
+            plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
+            self._index, multiprocessors,
+        )  # fmt: skip
+        self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
+        form = form or SWIGLU
+        self._numbers = (
+            rows, num_experts, n, k, top_k or 1, per_row, _code(slot_scale), _code(bias),
+            form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
+        )  # fmt: skip
+        self._map_rows = None  # of the tensor map of kernels that take one
+        if plan.config.argument is TmaGemmArguments:
+            self._map_rows = rows, k, 8 * plan.config.token_blocks
+        self._gather = None
+        if plan.gather is not None:
+            name, shape = plan.gather
+            self._gather_shape, self._gather_numbers = shape, (rows, k, top_k or 1)
+            self._gather = elementwise_launcher(
+                plan.sources, name, shape[0] * shape[1] // 8, GatherArguments, self._index
+            )
+
+    def __call__(
+        self,
+        activation: Tensor,
+        qdata: Tensor,
+        scale: Tensor,
+        global_scale: Tensor,
+        offsets: Tensor | None,
+        row_slot: Tensor | None,
+        slot_scale: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """(M, K) rows, or (T, K) tokens with row_slot -> (M, N), or (M, I) for SwiGLU.
+
+        qdata is contiguous as (E, N, K // 2), in whatever view; without offsets there is one group of all rows.
+        """
+        index = self._index
+        if launch.current_device() != index:
+            with torch.cuda.device(index):
+                return self(activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias)
+        x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
+        globals_ = global_scale.data_ptr()
+        if (x | codes | scales | globals_) & 15:
+            # The kernels load 16 bytes at a time. The copies live until the kernel is launched, on the same stream.
+            activation, qdata, scale, global_scale = map(_aligned, (activation, qdata, scale, global_scale))
+            x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
+        out = activation.new_empty(self._shape)
+        stream = launch.current_stream(index)
+        slots = 0 if row_slot is None else row_slot.data_ptr()
+        if self._gather is not None:
+            gathered = activation.new_empty(self._gather_shape)
+            self._gather(stream, x, slots, gathered.data_ptr(), *self._gather_numbers)
+            x = gathered.data_ptr()
+        partial_sums = semaphores = tile_counter = 0
+        if self._workspace:
+            tile_counter = semaphore_pool(self._device).take(self._workspace).data_ptr()
+            if self._partial_sums:
+                semaphores = tile_counter + 4 * CACHE_LINE
+                sums = torch.empty(self._partial_sums, dtype=torch.float32, device=self._device)
+                partial_sums = sums.data_ptr()
+        first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
+        self._launcher(
+            stream, *first, x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
+            0 if slot_scale is None else slot_scale.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            out.data_ptr(), partial_sums, semaphores, *self._numbers, tile_counter, self._read_once,
+        )  # fmt: skip
+        return out if self._features == self._shape[1] else out[:, : self._features].contiguous()
+
+
+class CombineLaunch:
+    """The weighted sum per token of rows (M, N): -> (T, N).
+
+    Args:
+        rows: M, positive.
+        tokens: T, positive.
+        top_k: A.
+        n: N, positive.
+        dtype: of the rows.
+        slot_weight: the dtype of that operand; None for no operand.
+        device: where the operands are.
+    """
+
+    def __init__(
+        self, rows: int, tokens: int, top_k: int, n: int, dtype: torch.dtype, slot_weight: torch.dtype | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._index, self._shape = device.index, (tokens, n)
+        self._numbers = rows, tokens, top_k, n, _code(slot_weight)
+        bf16 = str(dtype == torch.bfloat16).lower()
+        self._launcher = elementwise_launcher(
+            ROUTE, f"combine<{bf16}>", tokens * -(-n // 8), CombineArguments, self._index
+        )
+
+    def __call__(self, rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
+        """Rows (M, N), slot_row int32 (T, A) and slot_weight (T, A) -> (T, N)."""
+        index = self._index
+        if launch.current_device() != index:
+            with torch.cuda.device(index):
+                return self(rows, slot_row, slot_weight)
+        out = rows.new_empty(self._shape)
+        weight = 0 if slot_weight is None else slot_weight.data_ptr()
+        self._launcher(
+            launch.current_stream(index), rows.data_ptr(), slot_row.data_ptr(), weight, out.data_ptr(), *self._numbers
+        )
+        return out
+
+
+class RouteLaunch:
+    """The sort of slots by expert.
+
+    Args:
+        shape: (T, A) of the ids, both positive.
+        num_experts: E, at most `backend.MAX_EXPERTS`.
+        dtype: of the ids, int32 or int64.
+        device: where they are.
+    """
+
+    def __init__(self, shape: tuple[int, int], num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
+        slots, buckets = shape[0] * shape[1], num_experts + 1
+        whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
+        per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
+        blocks = -(-slots // per_block)
+        self._device, self._index = device, device.index
+        self._slots, self._experts, self._shape = slots, num_experts, shape
+        self._counts = blocks * buckets if blocks > 1 else 0
+        self._numbers = slots, num_experts, dtype == torch.int64, per_block
+        shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
+        self._launchers = [
+            launch.launcher(ROUTE, name, _ROUTE_THREADS, shared_bytes, blocks, RouteArguments, self._index)
+            for name in ("route_count", "route_scatter")[0 if blocks > 1 else 1 :]
+        ]
+
+    def __call__(self, expert_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+        index = self._index
+        if launch.current_device() != index:
+            with torch.cuda.device(index):
+                return self(expert_ids)
+        row_slot = expert_ids.new_empty(self._slots, dtype=torch.int32)
+        offsets = expert_ids.new_empty(self._experts, dtype=torch.int32)
+        slot_row = expert_ids.new_empty(self._shape, dtype=torch.int32)
+        counts = 0
+        if self._counts:
+            workspace = expert_ids.new_empty(self._counts, dtype=torch.int32)
+            counts = workspace.data_ptr()
+        stream = launch.current_stream(index)
+        for launcher in self._launchers:
+            launcher(
+                stream, expert_ids.data_ptr(), counts, row_slot.data_ptr(), offsets.data_ptr(), slot_row.data_ptr(),
+                *self._numbers,
+            )  # fmt: skip
+        return row_slot, offsets, slot_row
+
+
+gemm_launch = functools.lru_cache(maxsize=4096)(GemmLaunch)
+combine_launch = functools.lru_cache(maxsize=4096)(CombineLaunch)
+route_launch = functools.lru_cache(maxsize=4096)(RouteLaunch)
+
+
+def elementwise_blocks(items: int) -> int:
+    """The blocks of `ELEMENTWISE_THREADS` threads that loop over `items`."""
+    return min(-(-items // ELEMENTWISE_THREADS), ELEMENTWISE_BLOCKS)
+
+
+def elementwise_launcher(
+    sources: tuple[Path, ...], expression: str, items: int, argument: type[ctypes.Structure], device: int
+) -> launch.Launcher:
+    """The launcher of a kernel whose threads loop over `items`."""
+    blocks = elementwise_blocks(items)
+    return launch.launcher(sources, expression, ELEMENTWISE_THREADS, 0, blocks, argument, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
+    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k. It depends on these alone."""
+    return nvrtc.tensor_map(address, rows, k, box_rows)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
+
+
+def _code(dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else DTYPE_CODES[dtype]
