@@ -204,6 +204,7 @@ def one_process(tmp_path):
 
 
 @pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN.keys())
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("one_process")
 def test_changes_that_refresh_declares(compiled, change):
     original(compiled).requires_grad_(False)

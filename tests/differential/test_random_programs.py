@@ -1,5 +1,5 @@
 """Random programs, compiled and eager: both agree, and most programs have a GEMM in NVFP4.
-Called by pytest; calls programs and execution. The fast set runs four programs per compiler except inductor, all tests
+Called by pytest; calls programs and execution. The fast set runs three programs per compiler except inductor, all tests
 about a hundred per compiler, ``python -m tests.differential`` thousands.
 """
 
@@ -14,7 +14,7 @@ from .execution import check, script, shrink
 from .programs import DISABLED, Program, Statement, generate
 from .runtime import Run, exact, is_exact
 
-FAST = range(4)  # seeds
+FAST = range(3)  # seeds
 PROGRAMS = 10  # of one slow test
 CHUNKS = {"dynamo-eager": 10, "dynamo-aot": 10, "dynamo-inductor": 1, "thunder": 8}
 TESTS = [

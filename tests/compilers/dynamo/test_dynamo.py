@@ -66,7 +66,7 @@ print("thunder_moe" in sys.modules, "thunder" in sys.modules)
         dict(options={"thunder_moe.inner": "aot_eager"}, dynamic=True),
         dict(options={"thunder_moe.inner": "thunder"}),
         dict(),
-        dict(mode="reduce-overhead", dynamic=True),
+        pytest.param(dict(mode="reduce-overhead", dynamic=True), marks=pytest.mark.slow),
         dict(options={"max_autotune": False, "epilogue_fusion": True}),
     ],
     ids=str,

@@ -29,6 +29,12 @@ BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
 NVFP4, SWIGLU = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
 CONFIG = Llama4MoEConfig(64, 32, 4)
+# Those of the slow set; other tests have top_k 1.
+SHAPES_AND_TOP_K = [
+    *(((1, 1), top_k) for top_k in (1, 2)),
+    *(((2, 5), top_k) for top_k in (1, 4)),
+    *((shape, top_k) for shape in ((1, 3), (7, 1)) for top_k in (1, 2, 4)),
+]
 
 
 def jit(function, **options):
@@ -99,9 +105,10 @@ def test_two_models_share_a_tied_weight(x, count):
     assert len(count) == 3
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (2, 5), (7, 1)])
-@pytest.mark.parametrize("top_k", [1, 2, 4])
-@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("shape", "top_k"),
+    [((1, 1), 4), ((2, 5), 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in SHAPES_AND_TOP_K)],
+)
 def test_any_batch_and_top_k(shape, top_k):
     moe = Llama4MoE(Llama4MoEConfig(64, 32, 4, top_k=top_k), dtype=BF16).requires_grad_(False)
     x = torch.randn(*shape, 64, dtype=BF16)

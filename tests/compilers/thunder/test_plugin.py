@@ -20,12 +20,13 @@ import thunder.plugins
 import thunder.recipes
 from tiny_models import tiny_config, tiny_model, tokens
 
-from thunder_moe import RewriteWarning, moe_executor, rewrite_report
+from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, moe_executor, rewrite_report
 from thunder_moe.compilers.thunder.executor import nvfp4_rewrite
 from thunder_moe.compilers.thunder.plugin import NVFP4MoE
 
 BF16 = torch.bfloat16
 FAMILIES = {"llama4": {}, "qwen3_moe": dict(experts_implementation="thunder_moe")}
+SLOW_ORDER = pytest.param("import thunder_moe, thunder.plugins", marks=pytest.mark.slow)
 # What thunder.compile is told besides the plugin.
 RECIPES = {
     "default": lambda: {},
@@ -41,19 +42,32 @@ def make_model(name, **options):
     return tiny_model(name, BF16, config, **options).requires_grad_(False)
 
 
-# Llama 4's layer alone is in the fast set, by tests/integrations/huggingface/test_thunder_llama4.py.
-@pytest.fixture(scope="module", params=[pytest.param("llama4", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request):
     """(model, its logits and its report under thunder.jit)."""
     model = make_model(request.param, **FAMILIES[request.param])
-    compiled = thunder.jit(model, executors=[moe_executor])
+    return model, *run(model, thunder.jit(model, executors=[moe_executor]))
+
+
+def run(model, compiled):
+    """(logits, report); Thunder traces a whole model in more than ten seconds."""
     with torch.no_grad():
         logits = compiled(tokens(), use_cache=False).logits
-    return model, logits, rewrite_report(compiled)
+    return logits, rewrite_report(compiled)
 
 
+def test_a_whole_model_with_the_recipe_of_hugging_face():
+    model = make_model("qwen3_moe", **FAMILIES["qwen3_moe"])
+    check(model, *run(model, thunder.compile(model, **RECIPES["Hugging Face"](), plugins="nvfp4-moe")))
+
+
+@pytest.mark.slow
 def test_whole_models_are_right(family):
-    model, logits, report = family
+    check(*family)
+
+
+def check(model, logits, report):
+    """Against the model with dequantized weights, eager."""
     assert [entry.decision for entry in report] == ["nvfp4 + swiglu", "nvfp4"]
     rows = tokens().numel() * model.config.num_experts_per_tok
     assert {entry.gemm.rows for entry in report} == {rows}, "each token by its own experts"
@@ -64,14 +78,21 @@ def test_whole_models_are_right(family):
 
 
 @pytest.mark.parametrize("recipe", ["default", "Hugging Face"])
-@pytest.mark.covering(1)
+@pytest.mark.slow
 def test_equals_thunder_jit(family, recipe):
-    model, logits, report = family
-    compiled = thunder.compile(model, **RECIPES[recipe](), plugins="nvfp4-moe")
-    with torch.no_grad():
-        out = compiled(tokens(), use_cache=False).logits
-    assert torch.equal(out, logits)
-    assert list(rewrite_report(compiled)) == list(report)
+    model, *expected = family
+    logits, report = run(model, thunder.compile(model, **RECIPES[recipe](), plugins="nvfp4-moe"))
+    assert torch.equal(logits, expected[0])
+    assert list(report) == list(expected[1])
+
+
+def test_a_layer_with_the_default_recipe_equals_thunder_jit():
+    layer = Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=BF16).requires_grad_(False)
+    x = torch.randn(1, 3, 64, dtype=BF16)
+    expected, compiled = thunder.jit(layer, executors=[moe_executor]), thunder.compile(layer, plugins="nvfp4-moe")
+    assert torch.equal(compiled(x), expected(x))
+    assert list(rewrite_report(compiled)) == list(rewrite_report(expected))
+    assert {entry.decision for entry in rewrite_report(compiled)} == {"nvfp4 + swiglu", "nvfp4"}
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -99,7 +120,7 @@ def python(code, **environment):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=given).stdout
 
 
-@pytest.mark.parametrize("order", ["import thunder_moe, thunder", "import thunder_moe, thunder.plugins"])
+@pytest.mark.parametrize("order", ["import thunder_moe, thunder", SLOW_ORDER])
 def test_import_of_the_package_makes_the_name_known_and_loads_nothing(order):
     code = f"""
 {order}

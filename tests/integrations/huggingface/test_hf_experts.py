@@ -86,6 +86,7 @@ def test_compiles_without_a_graph_break(name):
         assert relative_error(logits(compiled, ids), logits(decoded, ids)) < 1e-5
 
 
+@pytest.mark.slow
 def test_compiles_with_inductor():
     quantized, decoded = quantized_and_decoded(tiny_model("qwen3_moe"))
     assert relative_error(logits(torch.compile(quantized, fullgraph=True)), logits(decoded)) < 1e-5

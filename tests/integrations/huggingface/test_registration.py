@@ -22,6 +22,11 @@ ORDERS = {
     "package first, twice": f"{INSTALL}\n{INSTALL}\nimport transformers\n",
     "transformers in use": f"import transformers\ntransformers.AutoModelForCausalLM\n{INSTALL}\n{INSTALL}\n",
 }
+# Each test starts a process that imports transformers, in four seconds: one fast test of each order.
+FIRST_SLOW, SECOND_SLOW = (
+    [pytest.param(code, id=name, marks=[pytest.mark.slow] * (name == slow)) for name, code in ORDERS.items()]
+    for slow in ORDERS
+)
 
 
 def python(code):
@@ -29,7 +34,7 @@ def python(code):
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split("\n")
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", SECOND_SLOW)
 def test_order_of_imports(order):
     assert python(order + LOAD) == ["False 1", "False 1", ""]
 
@@ -70,7 +75,7 @@ print(seen == [CompressedTensorsConfig] * 2)
     assert python(code)[0] == "True"
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("order", FIRST_SLOW)
 def test_experts_implementation_is_known(order):
     code = """
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

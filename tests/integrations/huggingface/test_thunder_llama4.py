@@ -97,6 +97,7 @@ def test_a_router_of_ones_own_is_not_routed():
     assert relative_error(out, layer(x)[0]) < 0.01
 
 
+@pytest.mark.slow
 def test_the_routed_layer_is_imported_first():
     """With the executor there, its import of transformers' Llama 4 adds the lookaside in the middle of it."""
     code = """

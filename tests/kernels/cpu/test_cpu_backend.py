@@ -455,6 +455,10 @@ def reason_with(tmp_path, **environment):
 
 def test_says_that_there_is_no_compiler(tmp_path):
     assert "no C++ compiler found: 'no-such-compiler'" in reason_with(tmp_path, CXX="no-such-compiler")
+
+
+@pytest.mark.slow
+def test_says_that_the_compiler_is_not_on_the_path(tmp_path):
     environment = {"PATH": str(tmp_path), "CXX": "c++"}
     assert "no C++ compiler found: 'c++' is not on PATH" in reason_with(tmp_path, **environment)
 

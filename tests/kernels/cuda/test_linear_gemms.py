@@ -14,6 +14,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 
 
 @pytest.mark.parametrize(("name", "k", "dtype"), pairwise(list(CONFIGS), [16, 48, 128, 656, 1280], DTYPES))
+@pytest.mark.covering(1)
 def test_grouped_mm(emulated, name, k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (16, 88) if k != 48 else (33,):

@@ -25,6 +25,7 @@ TIMED_TILES = [
     ("name", "order", "late_copies", "late_products"),
     pairwise([*TIMED, *TIMED_TILES], [0, 1, 2, 3], [0, 1], [0, 1]),
 )
+@pytest.mark.covering(1)
 def test_waits_and_barriers_hold_against_any_timing(
     emulated, hopper, adversary, monkeypatch, name, order, late_copies, late_products
 ):

@@ -35,8 +35,8 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     ("config", "tiles", "stages", "shared"),
     [
         *((SMALL_TILES, *row) for row in SHARED_TILES),
-        *((LARGE_TILES, *row) for row in SHARED_TILES if row[0] * row[1] <= 72),
-        *(pytest.param(LARGE_TILES, *row, marks=pytest.mark.slow) for row in SHARED_TILES if row[0] * row[1] > 72),
+        *((LARGE_TILES, *row) for row in SHARED_TILES if row[0] * row[1] <= 30),
+        *(pytest.param(LARGE_TILES, *row, marks=pytest.mark.slow) for row in SHARED_TILES if row[0] * row[1] > 30),
     ],
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):

@@ -16,6 +16,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 
 
 @pytest.mark.parametrize(("name", "k", "dtype"), pairwise(list(TILED_CONFIGS), [64, 320, 512], DTYPES))
+@pytest.mark.covering(1)
 def test_grouped_mm(emulated, hopper, name, k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (64, 192):
