@@ -128,6 +128,23 @@ def test_compiles_whole(dynamic):
         assert torch.equal(compiled(hidden, ids, scores), layer(hidden, ids, scores))
 
 
+def test_one_graph_serves_any_number_of_tokens():
+    torch._dynamo.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    weights, exact = make()
+    compiled = torch.compile(experts_op, backend=count, fullgraph=True, dynamic=True)
+    for tokens in (4, 5, 9):
+        hidden_states, (ids, weight) = torch.randn(tokens, H), make_routing(tokens)
+        out = compiled(hidden_states, ids, weight, *weights)
+        assert relative_error(out, moe_experts(hidden_states, ids, weight, *exact)) < KERNEL_TOLERANCE[torch.float32]
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(opcheck, dtype):
     weights, _ = make()

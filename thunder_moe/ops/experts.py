@@ -81,11 +81,14 @@ def _check(
     require(
         hidden_states.shape[1] == hidden_size, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up"
     )
-    wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
-    require(expert_ids.ndim == 2 and expert_ids.shape[0] == tokens, "expert_ids", expert_ids, wanted)
+    # The messages with sizes are made only when needed: a symbolic size in a string would be made a constant, and
+    # compiled code compiled again for each number of tokens.
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens:
+        wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
+        require(False, "expert_ids", expert_ids, wanted)
     require(expert_ids.device == device, "expert_ids", expert_ids, f"device {device}, that of hidden_states")
-    wanted = f"shape {tuple(expert_ids.shape)}, that of expert_ids"
-    require(expert_weights.shape == expert_ids.shape, "expert_weights", expert_weights, wanted)
+    if expert_weights.shape != expert_ids.shape:
+        require(False, "expert_weights", expert_weights, f"shape {tuple(expert_ids.shape)}, that of expert_ids")
     if features % 2:
         raise ValueError(f"gate_up: got shape {gate_up.shape}, wanted an even out_features: gate rows, then up rows")
     if down.shape != (experts, hidden_size, features // 2):
