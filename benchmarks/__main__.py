@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks gemm|layer|model|host|compile|nvfuser|tune|roofline [--help]`.
+"""The benchmarks' command line: `python -m benchmarks model|gemm|layer|host|compile|nvfuser|tune|roofline [--help]`.
 Called from the root of a checkout and by `make bench`; calls the chosen module of benchmarks/suites alone.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 # The module of benchmarks/suites -> the line that --help has on it.
 COMMANDS = {
+    "model": "whole Hugging Face models, eager and compiled, bf16 and NVFP4: the main benchmark",
     "gemm": "one NVFP4 expert GEMM, every kernel backend, beside bf16 and the roofline",
     "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
-    "model": "whole Hugging Face models: prompt and generation tokens per second",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",
     "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
     "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",

@@ -30,6 +30,7 @@ __all__ = [
     "aligned",
     "comma_list",
     "command_parser",
+    "markdown",
     "parser",
     "plot",
     "plot_lines",
@@ -222,6 +223,13 @@ def aligned(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def markdown(cells: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown, aligned; the first line is the header."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
 def _milliseconds(timing: dict[str, Any]) -> str:
     mark = {"one call": " (one call)", "cuda events": " (no graph)", "own": " (own graph)"}
     return _number(timing["median"] * 1e3) + next(
@@ -293,7 +301,7 @@ def plot_lines(
     *,
     x: str,
     y: str,
-    reference: float,
+    reference: float | None,
     title: str,
     log: bool = True,
 ) -> pathlib.Path:
@@ -304,7 +312,7 @@ def plot_lines(
         panels: title -> label -> points.
         x: name of the horizontal axis, which is logarithmic.
         y: name of the vertical axis.
-        reference: height of the dashed line.
+        reference: height of the dashed line, or None for none.
         title: of the figure.
         log: whether the vertical axis is logarithmic too, otherwise it starts at 0.
 
@@ -333,7 +341,8 @@ def plot_lines(
             axis.set_yscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
+        if reference is not None:
+            axis.axhline(reference, color="black", linewidth=0.8, linestyle="--")
         axis.set(title=name, xlabel=x.replace("_", " "))
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:

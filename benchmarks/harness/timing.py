@@ -70,6 +70,7 @@ def measure(
     budget: float = 2.0,
     slow: float = 2.5,
     own_graphs: Collection[str] = (),
+    before: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Times candidates, interleaved.
 
@@ -82,6 +83,7 @@ def measure(
         budget: seconds after which a candidate is not called any more; the others go on.
         slow: seconds; a candidate whose first warm-up call takes longer is not timed again, that call is its Timing.
         own_graphs: names of candidates that replay CUDA graphs of their own: timed as plain calls.
+        before: called before each call, outside of its time and of CUDA graphs.
 
     Returns:
         name -> Timing, in the order of `functions`.
@@ -96,9 +98,12 @@ def measure(
     if warmup < 1 or budget <= 0 or slow <= 0:
         raise ValueError(f"warmup, budget, slow: got {warmup}, {budget}, {slow}, wanted at least 1 and more than 0")
     device = torch.device(device)
-    first_calls = {name: _warm_up(function, device, warmup, budget, slow) for name, function in functions.items()}
+    before = before or _nothing
+    first_calls = {
+        name: _warm_up(function, device, warmup, budget, slow, before) for name, function in functions.items()
+    }
     clocks = {
-        name: _clock(function, device, name in own_graphs)
+        name: _clock(function, device, name in own_graphs, before)
         for name, function in functions.items()
         if first_calls[name] <= slow
     }
@@ -177,10 +182,22 @@ def _summary(seconds: list[float], method: str) -> Timing:
     return Timing(median, (first, third), len(seconds), method)
 
 
-def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budget: float, slow: float) -> float:
+def _nothing() -> None:
+    pass
+
+
+def _warm_up(
+    function: Callable[[], Any],
+    device: torch.device,
+    calls: int,
+    budget: float,
+    slow: float,
+    before: Callable[[], None] = _nothing,
+) -> float:
     """Makes up to `calls` calls within the budget, only one if it is slow; returns the seconds of the first."""
     seconds: list[float] = []
     while len(seconds) < calls and sum(seconds) < budget and sum(seconds) <= slow:
+        before()
         start = time.perf_counter()
         function()
         if device.type == "cuda":
@@ -189,12 +206,14 @@ def _warm_up(function: Callable[[], Any], device: torch.device, calls: int, budg
     return seconds[0]
 
 
-def _clock(function: Callable[[], Any], device: torch.device, own_graph: bool) -> tuple[Callable[[], float], str]:
+def _clock(
+    function: Callable[[], Any], device: torch.device, own_graph: bool, before: Callable[[], None] = _nothing
+) -> tuple[Callable[[], float], str]:
     """A function that runs a candidate once and returns the seconds, and the name of the method."""
     if device.type != "cuda":
-        return functools.partial(_cpu_seconds, function), "perf_counter"
+        return functools.partial(_cpu_seconds, function, before), "perf_counter"
     if own_graph:
-        return functools.partial(_cuda_seconds, function), "own cuda graph"
+        return functools.partial(_cuda_seconds, function, before), "own cuda graph"
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
@@ -202,18 +221,20 @@ def _clock(function: Callable[[], Any], device: torch.device, own_graph: bool) -
     except Exception as error:  # any operation that a capture forbids: the method names it
         torch.cuda.synchronize()
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return functools.partial(_cuda_seconds, function), f"cuda events (not captured: {reason[:120]})"
-    return functools.partial(_cuda_seconds, graph.replay), "cuda graph"
+        return functools.partial(_cuda_seconds, function, before), f"cuda events (not captured: {reason[:120]})"
+    return functools.partial(_cuda_seconds, graph.replay, before), "cuda graph"
 
 
-def _cpu_seconds(function: Callable[[], Any]) -> float:
+def _cpu_seconds(function: Callable[[], Any], before: Callable[[], None] = _nothing) -> float:
+    before()
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-def _cuda_seconds(run: Callable[[], Any]) -> float:
+def _cuda_seconds(run: Callable[[], Any], before: Callable[[], None] = _nothing) -> float:
     start, end = _events()
+    before()
     _flush_buffer().zero_()
     start.record()
     run()

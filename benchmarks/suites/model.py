@@ -1,46 +1,63 @@
-"""Times whole Hugging Face models in bf16 and with NVFP4 experts: prompt and generation tokens per second, memory.
-Called by `python -m benchmarks model`; calls thunder_moe.quantize_, torch.compile and benchmarks/harness.
+"""Times whole Hugging Face models, eager and compiled, in bf16 and with NVFP4 weights: the package's main benchmark.
+Called by `python -m benchmarks model`; starts harness/column.py once for each column, calls harness/{models,report}.py.
 
-    eager bf16           the model as it is
-    compile bf16         its forward under torch.compile, as in all "compile" columns
-    compile nvfp4        torch.compile(backend="thunder_moe"): the frozen expert GEMMs are rewritten
-    eager nvfp4          after thunder_moe.quantize_
-    quantize_ + compile  the quantized model under torch.compile
+    eager bf16         the model as it is
+    compiled bf16      torch.compile(model, fullgraph=True), as in all columns below
+    thunder_moe        backend="thunder_moe": the frozen expert GEMMs are rewritten while the model is compiled
+    quantize_          after thunder_moe.quantize_
+    quantize_ linears  after thunder_moe.quantize_(linears=True): attention, dense layers and the head in 4 bits too
 
-All columns generate greedily with a static cache. The prompt's time is that of generating one token, the generation's
-that of all other tokens. Before a column is timed, its logits behind the prompt are compared: compiled bf16 with eager
-bf16, the columns of 4-bit weights with each other; `rewrite_report` has to confirm "compile nvfp4". `--models` takes
-small random models of well-known architectures, a config.json (random weights), or the directory of a checkpoint.
+Each column runs in a process of its own. It measures
+
+- a decode step for each of --batch, behind --context tokens in a static cache, with the mask that generate() prepares.
+  On CUDA a compiled step is one CUDA graph, replayed with a cold L2 cache; an eager one is a plain call.
+- the time to the first token of prompts of --prompts tokens, in plain calls, without a cache.
+- tokens per second of eager generate(), for the columns that run without a compiler.
+- memory, the time to build and to quantize, and the time of each first call, which compiles.
+
+"% of floor" is the time to read what a decode step has to read (experts that have tokens, other weights, keys and
+values, each in the column's own format) at the measured bandwidth, over the step's time.
+
+Before a column is timed, its compiled decode step of a two-layer model is compared with eager 16-bit code on the same
+(dequantized) weights; a wrong column has no times. Weights are random: `--models` takes names of real models, which are
+the default on CUDA, of small models for a CPU, a config.json, or the directory of a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
-from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.harness.models import CONFIGS, load
-from benchmarks.harness.report import aligned, comma_list, one_of, parser, positive, relative_error, save
-from benchmarks.harness.timing import measure
-from thunder_moe import quantize_, rewrite_report
-from thunder_moe.integrations.huggingface.experts import expert_blocks
+from benchmarks.harness.column import COLUMNS, Spec
+from benchmarks.harness.decode import SPARE, tensor_bytes
+from benchmarks.harness.models import CONFIGS, REAL, config_of, skeleton
+from benchmarks.harness.report import comma_list, markdown, one_of, parser, plot_lines, positive, save
 
 STEM = "model"
-COLUMNS = ("eager bf16", "compile bf16", "compile nvfp4", "eager nvfp4", "quantize_ + compile")
-# Relative Frobenius error of logits: bf16 roundings in another order, and the few routing decisions that they change.
-TOLERANCE = 0.1
+WORKER = [sys.executable, "-m", "benchmarks.harness.column"]
+ROOT = Path(__file__).resolve().parents[2]
+# device -> models, batches, prompts, context, prompt and new tokens of generate()
+DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
+    "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
+    "cpu": (["qwen3_moe"], [1, 8], [128], 64, (32, 16)),
+}
 
 
 def main(argv: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs the benchmark; prints the table and writes JSON.
+    """Runs the benchmark; prints the tables and writes JSON and plot.
 
     Args:
         argv: the arguments behind the subcommand.
@@ -49,167 +66,330 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         The rows of the JSON, one for each column of a model.
 
     Raises:
-        RuntimeError: a column computes something wrong, or was not compiled to what it says.
-        SystemExit: bad arguments.
+        SystemExit: bad arguments, or a column failed: with status 1 after everything else was measured and written.
     """
     args = _arguments(argv)
-    rows: list[dict[str, Any]] = []
-    for source in args.models:
-        torch.manual_seed(args.seed)
-        model = load(source, args.device, args.layers)
-        vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
-        prompt = torch.randint(1, vocabulary, (args.batch, args.prompt_tokens), device=args.device)
-        rows += [{"model": _name(source), **row} for row in _run(model, prompt, args)]
-        del model
-    path = save(STEM, args.device, rows, args.output, tolerance=TOLERANCE, inner=args.inner, batch=args.batch,
-                prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens)  # fmt: skip
-    print(_table(rows), path, sep="\n")
+    specs = list(_specs(args))
+    limits, *rows = _measure(specs, args.jobs)
+    bandwidth = limits.get("read_bytes_per_second")
+    for row in rows:
+        for cell in row.get("decode", {}).values():
+            if bandwidth and "median" in cell:
+                cell["floor_share"] = cell["step_bytes"] / bandwidth / cell["median"]
+    how = dict(read_bytes_per_second=bandwidth, inner=args.inner, context=args.context, generate=args.generate)
+    path = save(STEM, args.device, rows, args.output, **how)
+    for title, cells in _tables(rows):
+        print(f"\n{title}\n\n{markdown(cells)}")
+    for text in _profiles(rows):
+        print(text)
+    print(path)
+    if image := _plot(path, rows):
+        print(image)
+    failed = [row for row in [limits, *rows] if row.get("error") not in (None, "out of memory")]
+    for row in failed:
+        print(f"FAILED: {row['model']}, {row['column']}: {row['error']}", file=sys.stderr)
+    if failed:
+        raise SystemExit(1)
     return rows
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("model", __doc__ or "", shapes=False)
-    result.set_defaults(rounds=5, budget=60.0, slow=600.0)
+    result.set_defaults(rounds=30)
+    numbers = comma_list(positive)
     result.add_argument(
-        "--models", type=comma_list(_model), default=["qwen3_moe"],
-        help=f"comma-separated, of: {', '.join(CONFIGS)}, or paths (default: qwen3_moe)",
+        "--models", type=comma_list(_model),
+        help=f"comma-separated, of: {', '.join((*REAL, *CONFIGS))}, or paths "
+        f"(default: {','.join(DEFAULTS['cuda'][0])} on CUDA, {','.join(DEFAULTS['cpu'][0])} on a CPU)",
     )  # fmt: skip
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="(default: all)")
-    result.add_argument("--layers", type=positive, help="another number of layers, for random weights")
-    result.add_argument("--prompt-tokens", type=positive, default=64, help="of a random prompt (default: %(default)s)")
-    result.add_argument("--new-tokens", type=positive, default=32, help="at least 2 (default: %(default)s)")
-    result.add_argument("--batch", type=positive, default=1, help="texts at once (default: %(default)s)")
-    result.add_argument("--seed", type=int, default=0, help="of weights and prompt (default: %(default)s)")
+    result.add_argument("--layers", type=positive, help="of shortened models; the tables say how many (default: all)")
+    result.add_argument("--batch", type=numbers, help="of decode steps, comma-separated (default: by device)")
+    result.add_argument("--context", type=positive, help="tokens before a decode step (default: by device)")
+    result.add_argument("--prompts", type=_numbers_or_none, help='tokens of prefills, or "none" (default: by device)')
+    result.add_argument("--generate", type=numbers, metavar="PROMPT,NEW", help="tokens (default: by device)")
+    result.add_argument(
+        "--attention", type=comma_list(str), default=["sdpa"],
+        help="transformers' names, each in all columns (default: sdpa; eager for models without it)",
+    )  # fmt: skip
+    result.add_argument("--jobs", type=positive, default=1, help="columns that compile at the same time, as far as "
+                        "memory allows; they measure one after the other (default: %(default)s)")  # fmt: skip
+    result.add_argument("--profile", action="store_true", help="the kernels of one decode step of each batch")
+    result.add_argument("--seed", type=int, default=0, help="of weights (default: %(default)s)")
     result.add_argument(
         "--inner", choices=("inductor", "aot_eager"), default="inductor",
         help="what compiles the graphs: aot_eager needs no C++ compiler (default: %(default)s)",
     )  # fmt: skip
     args = result.parse_args(argv)
-    if args.new_tokens < 2:
-        result.error(f"argument --new-tokens: got {args.new_tokens}, wanted at least 2")
+    models, batches, prompts, context, generate = DEFAULTS[args.device.type]
+    args.models = args.models or models
+    args.batch = sorted(args.batch or batches)
+    args.prompts = prompts if args.prompts is None else args.prompts
+    args.context, args.generate = args.context or context, args.generate or generate
+    if len(args.generate) != 2:
+        result.error(
+            f"argument --generate: got {len(args.generate)} numbers, wanted 2: tokens of the prompt, new tokens"
+        )
     if args.device.type == "cpu" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         result.error("a CPU needs torch 2.11: torch.compile of 2.10 cannot trace transformers' bf16 experts")
     return args
 
 
+def _numbers_or_none(text: str) -> list[int]:
+    return [] if text == "none" else comma_list(positive)(text)
+
+
 def _model(text: str) -> str:
-    if text not in CONFIGS and not Path(text).exists():
+    if text not in REAL and text not in CONFIGS and not Path(text).exists():
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, wanted one of {', '.join(CONFIGS)}, a path to config.json, or the directory of a checkpoint"
+            f"got {text!r}, wanted one of {', '.join((*REAL, *CONFIGS))}, a path to config.json, or the directory of a "
+            "checkpoint"
         )
     return text
 
 
 def _name(source: str) -> str:
     path = Path(source)
-    return source if source in CONFIGS else (path.parent if path.is_file() else path).resolve().name
+    return source if source in REAL or source in CONFIGS else (path.parent if path.is_file() else path).resolve().name
 
 
-def _run(model: nn.Module, prompt: Tensor, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Checks and times the columns one after the other, because `quantize_` replaces the weights in place."""
-    names = list(expert_blocks(model))
-    if not names:
-        raise SystemExit(f"{type(model).__name__} has no experts that thunder_moe knows")
-    rows, logits = [], dict[bool, Tensor]()
-    bar = tqdm([name for name in COLUMNS if name in args.columns], unit="column")
-    for name in bar:
-        bar.set_description(f"{type(model).__name__} {name}")
-        torch._dynamo.reset()  # a compiled graph would keep the 16-bit weights
-        vars(model).pop("forward", None)
-        nvfp4 = name.endswith("nvfp4") or name.startswith("quantize_")
-        if nvfp4 and name != "compile nvfp4" and expert_blocks(model):
-            quantize_(model)
-        if "compile" in name:
-            vars(model)["forward"] = _compiled(model, name, args)
-        start = time.perf_counter()
-        error = _check(name, model, prompt, logits, nvfp4, names)
-        compile_seconds = time.perf_counter() - start
-        functions = {
-            part: functools.partial(generate, model, prompt, tokens)
-            for part, tokens in (("prompt", 1), ("all", args.new_tokens))
-        }
-        how = dict(rounds=args.rounds, min_rounds=min(3, args.rounds), budget=args.budget, slow=args.slow, warmup=2)
-        # A call of generate replays the CUDA graphs of its column and synchronizes, so that it cannot be captured.
-        timings = measure(functions, device=args.device, own_graphs=list(functions), **how)
-        first, whole = timings["prompt"].median, timings["all"].median
-        rows.append({
-            "column": name,
-            "prompt_tokens_per_second": prompt.numel() / first,
-            "new_tokens_per_second": prompt.shape[0] * (args.new_tokens - 1) / max(whole - first, 1e-9),
-            "seconds": {part: asdict(timing) for part, timing in timings.items()},
-            "first_call_seconds": compile_seconds,
-            "model_bytes": tensor_bytes(model),
-            "expert_bytes": sum(tensor_bytes(model.get_submodule(path)) for path in names),
-            "relative_error": error,
-        })  # fmt: skip
-    vars(model).pop("forward", None)
-    return rows
+def _specs(args: argparse.Namespace) -> Iterator[Spec]:
+    """The device's limits, then each column of each model."""
+    device = args.device.type
+    yield Spec("", "limits", device)
+    for model in args.models:
+        for attention in args.attention:
+            for column in args.columns:
+                yield Spec(
+                    model, column, device, layers=args.layers, attention=attention, batches=args.batch,
+                    context=args.context, prompts=args.prompts, generate=tuple(args.generate), inner=args.inner,
+                    rounds=args.rounds, budget=args.budget, seed=args.seed, profile=args.profile,
+                )  # fmt: skip
 
 
-def _compiled(model: nn.Module, name: str, args: argparse.Namespace) -> Callable[..., Any]:
-    """The forward of a column under torch.compile; on CUDA inductor captures CUDA graphs."""
-    options: dict[str, Any] = dict(fullgraph=True)
-    graphs = args.device.type == "cuda" and args.inner == "inductor"
-    if name == "compile nvfp4":
-        options |= dict(backend="thunder_moe")
-        if graphs:
-            options |= dict(mode="reduce-overhead")
-        else:
-            options |= dict(options={"thunder_moe.inner": args.inner})
-    else:
-        options |= dict(backend=args.inner, mode="reduce-overhead" if graphs else None)
-    return torch.compile(model.forward, **options)
+@dataclass
+class _Process:
+    """A column's process and what it has written so far."""
+
+    spec: Spec
+    process: subprocess.Popen[bytes]
+    results: TextIO
+    log: Path
+    row: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{_name(self.spec.model)} {self.spec.column}" if self.spec.model else self.spec.column
+
+    @staticmethod
+    def start(spec: Spec, directory: Path, index: int) -> _Process:
+        results, log = directory / f"{index}.jsonl", directory / f"{index}.log"
+        results.touch()
+        spec = replace(spec, lock=str(directory / "lock"))
+        command = [*WORKER, json.dumps(asdict(spec)), str(results)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
+        return _Process(spec, process, results.open(), log, _row(spec))
+
+    def poll(self) -> int:
+        """Takes new results into the row; returns how many cells they are."""
+        cells = 0
+        for line in self.results:
+            part: dict[str, Any] = json.loads(line)
+            cells += "decode" in part or "prefill" in part
+            for key, value in part.items():
+                if isinstance(value, dict) and isinstance(self.row.get(key), dict):
+                    self.row[key] |= value
+                else:
+                    self.row[key] = value
+        return cells
+
+    def finish(self) -> None:
+        """Says what went wrong, if anything did and the process could not say it."""
+        code = self.process.returncode
+        if code != 0:
+            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+            how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            self.row.setdefault("error", f"{how}: {lines[-1] if lines else 'no output'}")
+            print(f"\n{self.spec.model} {self.spec.column}:", *lines[-30:], sep="\n", file=sys.stderr)
 
 
-def _check(
-    name: str, model: nn.Module, prompt: Tensor, logits: dict[bool, Tensor], nvfp4: bool, names: Sequence[str]
-) -> float | None:
-    """The relative error of a column's logits against the first column with the same weights (None for that one)."""
-    with torch.no_grad():
-        found = model(prompt, logits_to_keep=1).logits.float()
-    if name == "compile nvfp4":
-        report = rewrite_report(vars(model)["forward"])
-        rewritten = {entry.gemm.weight for entry in report if entry.rewritten}
-        if len(rewritten) != 2 * len(names) or not all(entry.rewritten for entry in report):
-            raise RuntimeError(f"{name!r}: wanted the experts of {len(names)} layers in NVFP4, compiled was\n{report}")
-    if nvfp4 not in logits:
-        logits[nvfp4] = found
-        return None
-    error = relative_error(found, logits[nvfp4])
-    if error > TOLERANCE:
-        raise RuntimeError(f"{name!r} is wrong: relative error {error:.2g} of the logits, wanted at most {TOLERANCE}")
-    return error
+def _row(spec: Spec) -> dict[str, Any]:
+    """A row without results."""
+    row: dict[str, Any] = {"model": _name(spec.model), "column": spec.column, "attention": spec.attention}
+    return row | ({"all_layers": config_of(spec.model).num_hidden_layers} if spec.model else {})
 
 
-def generate(model: nn.Module, prompt: Tensor, tokens: int) -> Tensor:
-    """Greedy text behind a prompt, with a cache of fixed size.
+def _measure(specs: Sequence[Spec], jobs: int) -> list[dict[str, Any]]:
+    """Rows of the specs, in their order. The first is alone: it measures the device's limits."""
+    waiting = list(enumerate(specs))
+    running: dict[int, _Process] = {}
+    rows: dict[int, dict[str, Any]] = {}
+    capacity = _capacity(specs[0].device)
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmarks-") as directory,
+        tqdm(total=sum(len(spec.batches) + len(spec.prompts) for spec in specs[1:]), unit="cell") as bar,
+    ):
+        try:
+            while waiting or running:
+                needed = [_bytes(spec) for spec in (*(p.spec for p in running.values()), *(s for _, s in waiting[:1]))]
+                fits = not running or (len(running) < jobs and 0 not in running and sum(needed) < capacity)
+                if waiting and fits:
+                    index, spec = waiting.pop(0)
+                    running[index] = _Process.start(spec, Path(directory), index)
+                    bar.set_description(", ".join(process.name for process in running.values()))
+                for index, process in list(running.items()):
+                    ended = process.process.poll() is not None
+                    if cells := process.poll():
+                        bar.update(cells)
+                    if ended:
+                        process.finish()
+                        rows[index] = running.pop(index).row
+                time.sleep(0.1)
+        except KeyboardInterrupt:  # what there is, is written
+            for index, process in running.items():
+                process.poll()
+                rows[index] = process.row | {"error": "interrupted"}
+            rows |= {index: {**_row(spec), "error": "interrupted"} for index, spec in waiting}
+        finally:
+            for process in running.values():
+                process.process.kill()
+                process.process.wait()
+    return [rows[index] for index in range(len(specs))]
 
-    Args:
-        model: a Hugging Face model; `generate` calls its `forward`, compiled or not.
-        prompt: int64 (batch, length).
-        tokens: to generate.
 
-    Returns:
-        int64 (batch, length + tokens).
-    """
-    options: dict[str, Any] = dict(max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
-    # Without disable_compile, generate compiles by itself on a GPU.
-    options |= dict(cache_implementation="static", disable_compile=True)
-    text: Tensor = model.generate(  # type: ignore[operator]
-        prompt, attention_mask=torch.ones_like(prompt), **options
-    )
-    return text
+def _capacity(device: str) -> float:
+    """Bytes that the columns of one moment may need together."""
+    if device != "cuda":
+        return float("inf")
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    found = subprocess.run(query, capture_output=True, text=True)  # a CUDA context of this process would take memory
+    return float(found.stdout.split()[0]) * 2**20 if found.returncode == 0 else 0.0
 
 
-def tensor_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, each once."""
-    return sum({id(t): t.nbytes for t in [*module.parameters(), *module.buffers()]}.values())
+def _bytes(spec: Spec) -> float:
+    """About what a column needs on its device."""
+    if spec.column == "limits" or spec.device == "cpu":
+        return 0.0
+    weights, keys = _model_bytes(spec.model, spec.layers)
+    form = COLUMNS[spec.column]
+    factor = 0.4 if form.quantize is not None else 1.4 if form.backend else 1.05
+    return factor * weights + keys * max(spec.batches) * (spec.context + SPARE) + 12e9
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [["model", "column", "prompt [tokens/s]", "generation [tokens/s]", "weights [MiB]", "experts [MiB]"]]
+@functools.cache
+def _model_bytes(source: str, layers: int | None) -> tuple[float, float]:
+    """Bytes of a model in bf16, and of the keys and values of a token."""
+    config: Any = config_of(source, layers)
+    model = skeleton(source, layers)
+    heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return float(tensor_bytes(model)), float(4 * heads * head_dim * config.num_hidden_layers)
+
+
+def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
+    """A table for each model and attention: a column for each row."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        speeds = (f"{row[key]:,.1f}" for key in ("prompt_tokens_per_second", "new_tokens_per_second"))
-        sizes = (f"{row[key] / 2**20:,.1f}" for key in ("model_bytes", "expert_bytes"))
-        cells.append([row["model"], row["column"], *speeds, *sizes])
-    return aligned(cells)
+        groups.setdefault((row["model"], row["attention"]), []).append(row)
+    for (model, attention), group in groups.items():
+        layers = next((f"{row['layers']} of {row['all_layers']}" for row in group if "layers" in row), "no")
+        yield f"{model}, {layers} layers, attention {attention}", _table(group)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    lines: list[tuple[str, str, str, Callable[[dict[str, Any]], str]]] = []
+    for batch in dict.fromkeys(key for row in rows for key in row.get("decode", {})):
+        lines.append((f"decode, batch {batch}: ms (% of floor)", "decode", batch, _decode))
+        lines.append(("tokens/s", "decode", batch, lambda cell, batch=batch: f"{int(batch) / cell['median']:,.0f}"))  # type: ignore[misc]
+    for tokens in dict.fromkeys(key for row in rows for key in row.get("prefill", {})):
+        lines.append((f"first token behind {tokens}: ms", "prefill", tokens, _milliseconds))
+    cells = [["", *(row["column"] for row in rows)]]
+    cells += [[name, *(_text(row, kind, key, text) for row in rows)] for name, kind, key, text in lines]
+    for name, text in (
+        ("eager generate: tokens/s", lambda row: f"{row['generate']['tokens_per_second']:.1f}"),
+        ("weights: GB", lambda row: f"{row['model_bytes'] / 1e9:.1f}"),
+        ("most memory: GB", lambda row: f"{peak_bytes(row) / 1e9:.1f}"),
+        ("build + quantize: s", lambda row: "{build_seconds:.1f} + {quantize_seconds:.1f}".format(**row["load"])),
+        ("first calls (compiling): s", lambda row: f"{_first_calls(row):.0f}"),
+        ("error of the logits", lambda row: f"{row['relative_error']:.1g}"),
+    ):
+        found = [_try(text, row) for row in rows]
+        if set(found) != {"-"}:
+            cells.append([name, *found])
+    return cells
+
+
+def _text(row: dict[str, Any], kind: str, key: str, text: Callable[[dict[str, Any]], str]) -> str:
+    """A cell, or why it has no number."""
+    cell = row.get(kind, {}).get(key)
+    if cell is None:
+        error = row.get("error")
+        return "-" if error is None else error if error == "out of memory" else "failed"
+    return cell["error"] if "error" in cell else text(cell)
+
+
+def _try(text: Callable[[dict[str, Any]], str], row: dict[str, Any]) -> str:
+    try:
+        return text(row)
+    except (KeyError, ValueError):  # not measured
+        return "-"
+
+
+def _milliseconds(cell: dict[str, Any]) -> str:
+    milliseconds = cell["median"] * 1e3
+    mark = " (no graph)" if "not captured" in cell["method"] else ""
+    return (f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}") + mark
+
+
+def _decode(cell: dict[str, Any]) -> str:
+    share = f" ({100 * cell['floor_share']:.0f} %)" if "floor_share" in cell else ""
+    return _milliseconds(cell) + share
+
+
+def peak_bytes(row: dict[str, Any]) -> int:
+    """Most bytes that a column had allocated on its device.
+
+    Raises:
+        ValueError: none of its cells knows.
+    """
+    cells = [row.get("load", {}), row.get("generate", {})]
+    cells += [*row.get("decode", {}).values(), *row.get("prefill", {}).values()]
+    return max(int(cell["peak_bytes"]) for cell in cells if "peak_bytes" in cell)
+
+
+def _first_calls(row: dict[str, Any]) -> float:
+    cells = [*row["decode"].values(), *row.get("prefill", {}).values()]
+    return float(sum(cell["first_call_seconds"] for cell in cells))
+
+
+def _profiles(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The kernels of decode steps."""
+    for row in rows:
+        for batch, cell in row.get("decode", {}).items():
+            if "profile" in cell:
+                total = sum(event["microseconds"] for event in cell["profile"])
+                yield f"\n{row['model']}, {row['column']}, attention {row['attention']}, batch {batch}: {total:,.0f} us"
+                lines = [
+                    [f"{event['microseconds']:,.0f}", f"{100 * event['microseconds'] / total:.1f}", str(event["count"]),
+                     event["kernel"][:100]]
+                    for event in cell["profile"]
+                ]  # fmt: skip
+                yield markdown([["us", "%", "calls", "kernel"], *lines])
+
+
+def _plot(path: Path, rows: Sequence[dict[str, Any]]) -> Path | None:
+    """Decode tokens per second by batch, a panel for each model and attention."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        points = [(float(b), int(b) / cell["median"]) for b, cell in row.get("decode", {}).items() if "median" in cell]
+        if points:
+            layers = "" if row["layers"] == row["all_layers"] else f" {row['layers']} of {row['all_layers']} layers,"
+            panels.setdefault(f"{row['model']},{layers} {row['attention']}", {})[row["column"]] = points
+    if not panels:
+        return None
+    return plot_lines(
+        path.with_suffix(".png"), panels, x="batch", y="decode [tokens/s]", reference=None,
+        title="Whole models: tokens per second of decode steps",
+    )  # fmt: skip

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_config
-from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.harness import layers
@@ -28,7 +26,6 @@ LAYER_COLUMNS = [
     "quantize_ + compile",
 ]  # fmt: skip
 COMPILE_COLUMNS = ["eager bf16", "compile bf16", "compile nvfp4", "quantize_ + compile nvfp4"]
-MODEL_COLUMNS = ["eager bf16", "compile bf16", "compile nvfp4", "eager nvfp4", "quantize_ + compile"]
 thunder = pytest.mark.filterwarnings("ignore:transformer_engine module not found")
 
 
@@ -164,73 +161,6 @@ def test_check_refuses_what_a_column_does_not_say():
             layers.check("nvfp4", kept, "layer", (x,), wanted)
 
 
-@pytest.fixture
-def config(tmp_path):
-    if TorchVersion(torch.__version__) < (2, 11):
-        pytest.skip("torch.compile of torch 2.10 cannot trace transformers' bf16 experts on a CPU")
-    tiny_config("qwen3_moe").save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny" / "config.json")
-
-
-@pytest.mark.slow
-def test_model_runs_end_to_end(config, tmp_path, capsys):
-    sizes = ["--models", config, "--prompt-tokens", "5", "--new-tokens", "4", "--rounds", "1", "--device", "cpu"]
-    rows = main(["model", *sizes, "--inner", "aot_eager", "--output", str(tmp_path)])
-    content = json.loads((tmp_path / "model_cpu.json").read_text())
-    assert content["rows"] == json.loads(json.dumps(rows))
-    assert [(row["model"], row["column"]) for row in rows] == [("tiny", column) for column in MODEL_COLUMNS]
-    weights = 2 * 8 * 3 * 64 * 32  # two layers of eight experts
-    # Half a byte a weight, a scale per 16 weights, and two float32 multipliers an expert.
-    nvfp4 = weights // 2 + weights // 16 + 4 * 2 * 8 * 2
-    assert [row["expert_bytes"] for row in rows] == [2 * weights] * 3 + [nvfp4] * 2
-    for row in rows:
-        assert row["model_bytes"] > row["expert_bytes"]
-        assert row["new_tokens_per_second"] > 0
-        assert row["prompt_tokens_per_second"] > 0
-    first, *errors = [row["relative_error"] for row in rows]
-    assert first is None
-    assert errors[1] is None
-    assert all(error < 0.05 for error in (errors[0], *errors[2:]))
-    assert "quantize_ + compile" in capsys.readouterr().out
-
-
-def test_model_refuses_wrong_logits(config, tmp_path, monkeypatch):
-    from benchmarks.suites import model
-
-    compiled = model._compiled
-
-    def wrong(module, name, args):
-        function = compiled(module, name, args)
-
-        def forward(*inputs, **options):
-            out = function(*inputs, **options)
-            out.logits = out.logits * 1.2
-            return out
-
-        return forward
-
-    monkeypatch.setattr(model, "_compiled", wrong)
-    sizes = ["--models", config, "--prompt-tokens", "5", "--rounds", "1", "--columns", "eager bf16,compile bf16"]
-    with pytest.raises(RuntimeError, match="'compile bf16' is wrong: relative error 0.2"):
-        main(["model", *sizes, "--device", "cpu", "--inner", "aot_eager", "--output", str(tmp_path / "results")])
-    assert not (tmp_path / "results").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layers", "0"], "--layers: got '0', wanted an integer of at least 1"),
-        (["--new-tokens", "1"], "--new-tokens: got 1, wanted at least 2"),
-        (["--models", "qwen4"], "--models: got 'qwen4', wanted one of qwen3_moe, mixtral"),
-    ],
-)
-def test_model_says_what_is_wanted(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["model", "--device", "cpu", *arguments])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", ["gemm", "layer", "model", "compile"])
 def test_results_that_cannot_be_written_are_refused_before_any_is_measured(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
@@ -250,13 +180,3 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     for wrong in (tmp_path, tmp_path / "missing" / "configs.json"):
         with pytest.raises(argparse.ArgumentTypeError, match="wanted a file in a folder that is there"):
             writable_file(str(wrong))
-
-
-def test_model_knows_its_configs():
-    from benchmarks.harness import models
-    from thunder_moe.integrations.huggingface.experts import expert_blocks
-
-    for name in models.CONFIGS:
-        model = models.load(name, torch.device("meta"), layers=2)
-        assert model.config.num_hidden_layers == 2
-        assert 1 <= len(expert_blocks(model)) <= 2

@@ -1,0 +1,395 @@
+"""Measures one column of the model suite: one model, in one form, in a process of its own.
+Started by suites/model.py as `python -m benchmarks.harness.column SPEC FILE`; calls harness/{models,decode,timing}.py.
+
+FILE receives a JSON object per line as results come in, each a part of the column's row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness.decode import DecodeStep, generate_tokens_per_second, prefill, step_bytes, tensor_bytes
+from benchmarks.harness.models import build
+from benchmarks.harness.report import relative_error
+from benchmarks.harness.roofline import Limits
+from benchmarks.harness.timing import Timing, measure
+from thunder_moe import dequantize_, quantize_, rewrite_report
+from thunder_moe.integrations.huggingface.experts import expert_blocks
+
+__all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
+
+# Relative Frobenius error of logits: bf16 roundings in another order, and the few routing decisions that they change.
+TOLERANCE = 0.1
+CHECK_LAYERS, CHECK_BATCH, CHECK_CONTEXT, CHECK_PROMPT = 2, 4, 24, 200
+PROFILE_ROWS = 25
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a column makes of a model.
+
+    Attributes:
+        quantize: the arguments of `quantize_`, or None for a model of 16-bit weights.
+        compiled: whether decode steps and prefills are compiled; on CUDA a compiled decode step is in a CUDA graph.
+        backend: of torch.compile, or None for the one of --inner.
+    """
+
+    quantize: dict[str, Any] | None = None
+    compiled: bool = True
+    backend: str | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether an eager generate() is this form's own: those of compiled bf16 are the eager column's."""
+        return not self.compiled or self.quantize is not None
+
+    @property
+    def nvfp4(self) -> bool:
+        """Whether the experts' weights have 4 bits where they are read."""
+        return self.quantize is not None or self.backend is not None
+
+
+COLUMNS = {
+    "eager bf16": Form(compiled=False),
+    "compiled bf16": Form(),
+    "thunder_moe": Form(backend="thunder_moe"),
+    "quantize_": Form(quantize={}),
+    "quantize_ linears": Form(quantize={"linears": True}),
+}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The arguments of one process.
+
+    Attributes:
+        model: as `models.build` takes it.
+        column: of COLUMNS, or "limits" for the device's bandwidth.
+        device: "cpu" or "cuda".
+        layers: of a shortened model.
+        attention: transformers' name.
+        batches, context: of decode steps.
+        prompts: tokens of prefills.
+        generate: prompt and new tokens of generate().
+        inner: the compiler, "inductor" or "aot_eager".
+        rounds, budget: as `timing.measure` takes them.
+        seed: of the weights.
+        profile: whether one decode step of each batch is profiled.
+        lock: a file; who holds its lock measures alone. Columns may compile at the same time.
+    """
+
+    model: str
+    column: str
+    device: str
+    layers: int | None = None
+    attention: str = "sdpa"
+    batches: Sequence[int] = (1,)
+    context: int = 512
+    prompts: Sequence[int] = ()
+    generate: tuple[int, int] = (64, 32)
+    inner: str = "inductor"
+    rounds: int = 30
+    budget: float = 1.0
+    seed: int = 0
+    profile: bool = False
+    lock: str | None = None
+
+
+@dataclass
+class _Column:
+    """A process's work; `emit` takes parts of the row."""
+
+    spec: Spec
+    emit: Callable[[dict[str, Any]], None]
+    form: Form = field(init=False)
+    device: torch.device = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.form, self.device = COLUMNS[self.spec.column], torch.device(self.spec.device)
+
+    def run(self) -> None:
+        if self.form.quantize and not _has_arguments(self.form.quantize):
+            raise ValueError(f"quantize_ of this version takes no {', '.join(self.form.quantize)}")
+        self._check()
+        model = self._load()
+        forward = self._compile(model)
+        if self.form.generates:
+            self._cell("generate", "", lambda: {"tokens_per_second": self._generate(model)})
+        step = self._cell("cache", "", lambda: DecodeStep(model, max(self.spec.batches), self.spec.context))
+        for batch in self.spec.batches:
+            if isinstance(step, DecodeStep):
+                self._cell("decode", str(batch), lambda batch=batch: self._decode(model, forward, step, batch))  # type: ignore[misc]
+            else:
+                self.emit({"decode": {str(batch): step}})
+        step = None
+        torch._dynamo.reset()
+        forward = self._compile(model)
+        for tokens in self.spec.prompts:
+            self._cell("prefill", str(tokens), lambda tokens=tokens: self._prefill(model, forward, tokens))  # type: ignore[misc]
+
+    def _cell(self, kind: str, key: str, work: Callable[[], Any]) -> Any:
+        """Runs a cell and emits its result; out of memory is one."""
+        try:
+            self._reset_peak()
+            result = work()
+        except torch.OutOfMemoryError:
+            result = {"error": "out of memory"}
+        if isinstance(result, dict):
+            result |= self._peak()
+            self.emit({kind: {key: result} if key else result})
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return result
+
+    def _check(self) -> None:
+        """Compares logits with those of eager 16-bit code on the same (dequantized) weights.
+
+        Of a decode step behind the same keys and values and, when prefills are timed, of a prefill. The model has its
+        first two layers, so that the routing of both is nearly the same.
+        """
+        step, wanted = self._check_logits(None)
+        _, found = self._check_logits(step)
+        error = max(relative_error(*pair) for pair in zip(found, wanted, strict=True))
+        self.emit({"relative_error": error})
+        if error > TOLERANCE:
+            raise RuntimeError(f"wrong: relative error {error:.2g} of the logits, wanted at most {TOLERANCE}")
+
+    def _check_logits(self, reference: DecodeStep | None) -> tuple[DecodeStep, list[Tensor]]:
+        """The step and logits of the column, or of what it is compared with if `reference`, its step, is None."""
+        quantized = self.form.quantize
+        if quantized is None and reference is None and self.form.nvfp4:
+            quantized = {}
+        layers = min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS)
+        model = build(
+            self.spec.model, self.device, layers=layers, attention=self.spec.attention if reference else "sdpa",
+            seed=self.spec.seed, finish=None if quantized is None else _quantizer(quantized),
+        )  # fmt: skip
+        if reference is None and quantized is not None:
+            dequantize_(model)
+        step = DecodeStep(model, CHECK_BATCH, CHECK_CONTEXT)
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(1, step.config.vocab_size, (CHECK_BATCH, CHECK_CONTEXT), generator=generator)
+        prompt = torch.randint(1, step.config.vocab_size, (1, CHECK_PROMPT), generator=generator).to(self.device)
+        if reference is None:
+            step.fill(model, ids.to(self.device))
+        else:
+            for ours, theirs in zip(step.keys_values, reference.keys_values, strict=True):
+                for tensor, other in zip(ours, theirs, strict=True):
+                    tensor.copy_(other)
+        step.choose(CHECK_BATCH)
+        forward = model if reference is None else self._compile(model)
+        logits = [step(forward).float()]
+        if reference is not None and self.form.backend == "thunder_moe":
+            _require_rewritten(forward, len(expert_blocks(model)))
+        torch._dynamo.reset()
+        if self.spec.prompts:
+            forward = model if reference is None else self._compile(model)
+            logits.append(prefill(forward, prompt).float())
+            torch._dynamo.reset()
+        return step, logits
+
+    def _load(self) -> nn.Module:
+        """Builds the model, and quantizes each layer as soon as it is there."""
+        quantizing = 0.0
+        finish = None if self.form.quantize is None else _quantizer(self.form.quantize)
+
+        def timed(module: nn.Module, name: str) -> None:
+            nonlocal quantizing
+            start = self._clock()
+            if finish is not None:
+                finish(module, name)
+                quantizing += self._clock() - start
+
+        with self._alone():
+            self._reset_peak()
+            start = self._clock()
+            model = build(
+                self.spec.model, self.device, layers=self.spec.layers, attention=self.spec.attention,
+                seed=self.spec.seed, finish=timed,
+            )  # fmt: skip
+            seconds = self._clock() - start
+        config: Any = model.config
+        self.emit({
+            "load": {"build_seconds": seconds - quantizing, "quantize_seconds": quantizing, **self._peak()},
+            "layers": config.num_hidden_layers,
+            "attention": config._attn_implementation,
+            "model_bytes": tensor_bytes(model),
+        })  # fmt: skip
+        return model
+
+    def _compile(self, model: nn.Module) -> Callable[..., Any]:
+        if not self.form.compiled:
+            return model
+        how: dict[str, Any] = dict(backend=self.spec.inner)
+        if self.form.backend is not None:
+            how = dict(backend=self.form.backend, options={"thunder_moe.inner": self.spec.inner})
+        compiled: Callable[..., Any] = torch.compile(model, fullgraph=True, **how)
+        return compiled
+
+    def _generate(self, model: nn.Module) -> float:
+        prompt_tokens, new_tokens = self.spec.generate
+        with self._alone():
+            return generate_tokens_per_second(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+
+    def _decode(self, model: nn.Module, forward: Callable[..., Any], step: DecodeStep, batch: int) -> dict[str, Any]:
+        # One graph for all batches but 1, on which torch specializes.
+        step.choose(batch, dynamic=batch > 1 and sum(other > 1 for other in self.spec.batches) > 1)
+        first_call, logits = self._first_call(lambda: step(forward))
+        if not bool(logits.isfinite().all()):
+            raise RuntimeError("wrong: the logits are not finite")
+        timing = self._measure(lambda: step(forward), step.rewind, graph=self.form.compiled)
+        needed = step_bytes(model, _experts(model), step, packed=self.form.nvfp4 and self.form.quantize is None)
+        result: dict[str, Any] = {**asdict(timing), "first_call_seconds": first_call, "step_bytes": needed}
+        if self.spec.profile:
+            result["profile"] = self._profile(lambda: step(forward), step.rewind)
+        return result
+
+    def _prefill(self, model: nn.Module, forward: Callable[..., Any], tokens: int) -> dict[str, Any]:
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        config: Any = model.config
+        ids = torch.randint(1, config.vocab_size, (1, tokens), device=self.device, generator=generator)
+        if len(self.spec.prompts) > 1:
+            torch._dynamo.maybe_mark_dynamic(ids, 1)
+        first_call, _ = self._first_call(lambda: prefill(forward, ids))
+        # Nobody captures a graph for each length of a prompt: plain calls.
+        timing = self._measure(lambda: prefill(forward, ids), graph=False)
+        return {**asdict(timing), "first_call_seconds": first_call}
+
+    def _first_call(self, function: Callable[[], Tensor]) -> tuple[float, Tensor]:
+        """Compiles, at the same time as other processes do."""
+        start = self._clock()
+        result = function()
+        return self._clock() - start, result
+
+    def _measure(self, function: Callable[[], Any], before: Callable[[], None] | None = None, *, graph: bool) -> Timing:
+        how: dict[str, Any] = dict(rounds=self.spec.rounds, min_rounds=min(3, self.spec.rounds), slow=600.0)
+        how |= dict(budget=self.spec.budget, own_graphs=() if graph else ("function",), before=before)
+        with self._alone():
+            timings = measure({"function": function}, device=self.device, **how)
+        timing = timings["function"]
+        return timing if graph or self.device.type == "cpu" else replace(timing, method="plain calls")
+
+    def _profile(self, function: Callable[[], Any], before: Callable[[], None]) -> list[dict[str, Any]]:
+        """Kernels (operators on a CPU) of one plain call, those that take most time first."""
+        from torch.profiler import ProfilerActivity, profile
+
+        cuda = self.device.type == "cuda"
+        before()
+        with self._alone(), profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+            function()
+            if cuda:
+                torch.cuda.synchronize()
+        events = [
+            {"kernel": event.key, "count": event.count,
+             "microseconds": event.self_device_time_total if cuda else event.self_cpu_time_total}
+            for event in found.key_averages()
+        ]  # fmt: skip
+        events.sort(key=lambda event: -event["microseconds"])
+        rest = events[PROFILE_ROWS:]
+        others = {"kernel": f"{len(rest)} others", "count": sum(event["count"] for event in rest),
+                  "microseconds": sum(event["microseconds"] for event in rest)}  # fmt: skip
+        return [*events[:PROFILE_ROWS], *([others] if rest else [])]
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def _peak(self) -> dict[str, int]:
+        return {"peak_bytes": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.spec.lock is not None:
+                file = stack.enter_context(open(self.spec.lock, "w"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Measures a column.
+
+    Args:
+        spec: what to measure.
+        emit: called with each part of the row.
+
+    Raises:
+        RuntimeError: the column computes something wrong, or was not compiled to what it says.
+        ValueError: this version's quantize_ lacks what the column needs, or the model has no experts.
+    """
+    if spec.column == "limits":
+        emit({"read_bytes_per_second": Limits.measured(torch.device(spec.device)).read_bytes_per_second})
+    else:
+        _Column(spec, emit).run()
+
+
+def _has_arguments(names: dict[str, Any]) -> bool:
+    import inspect
+
+    return set(names) <= set(inspect.signature(quantize_).parameters)
+
+
+def _quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
+    """What `build` calls with each layer and with the model: quantize_ where there is something for it."""
+
+    def finish(module: nn.Module, name: str) -> None:
+        # Of the model as a whole the head is left, which alone is no layer's.
+        if options or (name and expert_blocks(module)):
+            quantize_(module, **options)
+
+    return finish
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Names of experts modules, 16-bit or quantized."""
+    from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+
+    blocks = expert_blocks(model)
+    return [*blocks, *(name for name, module in model.named_modules() if isinstance(module, NVFP4Experts))]
+
+
+def _require_rewritten(forward: Any, layers: int) -> None:
+    report = rewrite_report(forward)
+    rewritten = {entry.gemm.weight for entry in report if entry.rewritten}
+    if len(rewritten) != 2 * layers or not all(entry.rewritten for entry in report):
+        raise RuntimeError(f"wanted the experts of {layers} layers in NVFP4, compiled was\n{report}")
+
+
+def main(argv: Sequence[str]) -> None:
+    """The process: a Spec as JSON, and the file for results."""
+    spec = Spec(**json.loads(argv[0]))
+    with Path(argv[1]).open("a") as file:
+
+        def emit(part: dict[str, Any]) -> None:
+            file.write(json.dumps(part) + "\n")
+            file.flush()
+
+        try:
+            run(spec, emit)
+        except torch.OutOfMemoryError:  # the weights do not fit
+            emit({"error": "out of memory"})
+        except (RuntimeError, ValueError) as error:
+            emit({"error": str(error)})
+            raise
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

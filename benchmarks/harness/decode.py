@@ -1,0 +1,183 @@
+"""What is timed of a model: a decode step on a static cache, a prefill, generate(); and the bytes that a step reads.
+Called by harness/column.py; calls transformers' caches and masks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import StaticCache
+from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_masks_for_generate
+
+from benchmarks.harness.models import num_experts
+
+__all__ = ["SPARE", "DecodeStep", "generate_tokens_per_second", "prefill", "step_bytes", "tensor_bytes"]
+
+# Free places of the cache behind the context. A step takes one, until `rewind` gives it back.
+SPARE = 64
+NVFP4_PER_BF16 = 4.5 / 16
+Forward = Callable[..., Any]
+
+
+class DecodeStep:
+    """One token for each text of a batch, behind a context that is in a static cache.
+
+    `keys_values` of all layers are random unless `fill` computes them: their values cost no time. Tokens are random
+    too, so that each meets experts of its own. The mask is the one that `generate` prepares for a compiled model.
+
+    All batches share one cache, whose first texts a smaller one takes, so that torch.compile sees another size and not
+    another cache.
+    """
+
+    keys_values: list[tuple[Tensor, ...]]
+
+    def __init__(self, model: Any, batch: int, context: int) -> None:
+        """Allocates the cache.
+
+        Args:
+            model: of transformers; decides the cache's shapes.
+            batch: most texts.
+            context: tokens in the cache.
+        """
+        self.config = model.config
+        self.device = next(model.parameters()).device
+        self.context, self.batch = context, batch
+        cache_class: Callable[..., Any] = StaticCache  # its layers have no common type
+        self.cache = cache_class(config=self.config, max_cache_len=context + SPARE)
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        self._ids = torch.randint(1, self.config.vocab_size, (batch, 1), device=self.device, generator=generator)
+        with torch.no_grad():  # allocates the layers, with the shapes that the attention of this model has
+            model(self._ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        # New tensors: those of transformers are marked static, and torch.compile would guard on their addresses.
+        self.keys_values = [
+            tuple(torch.empty_like(states).normal_(generator=generator) for states in (layer.keys, layer.values))
+            for layer in self.cache.layers
+        ]
+        for layer in self.cache.layers:
+            layer.cumulative_length = torch.zeros_like(layer.cumulative_length)
+        self.choose(batch)
+
+    def choose(self, batch: int, *, dynamic: bool = False) -> None:
+        """Makes the step one of the first `batch` texts; `dynamic` tells torch.compile that their number varies."""
+        self.batch = batch
+        for layer, states in zip(self.cache.layers, self.keys_values, strict=True):
+            layer.keys, layer.values = (tensor[:batch] for tensor in states)
+        self.rewind()
+        self.token = self._ids[:batch].clone()
+        self.positions = torch.full((batch, 1), self.context, device=self.device)
+        rows = torch.empty(batch, 1, self.config.hidden_size, dtype=torch.bfloat16, device=self.device)
+        ones = torch.ones(batch, self.context + 1, dtype=torch.int64, device=self.device)
+        self.mask = _masks(self.config, rows, ones, self.cache, self.positions)
+        if dynamic:
+            masks = self.mask.values() if isinstance(self.mask, dict) else [self.mask]
+            keys_values = (tensor for layer in self.cache.layers for tensor in (layer.keys, layer.values))
+            for tensor in (self.token, self.positions, *masks, *keys_values):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module, prompt: Tensor) -> None:
+        """Puts the keys and values of a prompt (batch, context) into the cache."""
+        self._set_length(0)
+        model(prompt, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def rewind(self) -> None:
+        """Gives back the places that steps took: each writes its keys and values one place further, replays too."""
+        self._set_length(self.context)
+
+    def _set_length(self, length: int) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(length)
+            if hasattr(layer, "cumulative_length_int"):  # of layers with a sliding window
+                layer.cumulative_length_int = length
+
+    @torch.no_grad()
+    def __call__(self, forward: Forward) -> Tensor:
+        """Logits (batch, 1, vocabulary) of a model, eager or compiled."""
+        for layer in self.cache.layers:
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = self.context  # compiled code is made for this number
+        logits: Tensor = forward(
+            self.token,
+            attention_mask=self.mask,
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+        ).logits
+        return logits
+
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that a step needs: those of the context, or of a layer's window."""
+        size: int = sum(
+            states.nbytes * min(self.context + 1, states.shape[2]) // states.shape[2]
+            for layer in self.cache.layers
+            for states in (layer.keys, layer.values)
+        )
+        return size
+
+
+def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tensor) -> Any:
+    """As generate() makes them: a tensor, or one for each type of layer by its name."""
+    try:
+        return create_masks_for_generate(config, rows, ones, cache, positions)
+    except TypeError:  # transformers 5.17 passes an argument that the mask of chunks does not take
+        how: dict[str, Any] = dict(config=config, inputs_embeds=rows, attention_mask=ones)
+        how |= dict(past_key_values=cache, position_ids=positions)
+        masks: dict[str, Any] = LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+        return {name: masks[name](**how) for name in set(config.layer_types)}
+
+
+@torch.no_grad()
+def prefill(forward: Forward, ids: Tensor) -> Tensor:
+    """Logits (1, 1, vocabulary) of the token behind a prompt (1, tokens)."""
+    logits: Tensor = forward(ids, use_cache=False, logits_to_keep=1).logits
+    return logits
+
+
+@torch.no_grad()
+def generate_tokens_per_second(model: nn.Module, *, prompt_tokens: int, new_tokens: int) -> float:
+    """The second of two calls of generate(): greedy, one text, nothing compiled, transformers' default cache."""
+    config: Any = model.config
+    device = next(model.parameters()).device
+    ids = torch.randint(1, config.vocab_size, (1, prompt_tokens), device=device)
+    options = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    for _ in range(2):
+        start = time.perf_counter()
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    return new_tokens / (time.perf_counter() - start)
+
+
+def tensor_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, each once."""
+    return sum({id(t): t.nbytes for t in [*module.parameters(), *module.buffers()]}.values())
+
+
+def step_bytes(model: nn.Module, experts: Collection[str], step: DecodeStep, *, packed: bool) -> float:
+    """Bytes that a decode step has to read: the experts that have tokens, all other weights, keys and values.
+
+    Which experts have tokens is the expectation for a router that chooses evenly, as those of random weights nearly do.
+
+    Args:
+        model: as it is in memory.
+        experts: names of its experts modules.
+        step: with its batch.
+        packed: whether 16-bit experts are read as 4-bit copies, as compiled code with backend="thunder_moe" does.
+    """
+    config: Any = step.config
+    total, chosen = num_experts(config), config.num_experts_per_tok
+    active: float = 1 - (1 - chosen / total) ** step.batch
+    of_experts = sum(tensor_bytes(model.get_submodule(name)) for name in experts)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    rest = tensor_bytes(model) - of_experts - (0 if _tied(model) else tensor_bytes(embedding))
+    return of_experts * active * (NVFP4_PER_BF16 if packed else 1) + rest + step.cache_bytes()
+
+
+def _tied(model: nn.Module) -> bool:
+    """Whether the embedding is the head, which reads all of it."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return getattr(head, "weight", None) is model.get_input_embeddings().weight  # type: ignore[operator]

@@ -1,0 +1,336 @@
+"""The model suite: what a column measures, columns that are wrong, do not fit or crash, the tables, real models' sizes.
+Called by pytest; calls benchmarks/suites/model.py and harness/{column,decode,models}.py.
+"""
+
+import json
+import sys
+
+import pytest
+import torch
+from tiny_models import tiny_config
+from torch.torch_version import TorchVersion
+
+from benchmarks.__main__ import main
+from benchmarks.harness import column, decode, models
+from benchmarks.harness.column import Spec
+from benchmarks.harness.decode import DecodeStep
+from benchmarks.suites import model as suite
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 11), reason="torch 2.10 lacks transformers' bf16 experts on a CPU"
+)
+
+
+@pytest.fixture
+def config(tmp_path):
+    def path(name="qwen3_moe"):
+        tiny_config(name).save_pretrained(tmp_path / name)
+        return str(tmp_path / name / "config.json")
+
+    return path
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(column._Column, "_compile", lambda self, model: model)
+
+
+def run(spec):
+    """The row of a spec, as the suite puts it together, and what was raised."""
+    row, error = {}, None
+
+    def emit(part):
+        for key, value in part.items():
+            row[key] = {**row[key], **value} if isinstance(row.get(key), dict) else value
+
+    try:
+        column.run(spec, emit)
+    except (RuntimeError, ValueError) as raised:
+        error = raised
+    return row, error
+
+
+def spec(source, name="quantize_", **options):
+    sizes = dict(batches=(1, 3), context=40, prompts=(8, 12), generate=(4, 2), rounds=3, budget=0.1)
+    return Spec(source, name, "cpu", **{**sizes, **options})
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "llama4", "deepseek_v3"])
+def test_a_decode_step_predicts_the_next_token(config, name):
+    model = models.build(config(name), CPU)
+    step = DecodeStep(model, 3, 40)
+    ids = torch.randint(1, 64, (3, 41), generator=torch.Generator().manual_seed(5))
+    step.fill(model, ids[:, :40])
+    step.token = ids[:, 40:]
+    wanted = model(ids).logits[:, -1:]
+    for _ in range(2):
+        step.rewind()
+        found = step(model)
+        assert found.shape == wanted.shape
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+    step.choose(2)
+    step.token = ids[:2, 40:]
+    found = step(model)
+    assert (found - wanted[:2]).norm() < 0.02 * wanted[:2].norm()
+
+
+def test_steps_are_rewound_so_that_any_number_fits(config):
+    model = models.build(config(), CPU)
+    step = DecodeStep(model, 1, 4)
+    for _ in range(decode.SPARE + 1):
+        step.rewind()
+        step(model)
+    step.rewind()
+    for _ in range(decode.SPARE):
+        step(model)
+    with pytest.raises((RuntimeError, IndexError)):
+        step(model)
+
+
+def test_a_column_measures(config, uncompiled):
+    row, error = run(spec(config(), profile=True))
+    assert error is None
+    assert row["layers"] == 2
+    assert row["attention"] == "sdpa"
+    assert 0 < row["relative_error"] < 0.05
+    assert row["generate"]["tokens_per_second"] > 0
+    assert row["load"]["quantize_seconds"] > 0
+    assert list(row["decode"]) == ["1", "3"]
+    assert list(row["prefill"]) == ["8", "12"]
+    for cell in (*row["decode"].values(), *row["prefill"].values()):
+        assert cell["median"] > 0
+        assert cell["first_call_seconds"] > 0
+    assert any("moe" in event["kernel"] for event in row["decode"]["1"]["profile"])
+    plain, error = run(spec(config(), "thunder_moe", prompts=(), batches=(1,)))
+    assert error is not None, "nothing was rewritten"
+    assert "decode" not in plain
+
+
+def test_bytes_of_a_step(config):
+    tiny = tiny_config("qwen3_moe")
+    experts = 2 * 8 * 3 * 64 * 32  # two layers of eight experts
+    # Half a byte a weight, a scale per 16 weights, and two float32 multipliers an expert.
+    nvfp4 = experts // 2 + experts // 16 + 4 * 2 * 8 * 2
+    keys = 2 * 2 * tiny.num_hidden_layers * tiny.num_key_value_heads * tiny.head_dim
+    found = {}
+    for name in ("compiled bf16", "thunder_moe", "quantize_"):
+        form = column.COLUMNS[name]
+        finish = None if form.quantize is None else column._quantizer(form.quantize)
+        model = models.build(config(), CPU, finish=finish)
+        step = DecodeStep(model, 3, 40)
+        packed = form.nvfp4 and form.quantize is None
+        found[name] = decode.step_bytes(model, column._experts(model), step, packed=packed)
+    embedding = 2 * tiny.vocab_size * tiny.hidden_size
+    rest = decode.tensor_bytes(models.build(config(), CPU)) - 2 * experts - embedding + 3 * 41 * keys
+    active = 1 - (6 / 8) ** 3
+    assert found["compiled bf16"] == pytest.approx(rest + active * 2 * experts)
+    assert found["thunder_moe"] == pytest.approx(rest + active * 2 * experts * 4.5 / 16)
+    assert found["quantize_"] == pytest.approx(rest + active * nvfp4)
+
+
+def test_a_sliding_window_bounds_the_keys_of_a_step(config):
+    model = models.build(config("gpt_oss"), CPU)
+    model.config.sliding_window = 16
+    size = 2 * model.config.num_key_value_heads * model.config.head_dim
+    assert DecodeStep(model, 1, 40).cache_bytes() == 2 * size * (16 + 41)
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_wrong_logits_have_no_times(config, monkeypatch, what):
+    def compiled(self, model):
+        def forward(ids, **options):
+            out = model(ids, **options)
+            if (ids.shape[1] == 1) == (what == "decode"):
+                out.logits = out.logits * 1.2
+            return out
+
+        return forward
+
+    monkeypatch.setattr(column._Column, "_compile", compiled)
+    row, error = run(spec(config(), "compiled bf16"))
+    assert "wrong: relative error 0.2" in str(error)
+    assert list(row) == ["relative_error"]
+
+
+def test_a_cell_that_does_not_fit_says_so(config, uncompiled, monkeypatch):
+    def no_room(step, batch, **options):
+        if batch == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        choose(step, batch, **options)
+
+    choose = DecodeStep.choose
+    monkeypatch.setattr(DecodeStep, "choose", no_room)
+    row, error = run(spec(config(), "compiled bf16", batches=(1, 2, 3), prompts=()))
+    assert error is None
+    assert row["decode"]["2"] == {"error": "out of memory"}
+    assert row["decode"]["3"]["median"] > 0
+
+
+def test_a_column_that_this_version_has_not(config, monkeypatch):
+    monkeypatch.setattr(column, "quantize_", lambda model: model)
+    _, error = run(spec(config(), "quantize_ linears"))
+    assert str(error) == "quantize_ of this version takes no linears"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled bf16", "thunder_moe", "quantize_"])
+def test_a_compiled_column(config, name):
+    row, error = run(spec(config(), name, inner="aot_eager", batches=(1, 3, 5)))
+    assert error is None
+    assert row["relative_error"] < 0.05
+    assert list(row["decode"]) == ["1", "3", "5"]
+
+
+def test_columns_compile_once_for_all_batches_but_one(config, monkeypatch):
+    graphs = []
+
+    def count(self, model):
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        return torch.compile(model, fullgraph=True, backend=backend)
+
+    monkeypatch.setattr(column._Column, "_compile", count)
+    monkeypatch.setattr(column._Column, "_check", lambda self: None)
+    _, error = run(spec(config(), "quantize_", batches=(1, 3, 5), prompts=(), generate=(2, 1)))
+    assert error is None
+    assert len(graphs) == 2
+
+
+WORKERS = """
+import json, os, sys
+spec, path = json.loads(sys.argv[1]), sys.argv[2]
+def emit(**part):
+    open(path, "a").write(json.dumps(part) + "\\n")
+if spec["column"] == "limits":
+    emit(read_bytes_per_second=1e9)
+    sys.exit()
+emit(layers=2, model_bytes=5e9, relative_error=0.012)
+emit(load={"build_seconds": 1.0, "quantize_seconds": 2.0, "peak_bytes": 6e9})
+if spec["column"] == "compiled bf16":
+    os.kill(os.getpid(), 9)
+if spec["column"] == "thunder_moe":
+    sys.exit(emit(error="out of memory"))
+if spec["column"] == "quantize_":
+    emit(error="wrong")
+    sys.exit("Traceback: wrong")
+for batch in spec["batches"]:
+    cell = {"median": 0.004 * batch, "method": "cuda graph", "first_call_seconds": 9, "step_bytes": 1e6}
+    cell["peak_bytes"] = 7e9
+    cell["profile"] = [{"kernel": "gemm", "count": 3, "microseconds": 40.0}]
+    emit(decode={str(batch): cell if batch < 8 else {"error": "out of memory"}})
+for tokens in spec["prompts"]:
+    emit(prefill={str(tokens): {"median": 0.25, "method": "plain calls", "first_call_seconds": 1}})
+emit(generate={"tokens_per_second": 12.34})
+"""
+
+
+@pytest.fixture
+def workers(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(WORKERS)
+    monkeypatch.setattr(suite, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+
+
+def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
+    columns = "eager bf16,compiled bf16,thunder_moe,quantize_"
+    arguments = ["--models", config(), "--columns", columns, "--batch", "8,1", "--prompts", "128", "--layers", "2"]
+    with pytest.raises(SystemExit) as stopped:
+        main(["model", "--device", "cpu", *arguments, "--jobs", "2", "--output", str(tmp_path / "out")])
+    assert stopped.value.code == 1
+    content = json.loads((tmp_path / "out" / "model_cpu.json").read_text())
+    good, killed, full, wrong = content["rows"]
+    assert good["decode"]["1"]["floor_share"] == pytest.approx(1e6 / 1e9 / 0.004)
+    assert killed["error"] == "killed by signal 9: no output"
+    assert (full["error"], wrong["error"]) == ("out of memory", "wrong")
+    assert content["read_bytes_per_second"] == 1e9
+    assert content["environment"]["command"]
+    output = capsys.readouterr()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.out.splitlines() if line[:1] == "|"]
+    table = {line[0]: line[1:] for line in lines}
+    assert table[""] == ["eager bf16", "compiled bf16", "thunder_moe", "quantize_"]
+    assert table["decode, batch 1: ms (% of floor)"] == ["4 (25 %)", "failed", "out of memory", "failed"]
+    assert table["tokens/s"] == ["out of memory", "failed", "out of memory", "failed"]  # the last line, of batch 8
+    assert table["first token behind 128: ms"][0] == "250"
+    assert table["eager generate: tokens/s"] == ["12.3", "-", "-", "-"]
+    assert table["most memory: GB"][0] == "7.0"
+    assert table["build + quantize: s"][0] == "1.0 + 2.0"
+    assert table["40"] == ["100.0", "3", "gemm"]
+    assert "2 of 2 layers, attention sdpa" in output.out
+    assert "FAILED: qwen3_moe, quantize_: wrong" in output.err
+    assert (tmp_path / "out" / "model_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeypatch):
+    finish = suite._Process.finish
+
+    def interrupt(self):
+        finish(self)
+        if self.spec.column == "eager bf16":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite._Process, "finish", interrupt)
+    arguments = ["--models", config(), "--columns", "eager bf16,quantize_", "--output", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(["model", "--device", "cpu", *arguments])
+    rows = json.loads((tmp_path / "out" / "model_cpu.json").read_text())["rows"]
+    assert [row["error"] for row in rows] == ["interrupted", "interrupted"]
+    assert "decode" in rows[0]
+
+
+@pytest.mark.slow
+def test_model_runs_end_to_end(config, tmp_path, capsys):
+    sizes = ["--batch", "1,3", "--prompts", "8", "--context", "16", "--generate", "4,3", "--rounds", "3"]
+    arguments = ["--models", config(), *sizes, "--columns", "eager bf16,quantize_", "--inner", "aot_eager"]
+    rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
+    assert [(row["model"], row["column"]) for row in rows] == [("qwen3_moe", "eager bf16"), ("qwen3_moe", "quantize_")]
+    assert all(row["decode"]["3"]["floor_share"] > 0 for row in rows)
+    assert "decode, batch 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "--layers: got '0', wanted an integer of at least 1"),
+        (["--generate", "1"], "--generate: got 1 numbers, wanted 2"),
+        (["--models", "qwen4"], "--models: got 'qwen4', wanted one of qwen3-30b-a3b, mixtral-8x7b"),
+        (["--columns", "fp8"], "--columns: got 'fp8', wanted one of eager bf16, compiled bf16"),
+        (["--prompts", "many"], "--prompts: got 'many', wanted an integer of at least 1"),
+    ],
+)
+def test_model_says_what_is_wanted(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["model", "--device", "cpu", *arguments])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen3-30b-a3b", 30.5), ("mixtral-8x7b", 46.7), ("gpt-oss-20b", 20.9), ("llama-4-scout", 107.8)],
+)
+def test_real_models_have_their_published_sizes(name, billions):
+    model = models.skeleton(name)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.005)
+    assert models.num_experts(model.config) == {"qwen": 128, "mixt": 8, "gpt-": 32, "llam": 16}[name[:4]]
+
+
+def test_model_knows_its_configs():
+    from thunder_moe.integrations.huggingface.experts import expert_blocks
+
+    for name in models.CONFIGS:
+        model = models.skeleton(name, layers=2)
+        assert model.config.num_hidden_layers == 2
+        assert 1 <= len(expert_blocks(model)) <= 2
+
+
+def test_layers_are_the_same_whatever_their_number(config):
+    calls = []
+    one, two = (models.build(config(), CPU, layers=n, finish=lambda _, name: calls.append(name)) for n in (1, 2))
+    assert calls == ["model.layers.0", "", "model.layers.0", "model.layers.1", ""]
+    wanted = two.state_dict()
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert not any(tensor.is_meta or tensor.requires_grad for tensor in (*two.parameters(), *two.buffers()))
+    assert torch.equal(two.model.rotary_emb.inv_freq, type(two.model.rotary_emb)(two.config).inv_freq)
