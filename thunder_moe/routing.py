@@ -68,6 +68,11 @@ class RouterForm:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return wide.softmax(-1) if self.score == "softmax" else wide.sigmoid()
 
+    def choice(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        """Scores (T, E), bias (E,) -> the values (T, E) whose largest are chosen."""
+        values = scores if bias is None else scores + bias
+        return _mask_groups(values, self) if self.grouped else values
+
     def weigh(self, chosen: Tensor) -> Tensor:
         """The scores (T, A) of the chosen experts, normalized and scaled."""
         if self.normalize:
@@ -96,11 +101,8 @@ def choose_experts(logits: Tensor, bias: Tensor | None, form: RouterForm) -> tup
     The best first, of equal ones the lower index first; NaN is above all numbers.
     """
     scores = form.scores(logits)
-    choice = scores if bias is None else scores + bias
-    if form.grouped:
-        choice = _mask_groups(choice, form)
-    elif bias is None:
-        choice = logits  # the same order, without the ties of rounding
+    # The logits have the same order as their scores, without the ties of rounding.
+    choice = form.choice(scores, bias) if form.grouped or bias is not None else logits
     ids = _best(choice.detach(), form.top_k).contiguous()
     return scores.gather(-1, ids), ids
 

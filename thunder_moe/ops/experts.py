@@ -30,6 +30,7 @@ def moe_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    order: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Runs each token through its experts and sums what they give, weighted by the router.
 
@@ -47,6 +48,7 @@ def moe_experts(
         alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
+        order: what `moe_route` gives for expert_ids, where it is known, as behind `moe_router`.
 
     Returns:
         (T, H) in the dtype of hidden_states.
@@ -56,7 +58,7 @@ def moe_experts(
     """
     _check(hidden_states, expert_ids, expert_weights, gate_up, down)
     ops = torch.ops.thunder_moe
-    row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
+    row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0]) if order is None else order
     on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
     rows = ops.f16a_nvfp4weight_grouped_swiglu(
         hidden_states, *operands(gate_up), offsets, row_slot, on_input, gate_up_bias,

@@ -20,6 +20,7 @@ import_thunder()
 
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
+from thunder.core.dtypes import dtype, to_torch_dtype  # noqa: E402
 from thunder.extend import register_executor  # noqa: E402
 
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
@@ -28,6 +29,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
     grouped_mm,
     moe_route,
+    moe_router,
     nvfp4_combine,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
@@ -62,7 +64,9 @@ def _grouped_mm_lookaside(
 def _lookaside(symbol: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         _join_compilation()
-        return symbol(*args, **kwargs)
+        # Proxies have dtypes of Thunder's, operators take those of torch.
+        options = {name: to_torch_dtype(value) if isinstance(value, dtype) else value for name, value in kwargs.items()}
+        return symbol(*args, **options)
 
     return call
 
@@ -75,7 +79,7 @@ moe_executor._lookasides.update(
         torch.zeros: zeros,
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
-            for symbol in (moe_route, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm)
+            for symbol in (moe_route, moe_router, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm)
         },
     }
 )

@@ -3,7 +3,7 @@ Called by rewrite.py and executor.py; calls the operators of ops and weight_cach
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine,
-f16a_nvfp4weight_scaled_mm and moe_route: the operators that `ops.operator.OPERATORS` describes.
+f16a_nvfp4weight_scaled_mm and moe_route, moe_router: the operators that `ops.operator.OPERATORS` describes.
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
 quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
@@ -39,6 +39,7 @@ from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
+from thunder_moe.routing import RouterForm, router_gradient  # noqa: E402
 from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "declare_changed",
     "grouped_mm",
     "moe_route",
+    "moe_router",
     "nvfp4_combine",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_swiglu",
@@ -198,6 +200,27 @@ def _gradient(symbol: Symbol, backward: Symbol) -> Callable[..., TensorProxy]:
     return gradient
 
 
+def _router_backward_meta(grad: TensorProxy, logits: TensorProxy, ids: TensorProxy, **options: Any) -> TensorProxy:
+    return TensorProxy(like=logits)
+
+
+def _router_backward_run(grad: Tensor, logits: Tensor, ids: Tensor, **options: Any) -> Tensor:
+    return router_gradient(grad, logits, ids, RouterForm(**options))
+
+
+moe_router = _symbol("moe_router")
+_router_backward = EXECUTOR.register_operator(
+    "moe_router_backward", meta=_router_backward_meta, fn=_router_backward_run
+)
+
+
+def _router_grad(logits: TensorProxy, bias: TensorProxy | None = None, **options: Any) -> tuple[TensorProxy, ...]:
+    results: tuple[TensorProxy, ...] = moe_router(logits, bias, **options)
+    form = {name: value for name, value in options.items() if name != "scores_dtype"}
+    put_grad(logits, _router_backward(get_grad(results[0]), logits, results[1], **form))
+    return results
+
+
 # ---- the prologue: weights are packed, and what their copies rely on is checked and declared
 
 
@@ -300,5 +323,7 @@ for _each, _grad_transform in (
     (nvfp4_mm, _gradient(nvfp4_mm, _dense_backward)),
     (_dense_backward, None),
     (moe_route, None),
+    (moe_router, _router_grad),
+    (_router_backward, None),
 ):
     EXECUTOR.register_implementation(_each, _each, grad_transform=_grad_transform)

@@ -8,7 +8,7 @@ Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.replaceable import has_own_forward
+
+if TYPE_CHECKING:
+    from thunder_moe.integrations.huggingface.routers import RowOrders
 
 __all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "quantized_experts"]
 
@@ -56,6 +59,7 @@ class NVFP4Experts(nn.Module):
 
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
+    row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
 
     def __init__(
         self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear
@@ -122,8 +126,9 @@ class NVFP4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = (hidden_states, top_k_index, top_k_weights)
         gate_up, down = _weight_of(self.gate_up_proj), _weight_of(self.down_proj)
+        order = None if self.row_orders is None else self.row_orders.take(top_k_index, gate_up.shape[0])
         return run_experts(
-            self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias
+            self, self.experts_class, self.form, inputs, gate_up, down, self.gate_up_bias, self.down_bias, order
         )
 
     def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
@@ -131,7 +136,7 @@ class NVFP4Experts(nn.Module):
         form = self.form
         experts = self.experts_class.__new__(self.experts_class)
         nn.Module.__init__(experts)
-        own = ("experts_class", "form", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+        own = ("experts_class", "form", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "row_orders")
         _copy_attributes(self, experts, skip=own)
         first = "gate_up_proj" if form.gated else "up_proj"
         for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):

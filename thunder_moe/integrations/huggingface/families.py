@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from thunder_moe.families import ExpertFamily, Quantization
-from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
 from thunder_moe.integrations.huggingface.forms import has_experts, not_plain_experts
+from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
 
 __all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
 
@@ -34,6 +34,15 @@ class TransformersExperts(ExpertFamily):
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         return expert_weights(module)
+
+    def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        super().put(parent, name, module)
+        if not isinstance(module, NVFP4Experts):
+            restore_routers(parent)
+            return
+        orders = module.row_orders or RowOrders()
+        if fuse_routers(parent, orders):
+            module.row_orders = orders
 
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         return quantized_experts(module, run.memo, run.pack, run.layout)
@@ -58,11 +67,14 @@ class Llama4Experts(TransformersExperts):
         check_layer(parent)
 
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
-        from thunder_moe.integrations.huggingface.llama4 import Llama4TextMoe, RoutedLlama4TextMoe, check_layer
+        from thunder_moe.integrations.huggingface.llama4 import check_layer, restore_layer, route_layer
 
         check_layer(parent)
-        with unhooked(parent):
-            parent.__class__ = RoutedLlama4TextMoe if isinstance(module, NVFP4Experts) else Llama4TextMoe
+        if isinstance(module, NVFP4Experts):
+            module.row_orders = module.row_orders or RowOrders()
+            route_layer(parent, module.row_orders)
+        else:
+            restore_layer(parent)
         setattr(parent, name, module)
 
 

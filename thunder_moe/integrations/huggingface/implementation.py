@@ -43,18 +43,22 @@ def run_experts(
     down: NVFP4Weight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    order: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The layer's experts by the fused operators, or around the gate or norm of `own_class`."""
+    """The layer's experts by the fused operators, or around the gate or norm of `own_class`.
+
+    `order` is what `moe_route` gives for the ids, where the router has left it.
+    """
     hidden, ids, slot_weight = inputs
     on_input, on_output = (slot_weight, None) if form.weight_on_input else (None, slot_weight)
     if form.swiglu is not None and not form.post_norm:
         return moe_experts(
             *inputs, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias,
             weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
-            up_shift=form.swiglu.up_shift,
+            up_shift=form.swiglu.up_shift, order=order,
         )  # fmt: skip
     ops = torch.ops.thunder_moe
-    row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0])
+    row_slot, offsets, slot_row = ops.moe_route(ids, gate_up.shape[0]) if order is None else order
     # Rows past the last group are undefined; zero them wherever other rows' gradients could meet theirs.
     live = live_rows(offsets, row_slot.shape[0])
     rows = gather_rows(hidden, row_slot)

@@ -4,23 +4,50 @@ a `Llama4MoE`. Called by families and nn.llama4; calls nn, and imports transform
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+from thunder_moe.integrations.huggingface.routers import RowOrders
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
-from thunder_moe.replaceable import has_own_forward
+from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
+from thunder_moe.replaceable import has_hook, has_own_forward
 
 try:
-    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+    from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextMoe
 except ImportError as error:
     raise ImportError("from_transformers needs transformers: pip install 'thunder_moe[transformers]'") from error
 
-__all__ = ["Llama4TextMoe", "RoutedLlama4TextMoe", "check_layer", "copy_llama4_moe"]
+__all__ = [
+    "Llama4TextMoe",
+    "RoutedLlama4Router",
+    "RoutedLlama4TextMoe",
+    "check_layer",
+    "copy_llama4_moe",
+    "restore_layer",
+    "route_layer",
+]
 
 Moe = TypeVar("Moe", bound=Llama4MoE)
+
+
+class RoutedLlama4Router(Llama4Router):
+    """`Llama4Router` in one operator behind its linear layer, for a `RoutedLlama4TextMoe`."""
+
+    row_orders: RowOrders | None
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """(T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
+        logits = F.linear(hidden_states, self.weight, self.bias)
+        scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
+            logits, top_k=self.top_k, score="sigmoid", normalize=False
+        )
+        if self.row_orders is not None and not (torch.compiler.is_compiling() and self._forward_hooks):
+            self.row_orders.put(ids, (row_slot, offsets, slot_row))
+        return scores, logits, ids
 
 
 class RoutedLlama4TextMoe(Llama4TextMoe):
@@ -29,8 +56,11 @@ class RoutedLlama4TextMoe(Llama4TextMoe):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        router_scores, router_logits = self.router(hidden_states)  # a sigmoid at the chosen experts, elsewhere 0
-        top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
+        if isinstance(self.router, RoutedLlama4Router):
+            top_k_weights, router_logits, top_k_index = self.router(hidden_states)
+        else:
+            router_scores, router_logits = self.router(hidden_states)  # a sigmoid at the chosen experts, elsewhere 0
+            top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
         routed = self.experts(hidden_states, top_k_index, top_k_weights)
         return self.shared_expert(hidden_states) + routed, router_logits
 
@@ -41,6 +71,28 @@ def check_layer(layer: nn.Module) -> None:
         raise TypeError(f"model: the parent of Llama 4's experts is a {type(layer).__name__}, wanted Llama4TextMoe")
     if not has_own_forward(layer):
         raise TypeError("model: the forward of a Llama4TextMoe was replaced, wanted its own, which routing replaces")
+
+
+def route_layer(layer: nn.Module, orders: RowOrders) -> None:
+    """Makes a `Llama4TextMoe`, checked by `check_layer`, route its tokens, and its router leave the order of rows."""
+    with unhooked(layer):
+        layer.__class__ = RoutedLlama4TextMoe
+    router: Any = layer.router
+    if type(router) is Llama4Router and has_own_forward(router) and not has_hook(router):
+        router.__class__ = RoutedLlama4Router
+    if isinstance(router, RoutedLlama4Router):
+        router.row_orders = orders
+
+
+def restore_layer(layer: nn.Module) -> None:
+    """The inverse of `route_layer`."""
+    with unhooked(layer):
+        layer.__class__ = Llama4TextMoe
+    router: Any = layer.router
+    if type(router) is RoutedLlama4Router:
+        own: Any = Llama4Router
+        router.__class__ = own
+        del router.row_orders
 
 
 def copy_llama4_moe(module: nn.Module, moe_class: type[Moe]) -> Moe:

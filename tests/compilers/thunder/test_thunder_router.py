@@ -1,0 +1,47 @@
+"""moe_router under Thunder: the operator with its gradient, and a layer of transformers whose router runs it.
+Called by pytest; judged by eager execution.
+"""
+
+import pytest
+import torch
+from oracle import relative_error
+
+from thunder_moe import moe_executor, quantize_
+
+pytest.importorskip("transformers")
+
+import thunder
+from tiny_models import tiny_model
+
+
+def test_the_operator_and_its_gradient():
+    def scores(logits, bias):
+        scores, ids, *order = torch.ops.thunder_moe.moe_router(
+            logits, bias, top_k=2, score="sigmoid", scale=2.0, scores_dtype=logits.dtype
+        )
+        return scores, ids, order[0]
+
+    jitted = thunder.jit(scores, executors=[moe_executor])
+    logits, bias = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(8)
+    with pytest.warns(UserWarning, match="rewrote no expert GEMM"):
+        actual = jitted(logits, bias)
+    again = logits.detach().requires_grad_()
+    expected = scores(again, bias)
+    grad = torch.randn(5, 2).bfloat16()
+    actual[0].backward(grad)
+    expected[0].backward(grad)
+    for result, other in zip((*actual, logits.grad), (*expected, again.grad), strict=True):
+        assert torch.equal(result, other)
+
+
+def test_a_layer_of_transformers():
+    model = quantize_(tiny_model("qwen3_moe"))
+    layer = model.model.layers[0].mlp
+    hidden = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        jitted = thunder.jit(layer, executors=[moe_executor, *thunder.get_default_executors()])
+        assert relative_error(jitted(hidden), layer(hidden)) < 1e-6
+    trace = str(thunder.last_traces(jitted)[-1])
+    assert "moe_router(" in trace
+    assert "moe_route(" not in trace
+    assert layer.experts.row_orders._last is None

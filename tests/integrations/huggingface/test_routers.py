@@ -1,0 +1,297 @@
+"""transformers' routers in one operator: which are recognized, results and gradients, hooks, the order of rows that
+they pass on, pickling, and the way back.
+Called by pytest; judged by the routers' own forward.
+"""
+
+import copy
+import importlib
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracle import relative_error
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("transformers")
+
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
+
+from thunder_moe import dequantize_, quantize_
+from thunder_moe.integrations.huggingface import routers
+from thunder_moe.integrations.huggingface.routers import FusedRouter, RowOrders, fuse_routers, restore_routers
+
+E, H, A = 32, 48, 4
+CONFIG = dict(
+    num_experts_per_tok=A, num_experts=E, num_local_experts=E, n_routed_experts=E, moe_num_experts=E, moe_k=A,
+    hidden_size=H, norm_topk_prob=True, routed_scaling_factor=2.5, router_scaling_factor=2.5, n_group=4, topk_group=2,
+    moe_norm_min=1e-12, topk_method="group_limited_greedy", moe_topk=A, use_expert_bias=True,
+    expert_selection_fn="sigmoid",
+)  # fmt: skip
+# Module, class, other settings, and what the operator is to be asked for.
+FUSED = [
+    ("qwen3_moe", "Qwen3MoeTopKRouter", {}, dict(score="softmax", normalize=True)),
+    ("qwen3_moe", "Qwen3MoeTopKRouter", dict(norm_topk_prob=False), dict(score="softmax", normalize=False)),
+    ("olmoe", "OlmoeTopKRouter", dict(norm_topk_prob=False), dict(score="softmax", normalize=False)),
+    ("mixtral", "MixtralTopKRouter", {}, dict(score="softmax", normalize=True)),
+    ("gpt_oss", "GptOssTopKRouter", {}, dict(score="softmax", normalize=True)),
+    ("granitemoe", "GraniteMoeTopKRouter", {}, dict(score="softmax", normalize=True)),
+    ("deepseek_v2", "DeepseekV2TopkRouter", {}, dict(normalize=False, scale=2.5, num_groups=4, group_best=1)),
+    ("deepseek_v2", "DeepseekV2TopkRouter", dict(topk_method="greedy"), dict(normalize=False, num_groups=1)),
+    ("deepseek_v3", "DeepseekV3TopkRouter", {}, dict(score="sigmoid", epsilon=1e-20, scale=2.5, num_groups=4)),
+    ("deepseek_v3", "DeepseekV3TopkRouter", dict(n_group=1, topk_group=1), dict(score="sigmoid", num_groups=1)),
+    ("glm4_moe", "Glm4MoeTopkRouter", dict(norm_topk_prob=False), dict(score="sigmoid", normalize=False, scale=2.5)),
+    ("minimax_m2", "MiniMaxM2TopKRouter", {}, dict(score="sigmoid", epsilon=0.0)),
+    ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {}, dict(score="softmax", normalize=True)),
+]
+LEFT = [  # 16-bit sigmoids, whose rounding decides the choice
+    ("lfm2_moe", "Lfm2MoeTopKRouter", {}),
+    ("cohere2_moe", "Cohere2MoeTopKRouter", {}),
+]
+
+
+def make(name, kind, settings, dtype=torch.float32):
+    """(a layer with a stock router of random weights, the correction that its forward takes as an argument)."""
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    config = SimpleNamespace(**CONFIG | settings)
+    if not hasattr(module, kind):
+        pytest.skip(f"this transformers has no {kind}")
+    router = getattr(module, kind)(config).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in [*router.parameters(), *router.buffers()]:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * H**-0.5)
+    layer = type("Layer", (nn.Module,), {"__module__": module.__name__})()
+    layer.gate = router
+    return layer, [torch.linspace(-0.5, 0.5, E)] if kind.startswith("MiniMaxM2") else []
+
+
+def states(dtype=torch.float32, count=50):
+    return (3 * torch.randn(count, H, generator=torch.Generator().manual_seed(2))).to(dtype)
+
+
+def stored(thing):
+    """What torch.load gives of what torch.save has written."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+class Called(TorchDispatchMode):
+    """Counts the calls of the routing operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "thunder_moe" and "moe_rout" in str(function):
+            self.names.append(function._schema.name.partition("::")[2])
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "kind", "settings", "options"), FUSED)
+def test_a_router_of_transformers(name, kind, settings, options, dtype):
+    layer, correction = make(name, kind, settings, dtype)
+    own, hidden = copy.deepcopy(layer.gate), states(dtype)
+    assert fuse_routers(layer, RowOrders())
+    assert isinstance(layer.gate, FusedRouter)
+    assert isinstance(layer.gate, type(own))
+    assert {key: layer.gate.router_options[key] for key in options} == options
+    with Called() as called:
+        logits, scores, ids = layer.gate(hidden, *correction)
+    assert called.names == ["moe_router"]
+    own_logits, own_scores, own_ids = own(hidden, *correction)
+    assert torch.equal(logits, own_logits)
+    assert (scores.dtype, scores.shape, ids.dtype) == (own_scores.dtype, own_scores.shape, own_ids.dtype)
+    # Some ask torch.topk for no order; bf16 logits have equal ones, of which it may take any.
+    dense, own_dense = (torch.zeros(50, E).scatter(1, i, s.float()) for i, s in ((ids, scores), (own_ids, own_scores)))
+    same = (ids.sort(-1).values == own_ids.sort(-1).values).all(-1)
+    assert same.float().mean() > (0.999 if dtype == torch.float32 else 0.9)
+    assert torch.allclose(dense[same], own_dense[same], rtol=2e-6 if scores.dtype == torch.float32 else 2**-7)
+    with torch.no_grad():
+        chosen = own_logits.gather(1, ids).float().sort(-1).values
+        others = own_logits.gather(1, own_ids).float().sort(-1).values
+    if "bias" not in str(layer.gate.router_call.bias) and not correction and options.get("num_groups", 1) == 1:
+        assert torch.equal(chosen, others)
+
+
+@pytest.mark.parametrize(("name", "kind", "settings", "options"), FUSED)
+def test_gradients_of_a_router(name, kind, settings, options):
+    layer, correction = make(name, kind, settings)
+    own, hidden = copy.deepcopy(layer.gate), states()
+    fuse_routers(layer, RowOrders())
+    grad = torch.randn(50, E)
+    results = []
+    for router in (layer.gate.train(), own.train()):
+        x = hidden.clone().requires_grad_()
+        logits, scores, ids = router(x, *correction)
+        (torch.zeros(50, E).scatter(1, ids, scores) * grad).sum().add(logits.logsumexp(-1).sum()).backward()
+        results.append([x.grad, *(parameter.grad for parameter in router.parameters() if parameter.requires_grad)])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual is None) == (expected is None)
+        assert actual is None or relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "kind", "settings"), LEFT)
+def test_other_routers_stay(name, kind, settings):
+    layer, _ = make(name, kind, settings)
+    assert not fuse_routers(layer, RowOrders())
+    assert not isinstance(layer.gate, FusedRouter)
+
+
+def test_routers_that_somebody_has_changed_stay():
+    layer, _ = make(*FUSED[0][:3])
+    layer.gate.forward = lambda hidden_states: None
+    assert not fuse_routers(layer, RowOrders())
+    layer, _ = make(*FUSED[0][:3])
+    layer.gate.extra = nn.Parameter(torch.zeros(3))
+    assert not fuse_routers(layer, RowOrders())
+    layer, _ = make(*FUSED[0][:3])
+    layer.gate.config = SimpleNamespace(top_k=3)
+    assert not fuse_routers(layer, RowOrders())
+
+
+def test_a_setting_changed_later_counts():
+    layer, _ = make(*FUSED[0][:3])
+    fuse_routers(layer, RowOrders())
+    layer.gate.top_k = 2
+    with Called() as called:
+        assert layer.gate(states())[2].shape == (50, 2)
+    assert called.names == []
+    layer.gate.top_k = A
+    with Called() as called, torch.autocast("cpu", dtype=torch.bfloat16):
+        layer.gate(states())
+    assert called.names == []
+
+
+def test_tiny_sums_tell_epsilons_apart(monkeypatch):
+    """A router with another epsilon is not taken for one with 1e-20."""
+    layer, _ = make("deepseek_v3", "DeepseekV3TopkRouter", {})
+    kind = type(layer.gate)
+
+    class Other(kind):
+        def forward(self, hidden_states):
+            logits, scores, ids = super().forward(hidden_states)
+            sums = logits.sigmoid().gather(1, ids).sum(-1, keepdim=True)
+            return logits, scores * (sums + 1e-20) / (sums + 1e-9), ids
+
+    Other.__module__ = kind.__module__
+    layer.gate.__class__ = Other
+    assert not fuse_routers(layer, RowOrders())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_quantize_fuses_the_routers_of_a_model(name):
+    model = tiny_model(name, torch.bfloat16)
+    keys = [key for key in model.state_dict() if "experts" not in key]
+    kinds = {path: type(module) for path, module in model.named_modules() if "outer" in type(module).__name__}
+    quantize_(model)
+    assert [key for key in model.state_dict() if "experts" not in key] == keys
+    layers = len(ARCHITECTURES[name][2])
+    with torch.no_grad(), Called() as called:
+        out = model(tokens()).logits
+    assert called.names == ["moe_router"] * layers
+    for again in (copy.deepcopy(model), stored(model)):
+        with torch.no_grad(), Called() as called:
+            assert torch.equal(again(tokens()).logits, out)
+        assert called.names == ["moe_router"] * layers
+    own = copy.deepcopy(model)
+    for module in own.modules():
+        if name == "llama4" and type(module).__name__ == "RoutedLlama4Router":
+            module.__class__ = kinds["model.layers.0.feed_forward.router"]
+        restore_routers(module)
+    with torch.no_grad(), Called() as called:
+        assert relative_error(own(tokens()).logits, out) < 5e-3
+    assert called.names == ["moe_route"] * layers
+    dequantize_(model)
+    assert {path: type(model.get_submodule(path)) for path in kinds} == kinds
+    for path in kinds:
+        assert not {"router_call", "router_options", "row_orders"} & vars(model.get_submodule(path)).keys()
+
+
+def test_router_logits_are_recorded_and_routers_train():
+    config = tiny_config("qwen3_moe")
+    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+    model = quantize_(tiny_model("qwen3_moe", config=config).train())
+    own = copy.deepcopy(model)
+    for layer in own.modules():
+        restore_routers(layer)
+    results = []
+    for each in (model, own):
+        out = each(tokens(), labels=tokens())
+        out.loss.backward()
+        weights = [parameter.grad for path, parameter in each.named_parameters() if path.endswith("gate.weight")]
+        results.append((out.loss, out.aux_loss, *out.router_logits, *weights))
+    assert len(results[0]) == 6
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+def test_a_hook_that_changes_the_ids_is_heard():
+    model = quantize_(tiny_model("qwen3_moe"))
+    (first, second) = (module for module in model.modules() if isinstance(module, FusedRouter))
+
+    def other_ids(module, args, output):
+        logits, scores, ids = output
+        return logits, scores, (ids + 1) % 8
+
+    def in_place(module, args, output):
+        output[2].add_(1).remainder_(8)
+
+    results = []
+    for hook in (other_ids, in_place):
+        handles = [router.register_forward_hook(hook) for router in (first, second)]
+        with torch.no_grad(), Called() as called:
+            results.append(model(tokens()).logits)
+        assert called.names == ["moe_router", "moe_route"] * 2
+        for handle in handles:
+            handle.remove()
+    assert torch.equal(*results)
+    with torch.no_grad():
+        assert relative_error(model(tokens()).logits, results[0]) > 1e-2
+    with torch.inference_mode(), Called() as called:
+        model(tokens())
+    assert called.names == ["moe_router", "moe_route"] * 2
+
+
+def test_row_orders_are_taken_once_and_by_the_same_ids_alone():
+    orders, ids = RowOrders(), torch.zeros(3, 2, dtype=torch.int64)
+    order = torch.zeros(6), torch.zeros(8), torch.zeros(3, 2)
+    for change, known in ((lambda: ids, True), (lambda: ids.clone(), False), (lambda: ids.add_(0), False)):
+        orders.put(ids, order)
+        assert (orders.take(change(), 8) is order) == known
+        assert orders.take(ids, 8) is None
+    orders.put(ids, order)
+    assert orders.take(ids, 7) is None
+    orders.put(ids, order)
+    assert stored(orders).take(ids, 8) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
+def test_compiled_graphs_have_one_operator_for_it(name):
+    model = quantize_(tiny_model(name))
+    with torch.no_grad():
+        expected = model(tokens(), use_cache=False).logits
+        found = []
+
+        def backend(graph, inputs):
+            found.extend(str(node.target) for node in graph.graph.nodes if "moe_rout" in str(node.target))
+            return graph
+
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        assert relative_error(compiled(tokens(), use_cache=False).logits, expected) < 1e-5
+    assert found == ["thunder_moe.moe_router"] * 2
+    orders = [module.row_orders for module in model.modules() if hasattr(module, "row_orders")]
+    assert len({id(order) for order in orders}) == 2
+    assert all(order._last is None for order in orders)
+
+
+def test_comparing_twice_is_one_comparison(monkeypatch):
+    layer, _ = make(*FUSED[3][:3])
+    other = copy.deepcopy(layer.gate)
+    assert routers.fused_call(layer.gate) is routers.fused_call(other)
+    monkeypatch.setattr(routers, "_CALLS", {})
+    assert routers.fused_call(other) == routers.fused_call(layer.gate)
