@@ -27,6 +27,7 @@ from benchmarks.harness.roofline import Limits
 from benchmarks.harness.timing import Timing, measure
 from thunder_moe import dequantize_, quantize_, rewrite_report
 from thunder_moe.integrations.huggingface.experts import expert_blocks
+from thunder_moe.kernels.dense import why_slower
 
 __all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
 
@@ -120,8 +121,6 @@ class _Column:
         self.form, self.device = COLUMNS[self.spec.column], torch.device(self.spec.device)
 
     def run(self) -> None:
-        if self.form.quantize and not _has_arguments(self.form.quantize):
-            raise ValueError(f"quantize_ of this version takes no {', '.join(self.form.quantize)}")
         self._check()
         model = self._load()
         forward = self._compile(model)
@@ -333,7 +332,7 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
 
     Raises:
         RuntimeError: the column computes something wrong, or was not compiled to what it says.
-        ValueError: this version's quantize_ lacks what the column needs, or the model has no experts.
+        ValueError: the model has no experts.
     """
     if spec.column == "limits":
         emit({"read_bytes_per_second": Limits.measured(torch.device(spec.device)).read_bytes_per_second})
@@ -341,19 +340,16 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
         _Column(spec, emit).run()
 
 
-def _has_arguments(names: dict[str, Any]) -> bool:
-    import inspect
-
-    return set(names) <= set(inspect.signature(quantize_).parameters)
-
-
 def _quantizer(options: dict[str, Any]) -> Callable[[nn.Module, str], None]:
     """What `build` calls with each layer and with the model: quantize_ where there is something for it."""
 
     def finish(module: nn.Module, name: str) -> None:
-        # Of the model as a whole the head is left, which alone is no layer's.
-        if options or (name and expert_blocks(module)):
+        if name and (expert_blocks(module) or "linears" in options):
             quantize_(module, **options)
+        elif not name and "linears" in options:  # the head, which is in no layer
+            weight = module.get_output_embeddings().weight  # type: ignore[operator]
+            if why_slower(weight.device, weight.dtype, *weight.shape) is None:
+                quantize_(module, **options)
 
     return finish
 

@@ -15,6 +15,8 @@ from benchmarks.harness import column, decode, models
 from benchmarks.harness.column import Spec
 from benchmarks.harness.decode import DecodeStep
 from benchmarks.suites import model as suite
+from thunder_moe.kernels import dense
+from thunder_moe.nn.linear import NVFP4Linear
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -167,14 +169,27 @@ def test_a_cell_that_does_not_fit_says_so(config, uncompiled, monkeypatch):
     assert row["decode"]["3"]["median"] > 0
 
 
-def test_a_column_that_this_version_has_not(config, monkeypatch):
-    monkeypatch.setattr(column, "quantize_", lambda model: model)
-    _, error = run(spec(config(), "quantize_ linears"))
-    assert str(error) == "quantize_ of this version takes no linears"
+@pytest.mark.parametrize("least", [1, 2**20])
+def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, least):
+    monkeypatch.setitem(dense._LEAST_WEIGHTS, "cpu", least)
+    built = []
+
+    def build(*args, **options):
+        built.append(models.build(*args, **options))
+        return built[-1]
+
+    monkeypatch.setattr(column, "build", build)
+    row, error = run(spec(config(), "quantize_ linears"))
+    assert error is None
+    assert 0 < row["relative_error"] < 0.05
+    reference, checked, timed = built
+    assert not any(isinstance(part, NVFP4Linear) for part in reference.modules())
+    for model in (checked, timed):
+        assert isinstance(model.lm_head, NVFP4Linear) == (least == 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compiled bf16", "thunder_moe", "quantize_"])
+@pytest.mark.parametrize("name", ["compiled bf16", "thunder_moe", "quantize_", "quantize_ linears"])
 def test_a_compiled_column(config, name):
     row, error = run(spec(config(), name, inner="aot_eager", batches=(1, 3, 5)))
     assert error is None
