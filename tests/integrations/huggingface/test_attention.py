@@ -17,8 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 
 from thunder_moe.integrations.huggingface import attention  # noqa: E402
 from thunder_moe.integrations.huggingface.attention import NAME, grouped_sdpa_attention  # noqa: E402
+from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of  # noqa: E402
 
-B, KEYS, WIDTH, HEADS = 3, 37, 16, 12
+B, KEYS, WIDTH, HEADS = 3, 137, 16, 12
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 SUPPORTED = [name for name in ARCHITECTURES if name != "gpt_oss"]  # whose sinks SDPA does not have
 
@@ -119,6 +120,51 @@ def test_gradients():
         gradients.append(torch.autograd.grad(function(layer(4), *inputs, mask)[0], inputs, upstream))
     for ours, theirs in zip(*gradients, strict=True):
         assert error(ours, theirs.double()) < 1e-5
+
+
+@pytest.mark.parametrize("queries", [1, 3, 100])
+def test_where_cudnn_groups_heads(monkeypatch, queries, seen):
+    monkeypatch.setattr(attention, "_cudnn_groups_heads", lambda *_: True)
+    query, key, value = operands(4, queries)
+    mask = boolean_mask(B, HEADS, min(queries, 1 if queries == 100 else queries))
+    out, _ = grouped_sdpa_attention(layer(4), query, key, value, mask)
+    assert out.is_contiguous()
+    assert error(out, in_float64(query, key, value, mask)) < 1e-6
+    assert seen[0][1] is key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 2, 33, 100])
+@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("dtype", LIMIT, ids=str)
+@pytest.mark.parametrize("how", ["eager", "compiled", "gradients"])
+def test_on_cuda(queries, heads, dtype, how):
+    mask = boolean_mask(B, heads, queries if queries < 33 else 1).cuda()
+    inputs = [tensor.cuda().requires_grad_(how == "gradients") for tensor in operands(4, queries, dtype)]
+    function = torch.compile(grouped_sdpa_attention, fullgraph=True) if how == "compiled" else grouped_sdpa_attention
+    out, _ = function(layer(4), *inputs, mask)
+    expected = in_float64(*inputs, mask)
+    assert error(out, expected) < 5 * LIMIT[dtype]
+    if how == "gradients":
+        upstream = torch.randn_like(out)
+        ours = torch.autograd.grad(out, inputs, upstream)
+        for one, other in zip(ours, torch.autograd.grad(expected, inputs, upstream.double()), strict=True):
+            assert error(one, other.double()) < 20 * LIMIT[dtype]
+
+
+@pytest.mark.gpu
+def test_cudnn_is_asked_on_cuda():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("cuDNN's attention is torch's first choice on SM90")
+    query, key, value = (tensor.cuda() for tensor in operands(4, 1, torch.bfloat16))
+    mask = boolean_mask(B, 1, 1).cuda()
+    assert cudnn_groups_heads(query, key, value, mask)
+    sizes = torch.bfloat16, torch.bool, HEADS, 4, WIDTH, WIDTH, 1
+    assert cudnn_groups_heads_of("cuda", *sizes)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert not cudnn_groups_heads(query, key, value, mask)
+    assert not cudnn_groups_heads(query.float(), key.float(), value.float(), mask)
+    assert not cudnn_groups_heads_of("cpu", *sizes)
 
 
 def test_dropout(seen):
