@@ -8,7 +8,7 @@ import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
@@ -17,7 +17,15 @@ import torch
 
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm
 
-__all__ = ["RewriteEntry", "RewriteReport", "RewriteWarning", "record", "record_later", "rewrite_report"]
+__all__ = [
+    "AttentionEntry",
+    "RewriteEntry",
+    "RewriteReport",
+    "RewriteWarning",
+    "record",
+    "record_later",
+    "rewrite_report",
+]
 
 
 class RewriteWarning(UserWarning):
@@ -46,10 +54,41 @@ class RewriteEntry:
 
 
 @dataclass(frozen=True)
+class AttentionEntry:
+    """One call of scaled_dot_product_attention in a graph of torch.compile, whose program repeats keys and values.
+
+    Attributes:
+        graph: which of the function's graphs, 0 for the first one compiled.
+        heads: of the query.
+        key_heads: of keys and values, before they are repeated.
+        head_dim: width of a head of the keys.
+        keys: their number, None when it varies from call to call.
+        decision: "grouped" (the heads of a group read the same keys) or "repeated" (as the program says).
+        reason: why.
+        where: file:line of the call, where the compiler tells.
+    """
+
+    graph: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    keys: int | None
+    decision: str
+    reason: str
+    where: str | None = None
+
+
+@dataclass(frozen=True)
 class RewriteReport:
-    """The grouped GEMMs of all graphs of a compiled function; prints as a table."""
+    """The grouped GEMMs of all graphs of a compiled function; prints as a table.
+
+    Attributes:
+        entries: the grouped GEMMs, over which it iterates too.
+        attention: attention that repeats keys and values, or would have without the rewrite.
+    """
 
     entries: tuple[RewriteEntry, ...]
+    attention: tuple[AttentionEntry, ...] = ()
 
     @property
     def rewritten(self) -> tuple[RewriteEntry, ...]:
@@ -63,25 +102,45 @@ class RewriteReport:
         return len(self.entries)
 
     def __str__(self) -> str:
-        if not self.entries:
-            return "no grouped GEMM was compiled"
-        rows = [("graph", "weight", "experts x out x in", "rows", "decision", "reason")]
+        rows: list[tuple[str, ...]] = [("graph", "weight", "experts x out x in", "rows", "decision", "reason")]
         for entry in self.entries:
             gemm = entry.gemm
             sizes = f"{gemm.experts} x {gemm.out_features} x {gemm.in_features}"
-            tokens = "varies" if gemm.rows is None else str(gemm.rows)
-            reason = entry.reason if gemm.where is None else f"{entry.reason} ({gemm.where})"
-            rows.append((str(entry.graph), gemm.weight or "?", sizes, tokens, entry.decision, reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            rows.append((
+                str(entry.graph), gemm.weight or "?", sizes, _number(gemm.rows), entry.decision,
+                _at(entry.reason, gemm.where),
+            ))  # fmt: skip
+        gemms = _table(rows) if self.entries else "no grouped GEMM was compiled"
+        if not self.attention:
+            return gemms
+        rows = [("graph", "heads / key heads x width", "keys", "attention", "reason")]
+        for each in self.attention:
+            heads = f"{each.heads} / {each.key_heads} x {each.head_dim}"
+            rows.append((str(each.graph), heads, _number(each.keys), each.decision, _at(each.reason, each.where)))
+        return f"{gemms}\n\n{_table(rows)}"
+
+
+def _number(size: int | None) -> str:
+    return "varies" if size is None else str(size)
+
+
+def _at(reason: str, where: str | None) -> str:
+    return reason if where is None else f"{reason} ({where})"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """One graph: a call that lists its entries, and the line of its code where it was traced (torch.compile)."""
+    """One graph: a call that lists its entries, the line of its code where it was traced (torch.compile), and its
+    attention."""
 
     entries: Callable[[], list[RewriteEntry]]
     frame: tuple[str, int] | None = None
+    attention: tuple[AttentionEntry, ...] = ()
 
 
 class _Graphs:
@@ -105,24 +164,38 @@ def _graphs_of(owner: Any) -> list[_Graph]:
     return _GRAPHS[key].graphs
 
 
-def record(owner: Any, decisions: list[Decision], frame: tuple[str, int] | None = None) -> None:
+def record(
+    owner: Any,
+    decisions: list[Decision],
+    frame: tuple[str, int] | None = None,
+    attention: Sequence[AttentionEntry] = (),
+) -> None:
     """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
 
     Args:
         owner: of the compiled function (see _GRAPHS); None when it is not known.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
         frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
+        attention: what was decided on the graph's attention; `graph` is set here.
     """
     graphs = _graphs_of(owner) if owner is not None else []
     entries = [RewriteEntry(len(graphs), *decision) for decision in decisions]
     # A fragment beside the experts is no reason to warn.
     silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
-    graphs.append(_Graph(lambda: entries, frame))
+    graphs.append(_Graph(lambda: entries, frame, tuple(replace(each, graph=len(graphs)) for each in attention)))
     if silent or any(entry.rewritten for entry in entries):
         return
-    why = "; ".join(f"{entry.gemm.weight or 'a weight'}: {entry.reason}" for entry in entries)
+    names: dict[str, list[str]] = {}
+    for entry in entries:
+        names.setdefault(entry.reason, []).append(entry.gemm.weight or "a weight")
+    why = "; ".join(f"{_some(weights)}: {reason}" for reason, weights in names.items())
     why = why or "the graph has no call of torch.nn.functional.grouped_mm"
     warnings.warn(f"thunder_moe rewrote no expert GEMM to NVFP4: {why}", RewriteWarning, stacklevel=2)
+
+
+def _some(names: list[str]) -> str:
+    """At most four of these names."""
+    return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
 def record_later(owner: Any, find: Callable[[], list[RewriteEntry]], frame: tuple[str, int] | None) -> None:
@@ -159,7 +232,8 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     graphs = _GRAPHS[id(owner)].graphs if id(owner) in _GRAPHS else _shared_graphs(owner, codes)
     if not graphs:
         raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
-    return RewriteReport(tuple(entry for graph in graphs for entry in graph.entries()))
+    attention = tuple(entry for graph in graphs for entry in graph.attention)
+    return RewriteReport(tuple(entry for graph in graphs for entry in graph.entries()), attention)
 
 
 def _shared_graphs(owner: Any, codes: list[CodeType]) -> list[_Graph]:

@@ -474,7 +474,7 @@ def test_nan_in_a_weight_names_the_parameter(moe, x):
 
 
 def test_unknown_options_are_refused():
-    with pytest.raises(Exception, match=r"options: got 'thunder_moe.iner', the only one of thunder_moe is"):
+    with pytest.raises(Exception, match=r"options: got 'thunder_moe.iner', those of thunder_moe are"):
         torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.iner": "eager"})(torch.ones(2))
     with pytest.raises(Exception, match="nonesuch"):
         compiled(lambda x: x + 1, "nonesuch")(torch.ones(2))

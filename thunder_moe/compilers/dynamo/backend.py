@@ -42,20 +42,28 @@ def thunder_moe_backend(
         example_inputs: its inputs; parameters are the real ones.
         mode: as inductor's ("reduce-overhead", "max-autotune", ...).
         options: as inductor's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager", "aot_eager"
-            or any other backend's name.
+            or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read keys and values without
+            repeating them for the heads of a group: True, False, or None (the default) for on CUDA; not by Thunder.
         dynamic: as inductor's.
 
     Returns:
         What runs in place of the graph.
 
     Raises:
-        ValueError: an unknown ``thunder_moe.`` option.
+        ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take.
     """
     options = dict(options or {})
     inner = options.pop("thunder_moe.inner", "inductor")
+    attention = options.pop("thunder_moe.attention", None)
     unknown = [name for name in options if name.startswith("thunder_moe.")]
     if unknown:
-        raise ValueError(f"options: got {unknown[0]!r}, the only one of thunder_moe is 'thunder_moe.inner'")
+        raise ValueError(
+            f"options: got {unknown[0]!r}, those of thunder_moe are 'thunder_moe.inner' and 'thunder_moe.attention'"
+        )
+    if attention not in (True, False, None):
+        raise ValueError(f"options['thunder_moe.attention']: got {attention!r}, wanted True, False or None")
+    if attention and inner == "thunder":
+        raise ValueError("options['thunder_moe.attention']: got True with the inner compiler 'thunder', which has none")
     owner = _owner(sys._getframe(1))
     if inner not in ("inductor", "thunder"):
         torch._dynamo.lookup_backend(inner)  # an unknown name fails here
@@ -66,8 +74,8 @@ def thunder_moe_backend(
         return _compile(inner, graph_module, inputs, mode, options, dynamic)
 
     new = copy_of(gm)
-    rewritten, decisions = rewrite(new, example_inputs)
-    record(owner, decisions, traced_frame(gm.graph))
+    rewritten, decisions, attended = rewrite(new, example_inputs, attention)
+    record(owner, decisions, traced_frame(gm.graph), attended)
     compiled = compile_(new, rewritten.inputs(example_inputs))
     if not rewritten.packs:
         return _runner(rewritten, compiled) if rewritten.watched else compiled

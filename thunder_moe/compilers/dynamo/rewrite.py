@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
+from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
+from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts, find_selected_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
+from thunder_moe.compilers.report import AttentionEntry
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -131,14 +133,30 @@ class Rewritten:
             WEIGHT_CACHE.changed(*_given(weights, given))
 
 
-def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritten, list[Decision]]:
-    """Rewrites dynamo's graph and those nested in it, in place; (what it takes now, what was decided on each GEMM)."""
+def rewrite(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], attention: bool | None = None
+) -> tuple[Rewritten, list[Decision], list[AttentionEntry]]:
+    """Rewrites dynamo's graph and those nested in it, in place.
+
+    Args:
+        gm: dynamo's graph.
+        example_inputs: its inputs.
+        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+
+    Returns:
+        What the graph takes now; what was decided on each GEMM, and on such attention.
+    """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     placeholders = root.graph.find_nodes(op="placeholder")
     plans = [_plan(scope, weights) for scope in scopes]
     decisions = [decision for plan in plans for decision in plan.decisions]
     decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
+    repeated = [
+        found
+        for scope in scopes
+        for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
+    ]
     rewrites = any(plan.calls or plan.dense for plan in plans)
     written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
 
@@ -178,6 +196,10 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         for block in plan.dense:
             if block.routing is not None:
                 _route(block.sites[0], block.routing, *map(packed_inputs, block.sites))
+    for found in repeated:
+        if found.entry.decision == "grouped":
+            group_heads(found)
+            _erase(found.scope, found.node)
     packed_weights = dict.fromkeys(weight for key in packs for weight in key[2:])
     dropped = {node for node in packed_weights if node.op == "placeholder" and not node.users}
     for node in dropped:
@@ -196,7 +218,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Rewritte
         enables_grad=not torch.is_grad_enabled()
         and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
     )
-    return rewritten, decisions
+    return rewritten, decisions, [found.entry for found in repeated]
 
 
 def _written_inputs(root: Scope, weights: Weights) -> list[fx.Node]:
@@ -247,6 +269,7 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
+    decisions += find_selected_experts(scope, weights)
     return _Plan(
         [*sites, *(site for block in dense for site in block.sites)],
         [*blocks, *(site for site in eligible if site not in fused)],

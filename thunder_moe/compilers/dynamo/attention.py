@@ -1,0 +1,226 @@
+"""Finds masked attention that repeats keys and values for the query heads that share them.
+Called by rewrite.py; calls scopes.py, kernels/attention.py, and safety.py for the operations between the two.
+
+    keys = k[:, :, None].expand(B, Hkv, G, L, D).reshape(B, Hkv * G, L, D)    or k.repeat_interleave(G, 1)
+    sdpa(q, keys, values, mask)                                               q (B, Hkv * G, Q, D)
+    = sdpa(q, k, v, mask, enable_gqa=True)                                    where that is cuDNN's;
+    = sdpa(q as (B, Hkv, G, D), k, v, mask).reshape(B, Hkv * G, 1, D)         elsewhere, for one new token: Q = 1
+
+Each key is read once instead of written and read G times.
+Legend: B batch, Hkv key heads, G query heads that share one, Q new tokens, L keys, D width of a head.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.scopes import Scope, value_of
+from thunder_moe.compilers.dynamo.sites import calls, user_line
+from thunder_moe.compilers.report import AttentionEntry
+from thunder_moe.kernels.attention import cudnn_groups_heads_of
+
+__all__ = ["RepeatedAttention", "find_repeated_attention", "group_heads"]
+
+aten = torch.ops.aten
+_SDPA = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
+_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_RESHAPE = {torch.reshape, aten.reshape.default, "reshape"}
+_EXPAND = {aten.expand.default, "expand"}
+_UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
+_INTERLEAVE = {torch.repeat_interleave, aten.repeat_interleave.self_int, "repeat_interleave"}
+_WHOLE = slice(None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Repeat:
+    """`source` (B, Hkv, L, D), whose heads are repeated G times each, and the nodes that do so."""
+
+    source: fx.Node
+    nodes: frozenset[fx.Node]
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedAttention:
+    """Attention whose keys and values are repeated.
+
+    Attributes:
+        node: the call of scaled_dot_product_attention.
+        scope: the graph that it is in.
+        key: what is repeated as its keys.
+        value: what is repeated as its values.
+        by_cudnn: cuDNN is going to group the heads.
+        entry: for the report.
+    """
+
+    node: fx.Node
+    scope: Scope
+    key: _Repeat
+    value: _Repeat
+    by_cudnn: bool
+    entry: AttentionEntry
+
+
+def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[RepeatedAttention]:
+    """The attention of a graph whose keys and values are repeated.
+
+    Args:
+        scope: of a graph as dynamo gives it to a backend, with example values.
+        on_any_device: rewrite what does not run on CUDA too.
+    """
+    found = []
+    for node in scope.graph.nodes:
+        if not calls(node, _SDPA):
+            continue
+        given = _given(node)
+        query, keys, values = (value_of(given.get(name)) for name in ("query", "key", "value"))
+        if not all(isinstance(value, Tensor) and value.ndim == 4 for value in (query, keys, values)):
+            continue
+        key, value = _behind_repeat(given["key"]), _behind_repeat(given["value"])
+        if key is None or value is None or is_in_a_function_transform(query):
+            continue
+        by_cudnn = _groups_by_cudnn(scope, node, key, value)
+        reason = scope.refusal or _reason(scope, node, key, value, by_cudnn=by_cudnn)
+        if reason is None and not on_any_device and query.device.type != "cuda":
+            reason = f"it runs on {query.device.type}"
+        heads, key_heads = int(keys.shape[1]), int(value_of(key.source).shape[1])
+        decision = ("grouped", f"{heads // key_heads} heads read the same keys")
+        if reason is not None:
+            decision = ("repeated", reason)
+        length = keys.shape[2] if isinstance(keys.shape[2], int) else None
+        entry = AttentionEntry(0, heads, key_heads, int(keys.shape[3]), length, *decision, where=user_line(node))
+        found.append(RepeatedAttention(node, scope, key, value, by_cudnn, entry))
+    return found
+
+
+def group_heads(found: RepeatedAttention) -> None:
+    """Rewrites the call of one of `find_repeated_attention`, for the caller to erase."""
+    node, graph = found.node, found.scope.graph
+    given = _given(node)
+    options: dict[str, Any] = {name: given[name] for name in ("attn_mask", "dropout_p", "scale") if name in given}
+
+    def method(name: str, *arguments: Any) -> fx.Node:
+        return graph.call_method(name, arguments)
+
+    def rows_of_groups(source: fx.Node) -> fx.Node:
+        """(B, Hkv * G, 1, X) -> (B, Hkv, G, X)"""
+        groups = (found.entry.key_heads, found.entry.heads // found.entry.key_heads)
+        return method("squeeze", method("unflatten", source, 1, groups), 3)
+
+    with graph.inserting_before(node):
+        query, mask = given["query"], options.get("attn_mask")
+        if found.by_cudnn:
+            options["enable_gqa"] = True
+        else:
+            query = rows_of_groups(query)
+            if mask is not None and value_of(mask).shape[1] != 1:
+                options["attn_mask"] = rows_of_groups(mask)
+        arguments = (query, found.key.source, found.value.source)
+        out = graph.call_function(F.scaled_dot_product_attention, arguments, options)
+        if not found.by_cudnn:
+            out = method("unsqueeze", method("flatten", out, 1, 2), 2)
+    out.meta = dict(node.meta)
+    node.replace_all_uses_with(out)
+
+
+def _given(node: Any) -> dict[str, Any]:
+    """The arguments of an SDPA call by name."""
+    return {**dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)), **node.kwargs}
+
+
+def _behind_repeat(node: Any) -> _Repeat | None:
+    if calls(node, _INTERLEAVE):
+        named = {**dict(zip(("self", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
+        source: Any = named.pop("input", named.get("self"))
+        known = named.keys() <= {"self", "repeats", "dim"} and named.get("dim") in (1, -3)
+        repeats = named.get("repeats")
+        right = known and isinstance(repeats, int) and _repeats(source, node) == repeats
+        return _Repeat(source, frozenset({node})) if right else None
+    expanded: Any = node.args[0] if calls(node, _RESHAPE) and node.args else None
+    unsqueezed: Any = expanded.args[0] if calls(expanded, _EXPAND) and expanded.args else None
+    if calls(unsqueezed, {operator.getitem}):
+        source, index = unsqueezed.args
+        if not isinstance(index, tuple) or index[:3] != (_WHOLE, _WHOLE, None) or any(
+            each not in (_WHOLE, ...) for each in index[3:]
+        ):  # fmt: skip
+            return None
+    elif calls(unsqueezed, _UNSQUEEZE):
+        source, dim = (*unsqueezed.args, *unsqueezed.kwargs.values(), None)[:2]
+        if dim not in (2, -3):
+            return None
+    else:
+        return None
+    group, wide = _repeats(source, node), value_of(expanded)
+    if group is None or wide is None:
+        return None
+    # The reshape joins dims 1 and 2 alone.
+    batch, heads, length, width = value_of(source).shape
+    if not _same(wide.shape, (batch, heads, group, length, width)):
+        return None
+    return _Repeat(source, frozenset({node, expanded, unsqueezed}))
+
+
+def _repeats(source: Any, repeated: fx.Node) -> int | None:
+    """How often the heads of (B, Hkv, L, D) are in (B, Hkv * G, L, D), by their sizes; None where these are others."""
+    few, many = value_of(source), value_of(repeated)
+    if few is None or many is None or few.ndim != 4 or many.ndim != 4:
+        return None
+    heads, key_heads = many.shape[1], few.shape[1]
+    if not isinstance(heads, int) or not isinstance(key_heads, int) or key_heads == 0 or heads % key_heads:
+        return None
+    same = _same((few.shape[0], *few.shape[2:]), (many.shape[0], *many.shape[2:]))
+    return heads // key_heads if same and heads > key_heads else None
+
+
+def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) -> bool:
+    """Whether cuDNN groups the heads of a call without gradients."""
+    given = _given(node)
+    query, keys, values = value_of(given["query"]), value_of(key.source), value_of(value.source)
+    mask = value_of(given.get("attn_mask"))
+    if mask is None or query.device.type != "cuda" or not all(isinstance(size, int) for size in query.shape[1::2]):
+        return False
+    if scope.modes[node] and value_of(node).requires_grad:
+        return False
+    return cudnn_groups_heads_of(
+        str(query.device), query.dtype, mask.dtype, query.shape[1], keys.shape[1], query.shape[3], values.shape[3],
+        queries=1 if statically_known_true(query.shape[2] == 1) else 2,
+    )  # fmt: skip
+
+
+def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
+    """Why attention stays as it is. The gates, in order."""
+    given = _given(node)
+    query, keys, values = value_of(given["query"]), value_of(key.source), value_of(value.source)
+    heads = int(value_of(given["key"]).shape[1])
+    if given.keys() - set(_SDPA_ARGUMENTS) or given.get("enable_gqa", False) is not False:
+        return "it groups heads itself"
+    if given.get("is_causal", False) is not False:
+        return "it is causal, without a mask"
+    if given.get("dropout_p", 0.0) != 0:
+        return "it drops probabilities at random"
+    if keys.shape[1] != values.shape[1] or not _same(query.shape[:2], (keys.shape[0], heads)):
+        return "query, keys and values differ in batch or heads"
+    if not by_cudnn and not statically_known_true(query.shape[2] == 1):
+        return "it has more than one new token, and is not cuDNN's"
+    if given.get("attn_mask") is not None:
+        mask = value_of(given["attn_mask"])
+        if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] not in (1, heads):
+            return "its mask is not (batch, 1 or heads, queries, keys)"
+        if mask.dtype not in (torch.bool, query.dtype):
+            return f"its mask is {mask.dtype}, the query {query.dtype}"
+    positions = {scope.positions[each] for each in (node, *key.nodes, *value.nodes)}
+    read = dict.fromkeys(storages_of(keys), "the keys") | dict.fromkeys(storages_of(values), "the values")
+    copies = dict.fromkeys(storages_of([value_of(given["key"]), value_of(given["value"])]), "the repeated keys")
+    differentiable = scope.modes[node] and value_of(node).requires_grad
+    return scope.program.reason_against_fusing(positions, copies | read, read if differentiable else None)
+
+
+def _same(sizes: Any, others: Any) -> bool:
+    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
