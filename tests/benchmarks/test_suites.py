@@ -143,6 +143,20 @@ def test_compile_overhead_runs_end_to_end(tmp_path, capsys):
     assert "quantize_ + compile nvfp4" in capsys.readouterr().out
 
 
+def test_host_times_operators_and_layers(tmp_path, capsys):
+    rows = main(["host", "--device", "cpu", "--tokens", "2", "--rounds", "1", "--output", str(tmp_path)])
+    content = json.loads((tmp_path / "host_cpu.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [row["call"] for row in rows] == [
+        "torch._grouped_mm",
+        *("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "moe_route", "scaled_grouped_mm_dgrad"),
+        *("gradient: torch._grouped_mm", "gradient: scaled_grouped_mm"),
+        *("experts: bf16", "block: bf16", "experts: quantize_", "block: quantize_"),
+    ]
+    assert all(0 < row["microseconds"]["least"] <= row["microseconds"]["median"] for row in rows)
+    assert "experts: quantize_" in capsys.readouterr().out
+
+
 def test_check_refuses_what_a_column_does_not_say():
     cpu = torch.device("cpu")
     layer = layers.build(SHAPES["small"], cpu)
