@@ -88,7 +88,7 @@ class Operator:
         torch.library.register_fake(f"thunder_moe::{self.name}", self._fake, lib=_LIBRARY)
         _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(self.name, self._run_known, key)
+            _LIBRARY.impl(self.name, self._run_plain, key)
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
             overload = getattr(torch.ops.thunder_moe, self.name).default
@@ -121,12 +121,16 @@ class Operator:
         if plain is None:
             plain = _is_plain(keys)
         if plain and not (torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return self._run_known(*args, **options)
+            return self._run_known(args, options)
         assert self._differentiably is not None
         return self._differentiably(keys, *args, **options)
 
-    def _run_known(self, *args: Any, **options: Any) -> Any:
-        """`_run` for dense tensors on a CPU or CUDA devices, with what is known from earlier calls of their kind."""
+    def _run_plain(self, *args: Any, **options: Any) -> Any:
+        """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
+        return self._run_known(args, options)
+
+    def _run_known(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """`_run` with what is known from earlier calls with arguments of this kind."""
         kind = (
             chosen_backend(),
             *options.items(),
@@ -197,7 +201,7 @@ def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
 
 # torch.compile would trace the kernels' Python where an operator is called outside of its graphs.
 _UNTRACED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-for _kernel in (Operator._dispatch, Operator._run_known, Operator._run):
+for _kernel in (Operator._dispatch, Operator._run_plain, Operator._run):
     eval_frame.set_code_exec_strategy(_kernel.__code__, _UNTRACED)
 
 
