@@ -9,7 +9,7 @@ import torch
 from emulator import build
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, nvrtc, prepared, workspace
+from thunder_moe.kernels.cuda import launch, nvrtc, prepared, router, workspace
 
 
 class Adversary(ctypes.Structure):
@@ -62,8 +62,9 @@ def emulated(emulator, adversary, monkeypatch):
         def launch(self, stream, argument):
             emulator(*self.kernel, argument, adversary)
 
-    for cached in (prepared.gemm_launch, prepared.combine_launch, prepared.route_launch):
-        cached.cache_clear()
+    for name in ("gemm", "combine", "dgrad", "route"):
+        getattr(prepared, f"{name}_launch").cache_clear()
+    router.router_launch.cache_clear()
     monkeypatch.setattr(launch, "launcher", Launcher)
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "current_stream", lambda device: 1)

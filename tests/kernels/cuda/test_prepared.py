@@ -13,7 +13,8 @@ from thunder_moe.activations import GLU
 from thunder_moe.kernels.cuda import arguments, launch, nvrtc, prepared
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.routing import route
+from thunder_moe.ops.scaled_mm import dense_operands
+from thunder_moe.routing import RouterForm, route
 
 E, T, A, H, INNER = 4, 5, 2, 64, 64
 OFFSETS = torch.tensor([1, 4, 4, 10], dtype=torch.int32)
@@ -71,6 +72,41 @@ def test_equals_the_backend(layout):
     sort = cuda.PREPARED["moe_route"](ids, E)
     for actual, expected in zip(sort(ids, E), (row_slot, offsets, slot_row), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_dense_layers_equal_the_backend(layout):
+    weight, _ = make(1, 64, 128, halves=2)
+    weight = weight.to_layout(layout)
+    packed, bias = dense_operands(weight), torch.randn(64)
+    for shape in ((128,), (3, 128), (2, 3, 128)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        run = cuda.PREPARED["f16a_nvfp4weight_scaled_mm"](x, *packed, bias, layout=layout)
+        out = run(x, *packed, bias, layout=layout)
+        assert out.shape == (*shape[:-1], 64)
+        assert torch.equal(out.view(-1, 64), cuda.mm(x.view(-1, 128), weight, bias))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_gradients_equal_the_backend(emulated, hopper, halves):
+    for layout in ("linear", "tiled_64x64"):
+        weight, _ = make(E, 64, 128, halves=halves)
+        weight, grad = weight.to_layout(layout), torch.randn(12, 64, dtype=torch.bfloat16)
+        args = (grad, *operands(weight), torch.tensor([1, 4, 3, 99], dtype=torch.int32))  # decreasing, too many
+        run = cuda.PREPARED["f16a_nvfp4weight_scaled_grouped_mm_dgrad"](*args, layout=layout)
+        expected = cuda.grouped_mm_dgrad(grad, weight, args[-1])
+        assert torch.equal(run(*args, layout=layout), expected)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("biased", [False, True])
+def test_routers_equal_the_backend(emulated, tokens, biased):
+    logits, bias = torch.randn(tokens, 40), torch.randn(40) if biased else None
+    options = dict(top_k=4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
+    args = (logits, bias) if biased else (logits,)
+    run = cuda.PREPARED["moe_router"](*args, **options, scores_dtype=torch.bfloat16)
+    results = run(*args, **options, scores_dtype=torch.bfloat16)
+    for result, expected in zip(results, cuda.router(logits, bias, RouterForm(**options), torch.bfloat16), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_operands_may_lie_unaligned(layout):

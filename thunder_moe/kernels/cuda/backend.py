@@ -29,10 +29,12 @@ from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.prepared import (
+    DEQUANTIZE,
     ELEMENTWISE_THREADS,
     ROUTE,
     GemmLaunch,
     combine_launch,
+    dgrad_launch,
     elementwise_blocks,
     gemm_launch,
     route_launch,
@@ -57,7 +59,7 @@ __all__ = [
     "unavailable_reason",
 ]
 
-_DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
+_DEQUANTIZE = DEQUANTIZE
 _ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
@@ -211,15 +213,15 @@ def router(
     logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
-    reason = routers.unserved_reason(logits, form)
+    reason = routers.unserved_reason(logits.shape[1], form)
     if reason is not None:
         warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
     if reason is not None or logits.shape[0] == 0:
         return reference.router(logits, bias, form, dtype)
-    results, launches = routers.plan(logits, bias, form, dtype)
-    for expression, threads, shared_bytes, blocks, argument in launches:
-        _launch(routers.SOURCES, expression, threads, shared_bytes, blocks, argument, logits.device)
-    return results
+    bias = None if bias is None else bias.contiguous()
+    tokens, experts = logits.shape
+    run = routers.router_launch((tokens, experts), form, logits.dtype, _dtype(bias), dtype, logits.device)
+    return run(logits.contiguous(), bias)
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
@@ -336,7 +338,7 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _prepared_gemm(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor | None,
     row_slot: Tensor | None, slot_scale: Tensor | None, bias: Tensor | None, layout: str, form: GLU | None,
 ) -> GemmLaunch | None:  # fmt: skip
     """What runs `_gemm` on operands like these; None where they have to be converted or gathered first."""
@@ -437,10 +439,64 @@ def _prepare_route(expert_ids: Tensor, num_experts: int) -> Callable[..., tuple[
     return lambda expert_ids, num_experts: sort(expert_ids)
 
 
+def _prepare_router(
+    logits: Tensor, bias: Tensor | None = None, *, top_k: int, scores_dtype: torch.dtype | None = None, **options: Any
+) -> Callable[..., tuple[Tensor, ...]] | None:
+    form = RouterForm(top_k, **options)
+    tokens, experts = logits.shape
+    if tokens == 0 or routers.unserved_reason(experts, form) is not None or not (_is_read(logits) and _is_read(bias)):
+        return None
+    choose = routers.router_launch(
+        (tokens, experts), form, logits.dtype, _dtype(bias), scores_dtype or logits.dtype, logits.device
+    )
+    return lambda logits, bias=None, **_: choose(logits, bias)
+
+
+def _prepare_mm(
+    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, *,
+    layout: str = LINEAR,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    leading, rows = activation.shape[:-1], activation.flatten(0, -2) if activation.ndim > 1 else activation[None]
+    packed = fp4_weight[None], scale[None], global_scale[None]
+    gemm = _prepared_gemm(rows, *packed, None, None, None, bias, layout, None)
+    if gemm is None or not activation.is_contiguous():
+        return None
+    shape = *leading, fp4_weight.shape[1]
+
+    def run(
+        activation: Tensor,
+        fp4_weight: Tensor,
+        scale: Tensor,
+        global_scale: Tensor,
+        bias: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        return gemm(activation, fp4_weight, scale, global_scale, None, None, None, bias).view(shape)
+
+    return run
+
+
+def _prepare_dgrad(
+    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *, layout: str = LINEAR
+) -> Callable[..., Tensor] | None:
+    experts, half, n = fp4_weight.shape
+    unserved = grad.dtype != torch.bfloat16 or n % 8 != 0 or _device_facts(grad.device)[1] < (9, 0)
+    operands = grad, fp4_weight.mT, scale, global_scale, offsets
+    if unserved or grad.shape[0] == 0 or layout not in (LINEAR, TILED) or not all(map(_is_read, operands)):
+        return None
+    multiply = dgrad_launch(grad.shape[0], experts, n, 2 * half, layout == TILED, global_scale.ndim == 2, grad.device)
+    return lambda grad, fp4_weight, scale, global_scale, offsets, **_: multiply(
+        grad, fp4_weight, scale, global_scale, offsets
+    )
+
+
 # By the operator's name: its arguments -> what runs it on all operands of the same shapes, strides, dtypes and devices.
 PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
     "f16a_nvfp4weight_scaled_grouped_mm": _prepare_grouped_mm,
     "f16a_nvfp4weight_grouped_swiglu": _prepare_grouped_swiglu,
     "f16a_nvfp4weight_grouped_mm_combine": _prepare_combine,
+    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _prepare_dgrad,
+    "f16a_nvfp4weight_scaled_mm": _prepare_mm,
     "moe_route": _prepare_route,
+    "moe_router": _prepare_router,
 }

@@ -19,18 +19,30 @@ from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import launch, nvrtc
 from thunder_moe.kernels.cuda.arguments import (
     CombineArguments,
+    DequantizeArguments,
     GatherArguments,
     RouteArguments,
+    RowStartsArguments,
     TmaGemmArguments,
 )
 from thunder_moe.kernels.cuda.configs import COMMON, GemmConfig
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, plan_gemm
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 
-__all__ = ["CombineLaunch", "GemmLaunch", "RouteLaunch", "combine_launch", "gemm_launch", "route_launch"]
+__all__ = [
+    "CombineLaunch",
+    "DgradLaunch",
+    "GemmLaunch",
+    "RouteLaunch",
+    "combine_launch",
+    "dgrad_launch",
+    "gemm_launch",
+    "route_launch",
+]
 
 ELEMENTWISE_THREADS = 256
 ELEMENTWISE_BLOCKS = 1 << 20  # at most: threads loop over items
+DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
 ROUTE = (COMMON, COMMON.with_name("route.cu"))
 _ROUTE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
@@ -240,8 +252,51 @@ class RouteLaunch:
         return row_slot, offsets, slot_row
 
 
+class DgradLaunch:
+    """The gradient of a grouped GEMM's bfloat16 rows: the weights are dequantized, torch multiplies.
+
+    Args:
+        rows: M, positive.
+        num_experts: E.
+        n: N, a multiple of 8.
+        k: K.
+        tiled: whether the weights are in layout "tiled_64x64", else in "linear".
+        per_row: whether there is a global scale for each row of a weight.
+        device: where the operands are.
+    """
+
+    def __init__(
+        self, rows: int, num_experts: int, n: int, k: int, tiled: bool, per_row: bool, device: torch.device
+    ) -> None:
+        self._index, self._shape = device.index, (num_experts, n, k)
+        self._starts = num_experts, rows
+        self._numbers = num_experts * n, 1 if per_row else n, k
+        self._row_starts = launch.launcher(ROUTE, "row_starts", 32, 0, 1, RowStartsArguments, self._index)
+        self._dequantize = elementwise_launcher(
+            DEQUANTIZE, f"dequantize{'_tiled' * tiled}<true>", num_experts * n * k // 16, DequantizeArguments,
+            self._index,
+        )  # fmt: skip
+
+    def __call__(self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor) -> Tensor:
+        """(M, N) -> (M, K); qdata is contiguous as (E, N, K // 2), in whatever view."""
+        index = self._index
+        if launch.current_device() != index:
+            with torch.cuda.device(index):
+                return self(grad, qdata, scale, global_scale, offsets)
+        grad, qdata, scale, global_scale = map(_aligned, (grad.detach(), qdata, scale, global_scale))
+        stream = launch.current_stream(index)
+        starts = offsets.new_empty(self._starts[0] + 1)  # torch's grouped GEMM trusts its offsets: these are clamped
+        self._row_starts(stream, offsets.data_ptr(), starts.data_ptr(), *self._starts)
+        weight = grad.new_empty(self._shape)
+        self._dequantize(
+            stream, qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), weight.data_ptr(), *self._numbers
+        )
+        return torch._grouped_mm(grad, weight, starts[1:])
+
+
 gemm_launch = functools.lru_cache(maxsize=4096)(GemmLaunch)
 combine_launch = functools.lru_cache(maxsize=4096)(CombineLaunch)
+dgrad_launch = functools.lru_cache(maxsize=4096)(DgradLaunch)
 route_launch = functools.lru_cache(maxsize=4096)(RouteLaunch)
 
 
