@@ -13,6 +13,7 @@ import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
 from oracle import moe_experts as oracle_experts
+from router_forms import FORMS, make_router
 
 from thunder_moe import (
     GroupedLinear,
@@ -25,6 +26,7 @@ from thunder_moe import (
     moe_executor,
     moe_experts,
     moe_route,
+    moe_router,
     quantize_,
     rewrite_report,
 )
@@ -439,6 +441,22 @@ def test_route_is_the_stable_sort(tokens, top_k, experts):
     ids = torch.randint(-1, experts + 1, (tokens, top_k))
     for actual, expected in zip(moe_route(ids.cuda(), experts), plain_route(ids, experts), strict=True):
         assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 100, 3000])
+@pytest.mark.parametrize("name", FORMS)
+def test_router_is_its_definition(name, tokens, dtype):
+    logits, bias, options = make_router(name, tokens, dtype)
+    logits, bias = logits.cuda(), None if bias is None else bias.cuda()
+    scores, ids, *order = moe_router(logits, bias, **options)
+    with use_backend("reference"):
+        expected, expected_ids, *_ = moe_router(logits, bias, **options)
+    same = (ids == expected_ids).all(-1)  # sums of exponentials round otherwise, which may exchange near ones
+    assert same.float().mean() > 0.995
+    assert relative_error(scores[same], expected[same]) < KERNEL_TOLERANCE[scores.dtype]
+    for actual, wanted in zip(order, plain_route(ids, logits.shape[1]), strict=True):
+        assert torch.equal(actual, wanted)
 
 
 def test_a_layer_of_operators_on_two_streams_and_in_a_graph(backend):

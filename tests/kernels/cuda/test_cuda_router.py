@@ -2,6 +2,8 @@
 Called by pytest; judged by `thunder_moe.routing.router`, which has an oracle of its own (tests/ops/test_router.py).
 """
 
+import itertools
+
 import pytest
 import torch
 from oracle import relative_error
@@ -27,10 +29,10 @@ def check(logits, bias, options):
         assert torch.equal(result, other)
 
 
-@pytest.mark.parametrize("tokens", [1, 13, 80])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (13, torch.float32), (40, torch.bfloat16)])
 @pytest.mark.parametrize("name", FORMS)
-def test_all_forms(emulated, name, tokens):
-    check(*make_router(name, tokens))
+def test_all_forms(emulated, name, tokens, dtype):
+    check(*make_router(name, tokens, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -43,10 +45,11 @@ def test_16_bit_logits(emulated, dtype, scores_dtype):
     check(logits.t().contiguous().t(), None, options | dict(scores_dtype=scores_dtype))
 
 
-@pytest.mark.parametrize("tokens", [2, 9, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [2, 9, 16, 17, 40, 300])
 def test_every_plan_sorts_stably(emulated, tokens, monkeypatch):
     """Few experts, so that warps and blocks share them; blocks of few tokens, so that there are many."""
     monkeypatch.setattr(routers, "_BLOCKS", 5)
+    monkeypatch.setattr(routers, "_CHOOSE", ((200, 512), (2**31, 1024)))
     logits, _, _ = make_router("mixtral", tokens)
     check(logits, None, dict(top_k=3))
     check(torch.zeros(tokens, 300), None, dict(top_k=32))
@@ -55,24 +58,26 @@ def test_every_plan_sorts_stably(emulated, tokens, monkeypatch):
 def test_ties_nan_and_infinities(emulated):
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[0.0, nan, inf, -nan, 1.0, -inf, -0.0, 0.0], [nan] * 8, [-inf] * 8, [0.0] * 8])
-    for options in (
-        dict(top_k=4),
-        dict(top_k=4, score="sigmoid"),
-        dict(top_k=4, normalize=False),
-        dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, least_sum=0.1),
-        dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, mask_to_zero=True, normalize=False),
+    for options, dtype in itertools.product(
+        (
+            dict(top_k=4),
+            dict(top_k=4, score="sigmoid"),
+            dict(top_k=4, normalize=False),
+            dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, least_sum=0.1),
+            dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, mask_to_zero=True, normalize=False),
+        ),
+        (torch.float32, torch.bfloat16, torch.float16),
     ):
-        dtype = torch.float32
         for bias in (None, torch.tensor([0.0, -1.0, 2.0, 0.0, nan, 0.0, -2.0, -2.0])):
             form = RouterForm(**options)
-            actual, wanted = (run(logits, bias, form, dtype) for run in (cuda.router, plain))
+            actual, wanted = (run(logits.to(dtype), bias, form, torch.float32) for run in (cuda.router, plain))
             assert torch.allclose(actual[0], wanted[0], rtol=1e-6, equal_nan=True)
             for result, other in zip(actual[1:], wanted[1:], strict=True):
                 assert torch.equal(result, other)
 
 
 def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
-    monkeypatch.setattr(cuda, "_launch", None)
+    monkeypatch.setattr(routers, "router_launch", None)
     with pytest.warns(UserWarning, match="no CUDA kernel serves a router with more than 512 experts"):
         check(torch.randn(3, 600), None, dict(top_k=3))
     with pytest.warns(UserWarning, match="more than 32 experts per token"):

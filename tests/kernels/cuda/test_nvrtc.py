@@ -30,16 +30,18 @@ OTHERS = {
         router.SOURCES,
         [
             *(
-                f"{name}>"
-                for per_lane in (1, 2, 4, 8, 16)
-                for by_score in ("true", "false")
-                for name in (
-                    f"router_one_block<{per_lane}, {by_score}, 256",
-                    f"router_one_block<{per_lane}, {by_score}, 1024",
-                    f"router_choose<{per_lane}, {by_score}",
+                f"{name}<{per_lane}, {by}, {threads}>"
+                for per_lane, by, name, threads in (
+                    (1, 0, "router_one_block", 128),
+                    (4, 0, "router_one_block", 512),
+                    (5, 1, "router_choose", 512),
+                    (8, 2, "router_one_block", 512),
+                    (16, 0, "router_choose", 1024),
+                    (16, 1, "router_one_block", 512),
+                    (16, 2, "router_choose", 1024),
                 )
             ),
-            *(f"router_scatter<{per_lane}>" for per_lane in (1, 2, 4, 8, 16)),
+            *(f"router_scatter<{per_lane}>" for per_lane in (1, 5, 16)),
         ],
     ),
     cuda_arguments.CombineArguments: (cuda._ROUTE, ["combine<true>", "combine<false>"]),

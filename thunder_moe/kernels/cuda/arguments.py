@@ -71,7 +71,7 @@ class RouterArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "num_experts", "top_k", "tokens_per_block")),
         *((name, ctypes.c_int) for name in ("logits_dtype", "bias_dtype", "scores_dtype")),
         *((name, ctypes.c_int) for name in ("sigmoid", "normalize", "num_groups", "top_groups")),
-        *((name, ctypes.c_int) for name in ("group_best", "mask_to_zero")),
+        *((name, ctypes.c_int) for name in ("group_best", "mask_to_zero", "lanes_per_group")),
         *((name, ctypes.c_float) for name in ("epsilon", "least_sum", "scale")),
     )
 

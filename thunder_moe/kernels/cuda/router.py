@@ -1,5 +1,5 @@
-"""A router's launches, prepared once for logits of one kind: which kernels of src/router.cu, and of which sizes.
-Called by kernels/cuda/backend.py; calls launch.py.
+"""A router's launches, prepared once for logits of one kind: which kernels of src/router.cu, of which sizes.
+Called by kernels/cuda/backend.py, and through its `PREPARED` by the operator; calls launch.py beside it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ __all__ = ["SOURCES", "RouterLaunch", "router_launch", "unserved_reason"]
 
 SOURCES = (COMMON, COMMON.with_name("router.cu"))
 MAX_EXPERTS, MAX_TOP_K, MAX_GROUPS = 512, 32, 32
-_ONE_BLOCK_TOKENS = 64
-_ONE_BLOCK_SLOTS = 4096
-_THREADS = 512  # kScatterThreads
-_TOKENS = _THREADS // 32  # of a block at once
+PER_LANE = (1, 2, 3, 4, 5, 6, 8, 12, 16)  # experts of a lane
+BY_BITS, BY_LOGIT, BY_SCORE = range(3)  # what is compared: kByBits, kByLogit, kByScore
+_ONE_BLOCK = ((4, 128), (16, 512))  # up to so many tokens, a block of so many threads does it all
+_SCATTER_THREADS = 512  # kThreads
+_CHOOSE = ((2048, 512), (2**31, 1024))  # up to so many tokens, blocks of so many threads choose
 _BLOCKS = 128  # of a launch, about
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -41,11 +42,11 @@ def unserved_reason(experts: int, form: RouterForm) -> str | None:
 
 
 class RouterLaunch:
-    """The kernels that make scores, expert ids and the order of rows of a router's logits.
+    """The choice of experts and the sort of slots by expert.
 
     Args:
-        shape: (T, E) of the logits, both positive.
-        form: of the router, one that `unserved_reason` has no reason against.
+        shape: (T, E) of the logits, both positive and without `unserved_reason`.
+        form: of the router.
         dtype: of the logits.
         bias: the dtype of that operand; None for no operand.
         scores: the dtype of the scores.
@@ -59,31 +60,37 @@ class RouterLaunch:
         (tokens, experts), slots = shape, shape[0] * form.top_k
         self._index, self._scores = device.index, scores
         self._slots, self._experts, self._of_slots = slots, experts, (tokens, form.top_k)
-        one_block = tokens <= _ONE_BLOCK_TOKENS and slots <= _ONE_BLOCK_SLOTS
-        per_block = tokens if one_block else max(_TOKENS, -(-tokens // (_BLOCKS * _TOKENS)) * _TOKENS)
-        blocks = -(-tokens // per_block)
-        self._counts = None if one_block else (blocks, experts)
+        per_lane = next(count for count in PER_LANE if experts <= 32 * count)
+        by = BY_LOGIT if dtype == torch.float32 else BY_BITS
+        if bias is not None or form.grouped:
+            by = BY_SCORE
+        one_block = next((threads for most, threads in _ONE_BLOCK if tokens <= most and slots <= threads), None)
+        per_block, blocks = tokens, 1
+        if one_block is not None:
+            kernels = [(f"router_one_block<{per_lane}, {by}, {one_block}>", one_block, 0)]
+        else:
+            threads = next(threads for most, threads in _CHOOSE if tokens <= most)
+            at_once = threads // 32
+            per_block = max(1, -(-tokens // (_BLOCKS * at_once))) * at_once
+            blocks = -(-tokens // per_block)
+            kernels = [
+                (f"router_choose<{per_lane}, {by}, {threads}>", threads, 0),
+                (f"router_scatter<{per_lane}>", _SCATTER_THREADS, 4 * _SCATTER_THREADS // 32 * experts),
+            ]
+        self._counts = 0 if one_block is not None else blocks * experts
+        self._launchers = [
+            launch.launcher(SOURCES, name, threads, shared_bytes, blocks, RouterArguments, self._index)
+            for name, threads, shared_bytes in kernels
+        ]
+        # Groups of whole lanes, a power of two of them, have a shorter way.
+        lanes, rest = divmod(experts // form.num_groups, per_lane)
+        whole = form.grouped and rest == 0 and form.group_best <= 2 and lanes & (lanes - 1) == 0
         self._numbers = (
             tokens, experts, form.top_k, per_block,
             DTYPE_CODES[dtype], 0 if bias is None else DTYPE_CODES[bias], DTYPE_CODES[scores],
             form.score == "sigmoid", form.normalize, form.num_groups, form.top_groups, form.group_best,
-            form.mask_to_zero, form.epsilon, form.least_sum, form.scale,
+            form.mask_to_zero, lanes if whole else 0, form.epsilon, form.least_sum, form.scale,
         )  # fmt: skip
-        per_lane = next(count for count in (1, 2, 4, 8, 16) if experts <= 32 * count)
-        by_score = str(bias is not None or form.grouped).lower()
-        if one_block:
-            threads = 256 if tokens <= 8 else 1024
-            shared = 4 * (slots + threads // 32 * experts)
-            kernels = [(f"router_one_block<{per_lane}, {by_score}, {threads}>", threads, shared)]
-        else:
-            kernels = [
-                (f"router_choose<{per_lane}, {by_score}>", _THREADS, 0),
-                (f"router_scatter<{per_lane}>", _THREADS, 4 * _THREADS // 32 * experts),
-            ]
-        self._launchers = [
-            launch.launcher(SOURCES, name, threads, shared, blocks, RouterArguments, self._index)
-            for name, threads, shared in kernels
-        ]
 
     def __call__(self, logits: Tensor, bias: Tensor | None) -> Results:
         """Contiguous logits (T, E) and bias (E,) -> scores, expert_ids, row_slot, offsets, slot_row."""
@@ -97,9 +104,9 @@ class RouterLaunch:
         offsets = logits.new_empty(self._experts, dtype=torch.int32)
         slot_row = logits.new_empty(self._of_slots, dtype=torch.int32)
         counts = 0
-        if self._counts is not None:
-            of_blocks = logits.new_empty(self._counts, dtype=torch.int32)  # lives until the launches
-            counts = of_blocks.data_ptr()
+        if self._counts:
+            workspace = logits.new_empty(self._counts, dtype=torch.int32)
+            counts = workspace.data_ptr()
         stream = launch.current_stream(index)
         for launcher in self._launchers:
             launcher(

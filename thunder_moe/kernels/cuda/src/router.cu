@@ -1,10 +1,9 @@
 // A router's logits -> scores, expert ids, and the slots t * A + a sorted by expert, stably: one launch for few tokens, else two.
 // Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// A warp chooses the experts of a token: lane l has experts l, l + 32, ...; each choice is two reductions over the warp, of keys
-// that order as the values do (NaN on top) and of the index among equal keys. What is computed: `RouterForm` of routing.py.
-// Few tokens: router_one_block does all. Else router_choose, whose blocks count the slots of each expert among their tokens, and
-// router_scatter, whose blocks have the same tokens.
+// A warp chooses the experts of a token: lane l has the PER_LANE experts from l * PER_LANE on. What is computed: `RouterForm` of
+// routing.py. Few tokens: router_one_block does all. Else router_choose, whose blocks count the slots of each expert among their
+// tokens, and router_scatter, whose blocks have the same tokens.
 
 struct RouterArguments {
   const void* logits;   // (T, E)
@@ -18,11 +17,12 @@ struct RouterArguments {
   int tokens, num_experts, top_k, tokens_per_block;
   int logits_dtype, bias_dtype, scores_dtype;  // 0 float32, 1 bfloat16, 2 float16
   int sigmoid, normalize, num_groups, top_groups, group_best, mask_to_zero;
+  int lanes_per_group;  // a power of two where the experts of so many lanes are a group; else 0
   float epsilon, least_sum, scale;
 };
 
 constexpr uint32_t kAll = 0xffffffffu;
-constexpr int kScatterThreads = 512;
+constexpr int kThreads = 512, kWarps = kThreads / 32;  // of router_scatter
 
 #ifdef CUDA_EMULATOR
 DEVICE uint32_t float_to_bits(float value) {
@@ -55,6 +55,19 @@ DEVICE float shuffle(float value, int from) {
 
 DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
+// By what the experts are chosen.
+constexpr int kByBits = 0;    // by logits of 16 bits: a key of value and index is one register, and a choice one reduction
+constexpr int kByLogit = 1;   // by float32 logits: a reduction for the value, one for the index
+constexpr int kByScore = 2;   // by scores plus bias, within groups
+
+// Of 16-bit floats, both kinds: as key_of.
+DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
+  if ((bits & 0x7FFF) > (bf16 ? 0x7F80u : 0x7C00u)) return 0xFFFF;
+  return bits > 0x8000 ? ~bits & 0xFFFF : bits | 0x8000;  // -0 (0x8000) as 0
+}
+
+DEVICE uint16_t bits_of_16(uint32_t key) { return static_cast<uint16_t>(key >> 15 ? key & (key == 0xFFFF ? 0xFFFF : 0x7FFF) : ~key); }
+
 // The best of a lane's keys; the lowest i among equal ones.
 template <int PER_LANE>
 DEVICE uint32_t best_of_lane(const uint32_t (&keys)[PER_LANE], int& index) {
@@ -66,11 +79,28 @@ DEVICE uint32_t best_of_lane(const uint32_t (&keys)[PER_LANE], int& index) {
   return best;
 }
 
-// The groups of consecutive experts with the best sums of their best, as bits.
+// The key of the sum of a group's best, where groups are of whole lanes; the same in all lanes of a group.
 template <int PER_LANE>
-DEVICE uint32_t best_groups(const RouterArguments& args, const uint32_t (&keys)[PER_LANE]) {
-  const int lane = threadIdx.x % 32, of_group = args.num_experts / args.num_groups;
-  uint32_t mine = 0;  // of lane g: the key of group g's sum
+DEVICE uint32_t group_of_lanes(const RouterArguments& args, const uint32_t (&keys)[PER_LANE]) {
+  uint32_t first = 0, second = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    second = max(second, min(first, keys[i]));
+    first = max(first, keys[i]);
+  }
+  for (int mask = 1; mask < args.lanes_per_group; mask *= 2) {
+    const uint32_t other = __shfl_xor_sync(kAll, first, mask), next = __shfl_xor_sync(kAll, second, mask);
+    second = max(min(first, other), max(second, next));
+    first = max(first, other);
+  }
+  return key_of(args.group_best == 1 ? value_of(first) : value_of(first) + value_of(second));
+}
+
+// The same for any groups, in lane g for group g.
+template <int PER_LANE>
+DEVICE uint32_t group_of_experts(const RouterArguments& args, const uint32_t (&keys)[PER_LANE], const int (&groups)[PER_LANE]) {
+  const int lane = threadIdx.x % 32;
+  uint32_t mine = 0;
   for (int group = 0; group < args.num_groups; ++group) {
     uint32_t taken = 0;  // bits of i
     float sum = 0.0f;
@@ -78,105 +108,144 @@ DEVICE uint32_t best_groups(const RouterArguments& args, const uint32_t (&keys)[
       uint32_t own = 0;
       int index = 0;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        const int expert = lane + 32 * i;
-        const bool counts = expert / of_group == group && expert < args.num_experts && !(taken >> i & 1);
-        if (counts && keys[i] > own) own = keys[i], index = i;
-      }
+      for (int i = 0; i < PER_LANE; ++i)
+        if (groups[i] == group && !(taken >> i & 1) && keys[i] > own) own = keys[i], index = i;
       const uint32_t key = __reduce_max_sync(kAll, own);
-      const uint32_t expert = __reduce_min_sync(kAll, own == key ? static_cast<uint32_t>(lane + 32 * index) : kAll);
-      if (expert % 32 == static_cast<uint32_t>(lane)) taken |= 1u << (expert / 32);
+      const uint32_t owner = __reduce_min_sync(kAll, own == key ? static_cast<uint32_t>(lane) : kAll);
+      if (owner == static_cast<uint32_t>(lane)) taken |= 1u << index;
       sum += value_of(key);
     }
     if (lane == group) mine = key_of(sum);
   }
+  return mine;
+}
+
+// Gives experts outside of the best groups the key `masked`.
+template <int PER_LANE>
+DEVICE void mask_groups(const RouterArguments& args, uint32_t (&keys)[PER_LANE], uint32_t masked) {
+  const int lane = threadIdx.x % 32, of_group = args.num_experts / args.num_groups;
+  const bool whole = args.lanes_per_group > 0;
+  int groups[PER_LANE] = {};
+  uint32_t mine;
+  int group = lane;  // that `mine` is of
+  if (whole) {
+    group = lane / args.lanes_per_group;
+    mine = group_of_lanes(args, keys);
+    if (group >= args.num_groups) mine = 0;
+  } else {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) groups[i] = (lane * PER_LANE + i) / of_group;
+    mine = group_of_experts(args, keys, groups);
+  }
   uint32_t chosen = 0;
   for (int i = 0; i < args.top_groups; ++i) {
     const uint32_t key = __reduce_max_sync(kAll, mine);
-    const uint32_t group = __reduce_min_sync(kAll, mine == key ? static_cast<uint32_t>(lane) : kAll);
-    if (group == static_cast<uint32_t>(lane)) mine = 0;
-    chosen |= 1u << group;
+    const uint32_t best = __reduce_min_sync(kAll, mine == key ? static_cast<uint32_t>(group) : kAll);
+    if (best == static_cast<uint32_t>(group)) mine = 0;
+    chosen |= 1u << best;
   }
-  return chosen;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i)
+    if (lane * PER_LANE + i < args.num_experts && !(chosen >> (whole ? group : groups[i]) & 1)) keys[i] = masked;
 }
 
 // The experts of a token and their scores: lane a < A gets the a-th best, writes it, and returns its id.
-// BY_SCORE: the choice is by the scores plus the bias, within groups; else by the logits alone.
-template <int PER_LANE, bool BY_SCORE>
+template <int PER_LANE, int BY>
 DEVICE int choose(const RouterArguments& args, int token) {
   const int lane = threadIdx.x % 32;
-  const int64_t first = static_cast<int64_t>(token) * args.num_experts;
-  float values[PER_LANE];  // the logits; by score: the scores
+  const int64_t first = static_cast<int64_t>(token) * args.num_experts + lane * PER_LANE;
+  const int exist = args.num_experts - lane * PER_LANE;  // so many of this lane's experts do
+  const bool bf16 = args.logits_dtype == 1;
   uint32_t keys[PER_LANE];
+  float values[PER_LANE];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const int expert = lane + 32 * i;
-    const bool exists = expert < args.num_experts;
-    values[i] = exists ? load_float(args.logits, first + expert, args.logits_dtype) : 0.0f;
-    keys[i] = exists ? key_of(values[i]) : 0;
+    if constexpr (BY == kByBits) {
+      keys[i] = 0;
+      if (i < exist) {
+        const uint32_t bits = static_cast<const uint16_t*>(args.logits)[first + i];
+        keys[i] = key_of_16(bits, bf16) << 16 | (0xFFFF - (lane * PER_LANE + i));
+      }
+    } else {
+      values[i] = i < exist ? load_float(args.logits, first + i, BY == kByLogit ? 0 : args.logits_dtype) : 0.0f;
+      keys[i] = i < exist ? key_of(values[i]) : 0;
+    }
   }
-  // By the logits, and normalized over the chosen ones: the sum over all experts cancels.
-  const bool needs_sum = !args.sigmoid && (BY_SCORE || !args.normalize || args.epsilon > 0.0f || args.least_sum > 0.0f);
-  float largest = 0.0f, sum = 1.0f;
+  const auto logit = [&](uint32_t key) {
+    if constexpr (BY == kByBits) return bf16 ? widen<true>(bits_of_16(key >> 16)) : widen<false>(bits_of_16(key >> 16));
+    else return value_of(key);
+  };
   int index;
   uint32_t best = best_of_lane(keys, index);
+  // By logits, and normalized over the chosen ones: the sum over all experts cancels.
+  const bool needs_sum = !args.sigmoid && (BY == kByScore || !args.normalize || args.epsilon > 0.0f || args.least_sum > 0.0f);
+  float largest = 0.0f, sum = 1.0f;
+  if (!args.sigmoid) largest = logit(__reduce_max_sync(kAll, best));
   if (needs_sum) {
-    largest = value_of(__reduce_max_sync(kAll, best));
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      const float power = keys[i] != 0 ? expf(values[i] - largest) : 0.0f;
+      const float power = i < exist ? expf((BY == kByBits ? logit(keys[i]) : values[i]) - largest) : 0.0f;
       sum += power;
-      if constexpr (BY_SCORE) values[i] = power;
+      if constexpr (BY == kByScore) values[i] = power;
     }
     sum = sum_of_warp(sum);
   }
-  if constexpr (BY_SCORE) {
+  if constexpr (BY == kByScore) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      const int expert = lane + 32 * i;
-      if (expert >= args.num_experts) continue;
+      if (i >= exist) continue;
       values[i] = args.sigmoid ? sigmoid(values[i]) : values[i] / sum;
-      keys[i] = key_of(values[i] + (args.bias == nullptr ? 0.0f : load_float(args.bias, expert, args.bias_dtype)));
+      const float bias = args.bias == nullptr ? 0.0f : load_float(args.bias, lane * PER_LANE + i, args.bias_dtype);
+      keys[i] = key_of(values[i] + bias);
     }
-    if (args.top_groups < args.num_groups) {
-      const uint32_t groups = best_groups(args, keys);
-      const uint32_t masked = key_of(args.mask_to_zero ? 0.0f : -bits_to_float(0x7F800000));
-      const int of_group = args.num_experts / args.num_groups;
-#pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        const int expert = lane + 32 * i;
-        if (expert < args.num_experts && !(groups >> (expert / of_group) & 1)) keys[i] = masked;
-      }
-    }
+    if (args.top_groups < args.num_groups) mask_groups(args, keys, key_of(args.mask_to_zero ? 0.0f : -bits_to_float(0x7F800000)));
     best = best_of_lane(keys, index);
+  }
+  if constexpr (BY == kByBits) {  // in descending order
+#pragma unroll
+    for (int last = PER_LANE - 1; last > 0; --last)
+#pragma unroll
+      for (int i = 0; i < last; ++i) {
+        const uint32_t larger = max(keys[i], keys[i + 1]);
+        keys[i + 1] = min(keys[i], keys[i + 1]);
+        keys[i] = larger;
+      }
   }
   int id = 0;
   float chosen = 0.0f;
+  uint32_t won = 0;
   for (int a = 0; a < args.top_k; ++a) {
-    const uint32_t key = __reduce_max_sync(kAll, best);
-    const int expert = static_cast<int>(__reduce_min_sync(kAll, best == key ? static_cast<uint32_t>(lane + 32 * index) : kAll));
-    float value;
-    if constexpr (BY_SCORE) {
-      value = values[0];
+    if constexpr (BY == kByBits) {
+      const uint32_t key = __reduce_max_sync(kAll, keys[0]);
+      if (lane == a) won = key;
+      const bool mine = keys[0] == key;
 #pragma unroll
-      for (int i = 1; i < PER_LANE; ++i)
-        if (i == index) value = values[i];
-      value = shuffle(value, expert % 32);
+      for (int i = 0; i + 1 < PER_LANE; ++i) keys[i] = mine ? keys[i + 1] : keys[i];
+      if (mine) keys[PER_LANE - 1] = 0;
     } else {
-      value = value_of(key);
-      if (a == 0 && !needs_sum) largest = value;
-    }
-    if (lane == a) id = expert, chosen = value;
-    if (lane == expert % 32) {
+      const uint32_t key = __reduce_max_sync(kAll, best);
+      const uint32_t owner = __reduce_min_sync(kAll, best == key ? static_cast<uint32_t>(lane * PER_LANE + index) : kAll);
+      if (lane == a) id = static_cast<int>(owner), won = key;
+      if (owner / PER_LANE == static_cast<uint32_t>(lane)) {
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i)
-        if (i == index) keys[i] = 0;
-      best = best_of_lane(keys, index);
+        for (int i = 0; i < PER_LANE; ++i)
+          if (i == index) keys[i] = 0;
+        best = best_of_lane(keys, index);
+      }
     }
   }
   const bool mine = lane < args.top_k;
-  if constexpr (!BY_SCORE) chosen = args.sigmoid ? sigmoid(chosen) : expf(chosen - largest) / sum;
+  if constexpr (BY == kByBits) id = mine ? static_cast<int>(0xFFFF - (won & 0xFFFF)) : 0;
+  if constexpr (BY == kByScore) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const float value = shuffle(values[i], id / PER_LANE);
+      if (id % PER_LANE == i) chosen = value;
+    }
+  } else {
+    chosen = args.sigmoid ? sigmoid(logit(won)) : expf(logit(won) - largest) / sum;
+  }
   if (args.normalize) {
     const float divisor = sum_of_warp(mine ? chosen : 0.0f) + args.epsilon;
     chosen /= divisor < args.least_sum ? args.least_sum : divisor;  // NaN stays NaN
@@ -193,13 +262,12 @@ DEVICE int choose(const RouterArguments& args, int token) {
 
 // The rows of slots [first, end), whose experts are at `ids`: each warp has consecutive ones, and next_row[w][expert] is the first
 // row of the expert's slots among them.
-template <int WARPS, class Ids>
-DEVICE void scatter_slots(const RouterArguments& args, int* next_row, int per_warp, int first, int end, const Ids& id_of) {
+DEVICE void scatter_slots(const RouterArguments& args, int* next_row, int per_warp, int first, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   next_row += warp * args.num_experts;
   for (int i = 0; i < per_warp; i += 32) {
     const int slot = first + warp * per_warp + i + lane;
-    const int id = slot < end ? id_of(slot) : -1;
+    const int id = slot < end ? static_cast<int>(args.expert_ids[slot]) : -1;
     const uint32_t peers = __match_any_sync(kAll, id);
     const int rank = __popc(peers & ((1u << lane) - 1));
     const int row = id >= 0 ? next_row[id] + rank : 0;
@@ -214,14 +282,13 @@ DEVICE void scatter_slots(const RouterArguments& args, int* next_row, int per_wa
 }
 
 // warp_count[w][expert] = slots of the expert among those of warp w.
-template <int WARPS, class Ids>
-DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_warp, int first, int end, const Ids& id_of) {
+DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_warp, int first, int end) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int i = threadIdx.x; i < WARPS * args.num_experts; i += 32 * WARPS) warp_count[i] = 0;
+  for (int i = threadIdx.x; i < kWarps * args.num_experts; i += 32 * kWarps) warp_count[i] = 0;
   __syncthreads();
   for (int i = 0; i < per_warp; i += 32) {
     const int slot = first + warp * per_warp + i + lane;
-    const int id = slot < end ? id_of(slot) : -1;
+    const int id = slot < end ? static_cast<int>(args.expert_ids[slot]) : -1;
     const uint32_t peers = __match_any_sync(kAll, id);
     if (id >= 0 && (peers & ((1u << lane) - 1)) == 0) warp_count[warp * args.num_experts + id] += __popc(peers);
     __syncwarp();
@@ -229,85 +296,65 @@ DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_wa
   __syncthreads();
 }
 
-// Slots of a warp, a multiple of 32, when a block's are divided among its warps.
-DEVICE int slots_per_warp(int slots, int warps) { return (slots + 32 * warps - 1) / (32 * warps) * 32; }
-
-// All of it in one block: few tokens.
-template <int PER_LANE, bool BY_SCORE, int THREADS>
+// All of it in one block: at most THREADS slots.
+template <int PER_LANE, int BY, int THREADS>
 __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArguments args) {
   await_previous_kernel();
-  constexpr int kWarps = THREADS / 32, kDirect = 128;  // slots that are ranked by comparing all with all
-  DYNAMIC_SHARED(int, shared);
-  __shared__ int warp_total[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slots = args.tokens * args.top_k;
-  int* ids = shared;            // [T * A]
-  int* rows = shared + slots;   // [kWarps][E], where slots are counted
-  for (int token = warp; token < args.tokens; token += kWarps) {
-    const int id = choose<PER_LANE, BY_SCORE>(args, token);
+  __shared__ uint4 shared[THREADS / 4];
+  int* ids = reinterpret_cast<int*>(shared);  // [T * A]
+  const int lane = threadIdx.x % 32, slots = args.tokens * args.top_k;
+  const int rounded = (slots + 3) / 4 * 4;
+  for (int slot = slots + threadIdx.x; slot < rounded; slot += THREADS) ids[slot] = args.num_experts;
+  for (int token = threadIdx.x / 32; token < args.tokens; token += THREADS / 32) {
+    const int id = choose<PER_LANE, BY>(args, token);
     if (lane < args.top_k) ids[token * args.top_k + lane] = id;
   }
   __syncthreads();
-  if (slots <= kDirect) {
-    if (static_cast<int>(threadIdx.x) < slots) {
-      const int slot = threadIdx.x, id = ids[slot];
-      int row = 0;
-      for (int other = 0; other < slots; ++other) row += ids[other] < id + (other < slot ? 1 : 0);
-      args.row_slot[row] = slot;
-      args.slot_row[slot] = row;
+  // Slots before a slot: those of experts below its own, and earlier ones of its own. Slots up to an expert's end: of experts
+  // below the next one.
+  const int first_expert = (slots + 31) / 32 * 32;
+  for (int item = threadIdx.x; item < first_expert + args.num_experts; item += THREADS) {
+    if (item >= slots && item < first_expert) continue;
+    const bool ranks = item < slots;
+    const int id = ranks ? ids[item] : item - first_expert + 1;
+    int count = 0;
+    for (int i = 0; i < rounded / 4; ++i) {
+      const uint4 four = shared[i];
+      const int others[4] = {static_cast<int>(four.x), static_cast<int>(four.y), static_cast<int>(four.z), static_cast<int>(four.w)};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) count += others[j] < id + (ranks && 4 * i + j < item ? 1 : 0);
     }
-    for (int expert = threadIdx.x; expert < args.num_experts; expert += THREADS) {
-      int end = 0;
-      for (int other = 0; other < slots; ++other) end += ids[other] <= expert;
-      args.offsets[expert] = end;
-    }
-    return;
-  }
-  const int per_warp = slots_per_warp(slots, kWarps);
-  const auto id_of = [&](int slot) { return ids[slot]; };
-  count_slots<kWarps>(args, rows, per_warp, 0, slots, id_of);
-  int carry = 0;
-  for (int base = 0; base < args.num_experts; base += THREADS) {
-    const int expert = base + static_cast<int>(threadIdx.x);
-    int total = 0;
-    if (expert < args.num_experts)
-      for (int w = 0; w < kWarps; ++w) total += rows[w * args.num_experts + expert];
-    int row = scan_block<THREADS>(total, warp_total, carry) - total;
-    if (expert < args.num_experts) {
-      args.offsets[expert] = row + total;
-      for (int w = 0; w < kWarps; ++w) {
-        const int count = rows[w * args.num_experts + expert];
-        rows[w * args.num_experts + expert] = row;
-        row += count;
-      }
+    if (ranks) {
+      args.row_slot[count] = item;
+      args.slot_row[item] = count;
+    } else {
+      args.offsets[id - 1] = count;
     }
   }
-  __syncthreads();
-  scatter_slots<kWarps>(args, rows, per_warp, 0, slots, id_of);
 }
 
 // The choice, and counts[block][expert].
-template <int PER_LANE, bool BY_SCORE>
-__global__ void __launch_bounds__(kScatterThreads) router_choose(const RouterArguments args) {
+template <int PER_LANE, int BY, int THREADS>
+__global__ void __launch_bounds__(THREADS) router_choose(const RouterArguments args) {
   await_previous_kernel();
   __shared__ int count[32 * PER_LANE];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  for (int i = threadIdx.x; i < 32 * PER_LANE; i += kScatterThreads) count[i] = 0;
+  for (int i = threadIdx.x; i < 32 * PER_LANE; i += THREADS) count[i] = 0;
   __syncthreads();
   const int first = blockIdx.x * args.tokens_per_block, end = min(first + args.tokens_per_block, args.tokens);
-  for (int token = first + warp; token < end; token += kScatterThreads / 32) {
-    const int id = choose<PER_LANE, BY_SCORE>(args, token);
+  for (int token = first + warp; token < end; token += THREADS / 32) {
+    const int id = choose<PER_LANE, BY>(args, token);
     if (lane < args.top_k) atomicAdd(count + id, 1);
   }
   __syncthreads();
-  for (int expert = threadIdx.x; expert < args.num_experts; expert += kScatterThreads)
+  for (int expert = threadIdx.x; expert < args.num_experts; expert += THREADS)
     args.counts[static_cast<int64_t>(blockIdx.x) * args.num_experts + expert] = count[expert];
 }
 
 template <int PER_LANE>
-__global__ void __launch_bounds__(kScatterThreads) router_scatter(const RouterArguments args) {
+__global__ void __launch_bounds__(kThreads) router_scatter(const RouterArguments args) {
   await_previous_kernel();
-  constexpr int kWarps = kScatterThreads / 32;
-  DYNAMIC_SHARED(int, rows);                      // [kWarps][E]: of this block; before that, sums over all blocks
+  DYNAMIC_SHARED(int, rows);                           // [kWarps][E]: of this block; before that, sums over all blocks
   __shared__ int before_block[kWarps][32 * PER_LANE];  // slots of the expert in blocks before this one: each warp's part
   __shared__ int warp_total[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, experts = args.num_experts;
@@ -335,14 +382,13 @@ __global__ void __launch_bounds__(kScatterThreads) router_scatter(const RouterAr
     for (int w = 0; w < kWarps; ++w) total += rows[w * experts + expert], earlier += before_block[w][expert];
   }
   int carry = 0;
-  const int start = scan_block<kScatterThreads>(total, warp_total, carry) - total;
+  const int start = scan_block<kThreads>(total, warp_total, carry) - total;
   if (blockIdx.x == 0 && expert < experts) args.offsets[expert] = start + total;
 
   const int first = blockIdx.x * args.tokens_per_block * args.top_k;
   const int end = min(first + args.tokens_per_block * args.top_k, args.tokens * args.top_k);
-  const int per_warp = slots_per_warp(end - first, kWarps);
-  const auto id_of = [&](int slot) { return static_cast<int>(args.expert_ids[slot]); };
-  count_slots<kWarps>(args, rows, per_warp, first, end, id_of);
+  const int per_warp = (end - first + kThreads - 1) / kThreads * 32;  // slots
+  count_slots(args, rows, per_warp, first, end);
   if (expert < experts) {
     int row = start + earlier;
     for (int w = 0; w < kWarps; ++w) {
@@ -352,5 +398,5 @@ __global__ void __launch_bounds__(kScatterThreads) router_scatter(const RouterAr
     }
   }
   __syncthreads();
-  scatter_slots<kWarps>(args, rows, per_warp, first, end, id_of);
+  scatter_slots(args, rows, per_warp, first, end);
 }
