@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_calls import DenseCalls as Calls
-from oracle import relative_error
+from oracle import dequantize, relative_error
 from torch import nn
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4Linear, dequantize_, quantize_, refresh_, to_layout_
 from thunder_moe.dense_linears import read_together
+from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import dense
 from thunder_moe.nn.linear import NVFP4LinearPart, NVFP4LinearStack
 
@@ -98,14 +99,17 @@ def test_computes_what_the_dequantized_model_does_once_for_all_that_read_the_sam
     assert relative_error(back(X), out) < 1e-5
 
 
-def test_each_weight_is_quantized_by_itself():
-    model, alone = make(), NVFP4Linear.from_linear(make().attention.k_proj)
+def test_stacked_weights_share_a_global_scale():
+    model, plain = make(), make().attention
     quantize_(model, linears=everything)
-    stack = model.attention.qkv_proj
-    assert torch.equal(stack.qdata[64:96], alone.qdata)
-    assert torch.equal(stack.global_scale[64:96], alone.global_scale.expand(32))
-    model.attention.q_proj(X)
-    assert torch.equal(model.attention.k_proj(X), alone(X))
+    attention = model.attention
+    together = torch.cat([plain.q_proj.weight, plain.k_proj.weight, plain.v_proj.weight])
+    weight = quantize(together[None])
+    assert torch.equal(attention.qkv_proj.qdata, weight.qdata[0])
+    assert attention.qkv_proj.global_scale.shape == ()
+    assert torch.equal(attention.v_proj.nvfp4_weight.qdata[0], weight.qdata[0, 96:])
+    attention.q_proj(X)
+    assert relative_error(attention.k_proj(X), X @ dequantize(*weight.tensors())[0, 64:96].T) < 1e-5
 
 
 def test_a_filter_is_asked_about_linears_alone_and_about_no_router():

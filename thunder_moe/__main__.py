@@ -1,4 +1,4 @@
-"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 experts.
+"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 weights.
 Called by the shell; calls checkpoint.convert.
 """
 
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors = convert(
             options.source,
             options.destination,
+            linears=options.linears or None,
             scale_search=options.scale_search,
             device=options.device,
             max_shard_size=options.max_shard_size,
@@ -41,11 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(errors: Sequence[LayerError]) -> str:
-    """A table of the layers: signal to quantization noise of both projections, bytes."""
+    """A table of the layers: signal to quantization noise of both projections of experts, of dense layers, bytes."""
     width = max(len("experts"), *(len(error.name) for error in errors))
     lines = [f"{'experts':{width}}  {'gate, up':>9}  {'down':>9}  {'MB':>9}"]
     for error in errors:
-        cells = ["exact" if isinf(value) else f"{value:.2f} dB" for value in (error.gate_up, error.down)]
+        values = (error.gate_up, error.down)
+        cells = ["" if value is None else "exact" if isinf(value) else f"{value:.2f} dB" for value in values]
         lines.append(f"{error.name:{width}}  {cells[0]:>9}  {cells[1]:>9}  {error.nbytes / 1e6:9.1f}")
     return "\n".join(lines)
 
@@ -55,15 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "convert",
-        help="write a checkpoint with NVFP4 experts",
+        help="write a checkpoint with NVFP4 weights",
         description=(
             "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit Hugging Face"
-            " checkpoint, or exactly from MXFP4 (GPT-OSS) or compressed-tensors. Goes layer by layer, never holds the"
-            " whole model, and resumes an interrupted conversion. Nothing is overwritten."
+            " checkpoint, or exactly from MXFP4 (GPT-OSS) or compressed-tensors; dense layers that are 4-bit stay so."
+            " Goes layer by layer, never holds the whole model, and resumes an interrupted conversion. Nothing is"
+            " overwritten."
         ),
     )
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
+    command.add_argument("--linears", action="store_true", help="dense layers, too, but for the head and routers")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")

@@ -1,6 +1,7 @@
 """The family of dense layers, nn.Linear to NVFP4 and back: which ones `quantize_(linears=)` takes, and which read the
 same rows (q, k and v; gate and up) and become one weight.
-Called by quantize and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it, and replaceable.
+Called by quantize and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it, dense_names and
+replaceable.
 """
 
 from __future__ import annotations
@@ -13,27 +14,29 @@ import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
+from thunder_moe.dense_names import is_encoder, is_router
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
+from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
 from thunder_moe.kernels.dense import why_slower
+from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.replaceable import has_own_forward, impure
 
-__all__ = ["DenseLinears", "read_together", "stack_name"]
+__all__ = ["DenseLinears", "join_read_together", "read_together"]
 
 Filter = Callable[[nn.Module, str], bool]
 _LOGGER = logging.getLogger("thunder_moe")
-# What routes: its error is not one of rounding, and it is small. Names of modules, and words of the names of classes.
-_ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
-# Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
-_ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
 
 
 class DenseLinears(ExpertFamily):
@@ -61,7 +64,7 @@ class DenseLinears(ExpertFamily):
                 continue
             if callable(linears) and not linears(module, name):
                 continue
-            if linears is True and _ENCODERS.search(name):
+            if linears is True and is_encoder(name):
                 continue
             reason = tied.get(module) or (_unfit(module) if linears is True else None)
             if reason is not None:
@@ -102,7 +105,7 @@ class DenseLinears(ExpertFamily):
             for group in alike.values():
                 members = [children[name] for name in group]
                 if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
-                    shared = _Group(stack_name(parent, group), [ref(member) for member in members])
+                    shared = _Group(_stack_name(parent, group), [ref(member) for member in members])
                     self._groups.update(dict.fromkeys(members, shared))
 
     def _rows(self, module: nn.Linear) -> int:
@@ -184,6 +187,56 @@ class DenseLinears(ExpertFamily):
                 delattr(parent, key)
 
 
+def join_read_together(model: nn.Module) -> None:
+    """Makes stacks of the plain `NVFP4Linear`s that read the same rows, as `quantize_` does of linears; exactly."""
+    family = DenseLinears()
+    for parent in list(model.modules()):
+        children = {
+            name: child
+            for name, child in parent._modules.items()
+            if type(child) is NVFP4Linear and family.obstacle(child) is None
+        }
+        kind: Any = type(parent)
+        if len(children) < 2 or not has_own_forward(parent):
+            continue
+        for names in read_together(kind, tuple(children)):
+            alike: dict[Any, list[str]] = defaultdict(list)
+            for name in names:
+                child = children[name]
+                dtype = None if child.bias is None else child.bias.dtype
+                alike[child.in_features, child.qdata.device, child.auto_layout, child.layout, dtype].append(name)
+            for group in alike.values():
+                if len(group) > 1 and len({children[name] for name in group}) == len(group):
+                    _join(parent, group, [children[name] for name in group])
+
+
+def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
+    """Replaces children of a module by the parts of a stack of them."""
+    first = linears[0]
+    weight = NVFP4Weight.concatenate(*(linear.nvfp4_weight.to_layout(LINEAR) for linear in linears))
+    if bool((weight.global_scale == weight.global_scale[0, 0]).all()):
+        weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
+    bias: nn.Parameter | None = None
+    if first.bias is not None:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        grads = any(bias.requires_grad for bias in biases)
+        bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
+    stack = NVFP4LinearStack(
+        lay_out(weight, "auto" if first.auto_layout else first.layout),
+        bias,
+        weight_dtype=[dtype for linear in linears for dtype in linear.weight_dtypes],
+        weight_requires_grad=[grads for linear in linears for grads in linear.weights_require_grad],
+        auto_layout=first.auto_layout,
+        part_features=[linear.out_features for linear in linears],
+    )
+    stack.train(first.training)
+    hook_alike(stack, first)
+    setattr(parent, _stack_name(parent, names), stack)
+    for index, name in enumerate(names):
+        part = NVFP4LinearPart(stack, index)
+        setattr(parent, name, part.train(linears[index].training))
+
+
 class _Group:
     """Linears that read the same rows: the name of their stack, themselves in its order, and the stack once made."""
 
@@ -195,7 +248,7 @@ class _Group:
         return [member for reference in self.members if (member := reference()) is not None]
 
 
-def stack_name(parent: nn.Module, names: list[str]) -> str:
+def _stack_name(parent: nn.Module, names: list[str]) -> str:
     """The name of a child that holds the weights of these: "qkv_proj", "gate_up_proj"; one that is not taken."""
     ends = {name.rpartition("_")[2] for name in names}
     name = "_".join(names)
@@ -306,7 +359,7 @@ def _weights_read(cls: Any) -> frozenset[str]:
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
-    return bool(_ROUTERS.search(name) or _ROUTER_CLASS.search(type(module).__name__))
+    return is_router(name) or bool(_ROUTER_CLASS.search(type(module).__name__))
 
 
 def _tied(model: nn.Module) -> dict[nn.Module, str]:

@@ -166,18 +166,113 @@ def test_mse_has_less_error(tmp_path):
         assert other.down > one.down + 1
 
 
+@pytest.mark.parametrize("linears", [None, False])
 @pytest.mark.parametrize("export", EXPORTS)
-def test_quantized_experts_are_taken_over_exactly(tmp_path, export):
-    errors = convert(DATA / export, tmp_path / "out")
-    assert [(error.gate_up, error.down) for error in errors] == [(inf, inf)]
+def test_quantized_weights_are_taken_over_exactly(tmp_path, export, linears):
+    errors = convert(DATA / export, tmp_path / "out", linears=linears)
     before, after = Checkpoint(DATA / export), Checkpoint(tmp_path / "out")
+    kept = before.dense if linears is None else []
+    assert {(error.gate_up, error.down) for error in errors} == {(inf, inf)} | {(inf, None) for _ in kept}
     one, other = (checkpoint.read_experts(checkpoint.experts[0]) for checkpoint in (before, after))
     assert_same_bits(one.gate_up, other.gate_up)
     assert_same_bits(one.down, other.down)
-    assert after.dense == []
-    for name in before.dense:
+    assert set(after.dense) == set(kept)
+    for name in kept:
+        assert_same_bits(after.read_dense_weight(name), before.read_dense_weight(name))
+    became = {*before.dense} - {*kept}
+    for name in became:
         assert torch.equal(after.read(f"{name}.weight"), before.read_dense(name))
-    assert set(after.others) == {*before.others, *(f"{name}.weight" for name in before.dense)}
+    assert set(after.others) == {*before.others, *(f"{name}.weight" for name in became)}
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert became <= set(ignore)
+    assert not {*kept} & set(ignore)
+
+
+def dense_source(directory):
+    """A layer of experts beside dense layers of all kinds."""
+    make_source(directory, layers=1, shards=1)
+    file = directory / "model-00001-of-00001.safetensors"
+    shapes = {
+        **{
+            f"model.layers.0.self_attn.{name}_proj": (n, 32) for name, n in (("q", 64), ("k", 32), ("v", 32), ("o", 32))
+        },
+        **{f"model.layers.0.mlp.shared_expert.{name}_proj": (48, 32) for name in ("gate", "up")},
+        "model.layers.0.mlp.shared_expert.down_proj": (32, 48),
+        "model.layers.0.mlp.shared_expert_gate": (1, 32),
+        "model.layers.0.odd_proj": (16, 24),
+        "vision_tower.layers.0.q_proj": (32, 32),
+        "lm_head": (16, 32),
+    }
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    tensors |= {f"{name}.weight": torch.randn(shape).to(BF16) for name, shape in shapes.items()}
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.randn(64).to(BF16)
+    save_file(tensors, directory / "model.safetensors")
+    for old in (file, directory / "model.safetensors.index.json"):
+        old.unlink()
+    return tensors
+
+
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+SHARED = [f"model.layers.0.mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def test_linears(tmp_path):
+    source = dense_source(tmp_path / "source")
+    errors = convert(tmp_path / "source", tmp_path / "out", linears=True)
+    checkpoint, config = Checkpoint(tmp_path / "out"), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert set(checkpoint.dense) == {*ATTENTION, *SHARED}
+    left = {f"model.layers.0.{name}" for name in ("mlp.shared_expert_gate", "mlp.gate", "odd_proj")}
+    left |= {"model.embed_tokens", "vision_tower.layers.0.q_proj", "lm_head"}
+    assert set(config["quantization_config"]["ignore"]) == left
+    for name in left:
+        assert torch.equal(checkpoint.read(f"{name}.weight"), source[f"{name}.weight"])
+    assert torch.equal(checkpoint.read(f"{ATTENTION[0]}.bias"), source[f"{ATTENTION[0]}.bias"])
+    for group in (ATTENTION[:3], ATTENTION[3:], SHARED[:2], SHARED[2:]):
+        whole = quantize(torch.cat([source[f"{name}.weight"] for name in group])[None])
+        begin = 0
+        for name in group:
+            weight, n = checkpoint.read_dense_weight(name), source[f"{name}.weight"].shape[0]
+            assert torch.equal(weight.qdata[0], whole.qdata[0, begin : begin + n])
+            assert torch.equal(bits(weight.scale[0]), bits(whole.scale[0, begin : begin + n]))
+            assert torch.equal(weight.global_scale, whole.global_scale)
+            begin += n
+    dense = {error.name: error for error in errors if error.down is None}
+    assert dense.keys() == {*ATTENTION, *SHARED}
+    assert all(19 < error.gate_up < 22 for error in dense.values())
+    assert [error.name for error in errors if error.down is not None] == ["model.layers.0.mlp.experts"]
+    again = convert(tmp_path / "out", tmp_path / "again")
+    assert all(error.gate_up == inf for error in again)
+    assert load_tensors(tmp_path / "again").keys() == load_tensors(tmp_path / "out").keys()
+    with pytest.raises(TypeError, match="linears: got 'all', wanted a bool"):
+        convert(tmp_path / "source", tmp_path / "bad", linears="all")
+
+
+def test_a_function_chooses_linears(tmp_path):
+    dense_source(tmp_path / "source")
+    asked = []
+
+    def linears(path):
+        asked.append(path)
+        return path in ("lm_head", ATTENTION[1])
+
+    convert(tmp_path / "source", tmp_path / "out", linears=linears)
+    assert set(Checkpoint(tmp_path / "out").dense) == {"lm_head", ATTENTION[1]}
+    assert not any("gate" in path.split(".")[-1] and "gate_proj" not in path for path in asked)
+
+
+def test_linears_of_a_checkpoint_without_experts(tmp_path):
+    tensors = dense_source(tmp_path / "source")
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    save_file(kept, tmp_path / "source" / "model.safetensors")
+    convert(tmp_path / "source", tmp_path / "out", linears=True)
+    assert set(Checkpoint(tmp_path / "out").dense) == {*ATTENTION, *SHARED}
+
+
+def test_command_line_with_linears(tmp_path, capsys):
+    dense_source(tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--linears"]) == 0
+    assert set(Checkpoint(tmp_path / "out").dense) == {*ATTENTION, *SHARED}
+    assert f"{ATTENTION[0]}" in capsys.readouterr().out
 
 
 def test_names_that_look_like_ours_are_not(tmp_path):

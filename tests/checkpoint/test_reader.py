@@ -42,6 +42,8 @@ def test_decodes_as_the_exporting_library(export):
     for name in checkpoint.dense:
         torch.testing.assert_close(checkpoint.read_dense(name, torch.float32), expected[f"{name}.weight"], **tolerance)
         assert torch.equal(checkpoint.read_dense(name), checkpoint.read_dense(name, torch.float32).bfloat16())
+        assert checkpoint.is_4_bit(name)
+        assert torch.equal(decoded(checkpoint.read_dense_weight(name))[0], checkpoint.read_dense(name, torch.float32))
 
 
 def dense_modules(export):
@@ -58,7 +60,10 @@ def test_stream_gives_everything_once(export):
     seen = dict(streamed)
     assert isinstance(seen.pop(checkpoint.experts[0]), ExpertWeights)
     for name in checkpoint.dense:
-        assert seen.pop(f"{name}.weight").dtype == torch.float32
+        assert_same_bits(seen.pop(name), checkpoint.read_dense_weight(name))
+    old = dict(checkpoint.stream(dtype=torch.float32, linears=False))
+    assert old.keys() - dict(streamed).keys() == {f"{name}.weight" for name in checkpoint.dense}
+    assert all(old[f"{name}.weight"].dtype == torch.float32 for name in checkpoint.dense)
     for name, tensor in seen.items():
         assert tensor.dtype == tensors[name].dtype
         assert torch.equal(tensor, tensors[name])

@@ -122,8 +122,10 @@ def test_configs(tmp_path):
     assert quantization["config_groups"] == original["config_groups"]
     assert quantization["quant_algo"] == original["quant_algo"] == "W4A16_NVFP4"
     assert quantization["quant_method"] == original["quant_method"] == "modelopt"
-    # Theirs has 4-bit attention, which is 16-bit in ours.
-    assert set(quantization["ignore"]) == {*original["ignore"], *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo")}
+    assert set(quantization["ignore"]) == set(original["ignore"])
+    write_checkpoint(tmp_path / "old", checkpoint.config, checkpoint.stream(linears=False))
+    old = json.loads((tmp_path / "old" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert set(old) == {*original["ignore"], *(f"model.layers.0.self_attn.{n}_proj" for n in "qkvo")}
     hf_quant_config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
     assert hf_quant_config["quantization"] == {
         "quant_algo": "W4A16_NVFP4",

@@ -17,7 +17,7 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["decode_dense", "decode_experts"]
+__all__ = ["decode_dense", "decode_dense_weight", "decode_experts", "is_4_bit"]
 
 
 def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> ExpertWeights:
@@ -49,6 +49,18 @@ def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) ->
 def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """The weight (N, K) of a quantized module that is no expert."""
     return format_of(module).read_dense(files, module, dtype, device)
+
+
+def is_4_bit(module: Module) -> bool:
+    """Whether a quantized module that is no expert is 4-bit (in ModelOpt's MIXED_PRECISION it may be FP8)."""
+    return format_of(module).is_4_bit(module)
+
+
+def decode_dense_weight(files: TensorFiles, module: Module, device: torch.device | str) -> NVFP4Weight:
+    """The weight (1, N, K) of a 4-bit module that is no expert, in memory of its own."""
+    weight = format_of(module).read_dense_weight(files, module)
+    scale = weight.scale.view(torch.uint8).to(device, copy=True).view(torch.float8_e4m3fn)
+    return NVFP4Weight(weight.qdata.to(device, copy=True), scale, weight.global_scale.to(device, copy=True))
 
 
 def _stack(

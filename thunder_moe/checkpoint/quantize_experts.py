@@ -1,5 +1,5 @@
 """Quantizes the 16-bit experts of a checkpoint, one expert at a time, and measures the error.
-Called by convert; calls files to read, thunder_moe.formats to quantize.
+Called by convert and quantize_linears; calls files to read, thunder_moe.formats to quantize.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["QuantizedExperts", "quantize_experts"]
+__all__ = ["Noise", "QuantizedExperts", "quantize_experts", "quantize_tensor"]
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,14 @@ class QuantizedExperts:
 
 
 @dataclass
-class _Noise:
+class Noise:
     """Sums of squares of weights and of their errors."""
 
     signal: float = 0.0
     noise: float = 0.0
 
     def add(self, weight: torch.Tensor, packed: NVFP4Weight) -> None:
+        """Those of (E, N, K)."""
         for expert in range(weight.shape[0]):
             one = NVFP4Weight(packed.qdata[expert, None], packed.scale[expert, None], packed.global_scale[expert, None])
             exact = weight[expert].float()
@@ -50,6 +51,7 @@ class _Noise:
             self.noise += (dequantize(one, torch.float32)[0] - exact).double().square().sum().item()
 
     def decibels(self) -> float:
+        """Signal to noise, infinite without noise."""
         return 10 * log10(self.signal / self.noise) if self.signal and self.noise else inf
 
 
@@ -75,7 +77,7 @@ def quantize_experts(
     first = ("gate_up",) if ("gate_up", None) in block.modules else ("gate", "up") if block.gated else ("up",)
     results = []
     for parts in (first, ("down",)):
-        noise = _Noise()
+        noise = Noise()
         if block.is_fused:
             one_scale = block.layout(interleaved).fused
             packed = [_fused(files, block, part, one_scale, device, scale_search, noise) for part in parts]
@@ -103,7 +105,7 @@ def _per_expert(
     experts: range,
     device: torch.device | str,
     scale_search: str | None,
-    noise: _Noise,
+    noise: Noise,
 ) -> NVFP4Weight:
     """(E, len(parts) * N, K): these projections one below the other, with one global scale per expert."""
     (first,) = block.modules[parts[0], 0].require("weight")
@@ -113,7 +115,7 @@ def _per_expert(
         for info in infos:
             info.require(FLOATS, first.shape if len(first.shape) == 2 else (0, 0), f", as {first.name!r} has")
         weight = torch.cat([files.read(info.name).to(device) for info in infos])[None]
-        packed.append(_quantize(weight, infos[0], scale_search))
+        packed.append(quantize_tensor(weight, infos[0], scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
     scale = torch.cat([one.scale.view(torch.uint8) for one in packed]).view(torch.float8_e4m3fn)
@@ -127,7 +129,7 @@ def _fused(
     one_scale: bool,
     device: torch.device | str,
     scale_search: str | None,
-    noise: _Noise,
+    noise: Noise,
 ) -> NVFP4Weight:
     """(E, N, K) of one projection that is stored as one tensor."""
     (info,) = block.modules[part, None].require("weight")
@@ -135,18 +137,19 @@ def _fused(
     weight = files.read(info.name)
     weight = (weight.mT if block.k_first() else weight).to(device)
     if not one_scale:
-        packed = _quantize(weight, info, scale_search)
+        packed = quantize_tensor(weight, info, scale_search)
     else:
         experts, n, k = weight.shape
         weight = weight.contiguous()
-        whole = _quantize(weight.view(1, experts * n, k), info, scale_search)
+        whole = quantize_tensor(weight.view(1, experts * n, k), info, scale_search)
         global_scale = whole.global_scale.expand(experts).contiguous()
         packed = NVFP4Weight(whole.qdata.view(experts, n, -1), whole.scale.view(experts, n, -1), global_scale)
     noise.add(weight, packed)
     return packed.to("cpu")
 
 
-def _quantize(weight: torch.Tensor, info: TensorInfo, scale_search: str | None) -> NVFP4Weight:
+def quantize_tensor(weight: torch.Tensor, info: TensorInfo, scale_search: str | None) -> NVFP4Weight:
+    """`quantize`, with errors that name the tensor."""
     try:
         return quantize(weight, scale_search=scale_search)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Reads NVFP4 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as NVFP4Weights, dense modules in 16
-bits, and all other tensors as they are. Called by integrations.huggingface and convert; calls files, formats.registry,
-modules and decode.
+"""Reads NVFP4 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as NVFP4Weights, dense modules as these
+or in 16 bits, and all other tensors as they are.
+Called by integrations.huggingface and convert; calls files, formats.registry, modules and decode.
 
 Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied into one NVFP4Weight.
 """
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thunder_moe.checkpoint.decode import decode_dense, decode_experts
+from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts, is_4_bit
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, ExpertBlock, Module, is_interleaved, sort_modules
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["Checkpoint"]
 
@@ -98,6 +99,18 @@ class Checkpoint:
         """
         return decode_experts(self.files, self.blocks[name], self.interleaved).to(device)
 
+    def is_4_bit(self, name: str) -> bool:
+        """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
+        return is_4_bit(self._dense[name])
+
+    def read_dense_weight(self, name: str, device: torch.device | str = "cpu") -> NVFP4Weight:
+        """The weight (1, N, K) of a 4-bit module that is no expert, by its path, as it is.
+
+        Raises:
+            ValueError: as `read_experts`.
+        """
+        return decode_dense_weight(self.files, self._dense[name], device)
+
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
@@ -113,30 +126,37 @@ class Checkpoint:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | Callable[[str], torch.device | str] = "cpu",
+        linears: bool = True,
         progress: bool = False,
-    ) -> Iterator[tuple[str, ExpertWeights | torch.Tensor]]:
+    ) -> Iterator[tuple[str, ExpertWeights | NVFP4Weight | torch.Tensor]]:
         """Yields everything, file by file; one layer at a time is in memory besides what the caller keeps.
 
         Args:
             dtype: of dense modules that are dequantized.
             device: of all, or a function of the name.
+            linears: whether 4-bit dense modules stay so; else they are dequantized.
             progress: show a bar.
 
         Yields:
-            (path, ExpertWeights) of each quantized block; (name of the weight, tensor) of each dequantized module and
-            of each other tensor.
+            (path, ExpertWeights) of each quantized block; (path, NVFP4Weight) of each 4-bit dense module; (name of the
+            weight, tensor) of each dequantized module and of each other tensor.
         """
         place = device if callable(device) else lambda _: device
-        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | torch.Tensor]]] = []
+        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | NVFP4Weight | torch.Tensor]]] = []
         for path, block in self.blocks.items():
             reads.append((block.any(), path, partial(self.read_experts, path, place(path))))
+        dequantized = 0
         for path, module in self._dense.items():
             name = f"{path}.weight"
+            if linears and is_4_bit(module):
+                reads.append((module.any(), path, partial(self.read_dense_weight, path, place(name))))
+                continue
+            dequantized += 1
             reads.append((module.any(), name, partial(self.read_dense, path, dtype, place(name))))
         for name in self.others:
             reads.append((self.files[name], name, partial(self.read, name, place(name))))
-        if self._dense:
-            logger.info("%s: %d quantized dense modules are dequantized to %s", self.path, len(self._dense), dtype)
+        if dequantized:
+            logger.info("%s: %d quantized dense modules are dequantized to %s", self.path, dequantized, dtype)
         order = {name: number for number, name in enumerate(self.files.infos)}
         reads.sort(key=lambda read: order[read[0].name])
         for _, name, read in tqdm(reads, desc="reading checkpoint", unit="module", disable=not progress):

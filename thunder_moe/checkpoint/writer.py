@@ -22,6 +22,7 @@ import torch
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["ShardWriter", "parse_size", "write_checkpoint", "write_configs"]
 
@@ -110,7 +111,7 @@ class ShardWriter:
 def write_checkpoint(
     path: str | Path,
     config: dict[str, Any],
-    tensors: Iterable[tuple[str, torch.Tensor | ExpertWeights]],
+    tensors: Iterable[tuple[str, torch.Tensor | ExpertWeights | NVFP4Weight]],
     *,
     layout: ExpertsLayout | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -121,7 +122,8 @@ def write_checkpoint(
     Args:
         path: a directory that does not exist yet.
         config: for config.json; what it says of a quantization is replaced.
-        tensors: (name, tensor) as they are, and (path, ExpertWeights) of blocks of experts; taken one by one.
+        tensors: (name, tensor) as they are, (path, ExpertWeights) of blocks of experts and (path, NVFP4Weight) of dense
+            layers; taken one by one.
         layout: how the architecture lays out experts; per expert when None.
         max_shard_size: of a file, in bytes or as "5GB".
         extra: text of further files by name.
@@ -141,6 +143,9 @@ def write_checkpoint(
         for name, value in tensors:
             if isinstance(value, ExpertWeights):
                 for key, tensor in MODELOPT.encode(name, value, layout):
+                    writer.add(key, tensor)
+            elif isinstance(value, NVFP4Weight):
+                for key, tensor in MODELOPT.encode_dense(name, value):
                     writer.add(key, tensor)
             else:
                 ignore += ignored_module(name, value.shape)

@@ -64,7 +64,8 @@ class NVFP4Linear(NVFP4Module):
     def from_linear(
         cls, *linears: nn.Linear, pack: Callable[[Tensor], NVFP4Weight] = quantize, layout: str = "auto"
     ) -> Self:
-        """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked.
+        """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked, with one global
+        scale, which readers of checkpoints want.
 
         Args:
             *linears: of the same in_features; all with a bias, or none. One with a bias alone keeps its parameter.
@@ -84,7 +85,11 @@ class NVFP4Linear(NVFP4Module):
             if len(biases) > 1:
                 grads = any(bias.requires_grad for bias in biases)
                 bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=grads)
-        packed = NVFP4Weight.concatenate(*(pack(linear.weight.detach()[None]) for linear in linears))
+        widths = {(linear.in_features, linear.weight.dtype) for linear in linears}
+        if len(widths) > 1:
+            raise ValueError(f"linears: got in_features and dtypes {sorted(map(str, widths))}, wanted the same of all")
+        weights = [linear.weight.detach() for linear in linears]
+        packed = pack((torch.cat(weights) if len(weights) > 1 else weights[0])[None])
         new = cls(
             lay_out(packed, layout),
             bias,
@@ -205,6 +210,25 @@ class NVFP4LinearPart(nn.Module):
         self.index, self.in_features = index, stack.in_features
         assert stack._part_features is not None
         self.out_features = stack._part_features[index]
+
+    @property
+    def _rows(self) -> slice:
+        """Of its own among the stack's."""
+        sizes = self.stack._part_features
+        assert sizes is not None
+        return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
+
+    @property
+    def nvfp4_weight(self) -> NVFP4Weight:
+        """Its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
+        weight, rows = self.stack.nvfp4_weight.to_layout(LINEAR), self._rows
+        global_scale = weight.global_scale if weight.global_scale.ndim == 1 else weight.global_scale[:, rows]
+        return NVFP4Weight(weight.qdata[:, rows], weight.scale[:, rows], global_scale)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """Its bias (N,), a view of the stack's, or None."""
+        return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N), a view of the outputs of all."""

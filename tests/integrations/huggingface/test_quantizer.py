@@ -8,7 +8,18 @@ import sys
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, bits, copy_export, edit_json, edit_tensors, load_expected, load_tensors
+from checkpoint_files import (
+    DATA,
+    EXPORTS,
+    assert_same_bits,
+    bits,
+    copy_export,
+    edit_json,
+    edit_tensors,
+    load_expected,
+    load_tensors,
+)
+from dense_calls import DenseCalls
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model
@@ -22,6 +33,7 @@ from thunder_moe.integrations.huggingface import quantizer as hf_quantizer  # no
 from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.integrations.huggingface.quantizer import NVFP4CheckpointConfig, register  # noqa: E402
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack  # noqa: E402
 
 FP32, BF16 = torch.float32, torch.bfloat16
 IDS = torch.randint(0, 16, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -125,18 +137,41 @@ def test_saving_a_loaded_model_is_bit_exact(tmp_path, export):
     assert_same_state(model, from_pretrained(tmp_path / "out", dtype="auto"))
     assert torch.equal(logits(model), logits(load_checkpoint(tmp_path / "out")))
     assert Checkpoint(tmp_path / "out").experts == Checkpoint(DATA / export).experts
-    names = {name for name in load_tensors(DATA / export) if "expert" not in name and not name.endswith("_scale")}
-    packed = ("weight_packed", "weight_scale_2", "weight_global_scale")
-    others = {name for name in load_tensors(tmp_path / "out") if "expert" not in name}
-    assert others == {name for name in names if not name.endswith(packed)} | {
-        f"{name}.weight" for name in Checkpoint(DATA / export).dense if "expert" not in name
-    }
+    before, after = Checkpoint(DATA / export), Checkpoint(tmp_path / "out")
+    assert set(after.others) == set(before.others)
+    assert set(after.dense) == set(before.dense)
+    for name in before.dense:
+        assert_same_bits(after.read_dense_weight(name), before.read_dense_weight(name))
 
 
+@pytest.mark.parametrize("export", [export for export in EXPORTS if not export.startswith("mxfp4")])
+def test_dense_layers_stay_4_bit_or_are_dequantized(export, stock_model):
+    dense = Checkpoint(DATA / export).dense
+    model, old = load_checkpoint(DATA / export, dtype=FP32), load_checkpoint(DATA / export, dtype=FP32, linears=False)
+    kinds = NVFP4Linear, NVFP4LinearPart
+    found = {name for name, m in model.named_modules() if type(m) in kinds and ".experts" not in name}
+    assert {name.rpartition(".")[2] for name in found} == {name.rpartition(".")[2] for name in dense}
+    assert len(found) == len(dense) > 0
+    assert not any(isinstance(module, kinds) for module in old.modules())
+    stock = logits(stock_model(export))
+    for one in (model, old):
+        assert relative_error(logits(one), stock) < KERNEL_TOLERANCE[FP32]
+    if all(f"model.layers.0.self_attn.{name}_proj" in dense for name in "qkv"):
+        with torch.no_grad(), DenseCalls() as calls:
+            model(IDS)
+        attention = model.model.layers[0].self_attn
+        assert type(attention.qkv_proj) is NVFP4LinearStack
+        assert calls.count == sum(type(m) in (NVFP4Linear, NVFP4LinearStack) for m in model.modules())
+    with pytest.raises(TypeError, match="linears: got 1, wanted a bool"):
+        load_checkpoint(DATA / export, linears=1)
+
+
+@pytest.mark.parametrize("linears", [False, True])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_saving_a_quantized_model_is_bit_exact(tmp_path, name):
+def test_saving_a_quantized_model_is_bit_exact(tmp_path, name, linears):
     tiny_model(name, BF16).save_pretrained(tmp_path / "source")
-    model = quantize_(from_pretrained(tmp_path / "source", dtype="auto"))
+    model = from_pretrained(tmp_path / "source", dtype="auto")
+    quantize_(model, linears=(lambda module, path: True) if linears else False)
     save_checkpoint(model, tmp_path / "out", max_shard_size="50KB")
     back = load_checkpoint(tmp_path / "out")
     assert_same_state(model, back)

@@ -61,13 +61,20 @@ class CheckpointFormat(ABC):
             ValueError: a value that the format does not allow; names file and tensor.
         """
 
+    def is_4_bit(self, module: Module) -> bool:
+        """Whether `read_dense_weight` can read a module of this format that is no expert."""
+        return True
+
+    def read_dense_weight(self, files: TensorFiles, module: Module) -> NVFP4Weight:
+        """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible."""
+        qdata, bits, global_scale = self.read(files, self.infos(module, 2))
+        return NVFP4Weight(qdata[None], bits.view(torch.float8_e4m3fn)[None], global_scale.reshape(1))
+
     def read_dense(
         self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
         """The dequantized weight (N, K) of a module that is no expert."""
-        qdata, bits, global_scale = self.read(files, self.infos(module, 2))
-        weight = NVFP4Weight(qdata[None], bits.view(torch.float8_e4m3fn)[None], global_scale.reshape(1))
-        return dequantize(weight.to(device), dtype)[0]
+        return dequantize(self.read_dense_weight(files, module).to(device), dtype)[0]
 
 
 class NVFP4Format(CheckpointFormat):

@@ -54,11 +54,14 @@ class ModelOpt(NVFP4Format):
             if (group.get("weights") or {}).get("num_bits") != 8:
                 check_group_size((group.get("weights") or {}).get("group_size"))
 
+    def is_4_bit(self, module: Module) -> bool:
+        return "weight" not in module.fields or module.fields["weight"].dtype != "F8_E4M3"
+
     def read_dense(
         self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
         """From NVFP4, or from FP8 with one scale."""
-        if "weight" not in module.fields or module.fields["weight"].dtype != "F8_E4M3":
+        if self.is_4_bit(module):
             return super().read_dense(files, module, dtype, device)
         info, scale_info = module.require("weight", "weight_scale")
         scale = _scalar(files, scale_info).to(device)
@@ -89,6 +92,20 @@ class ModelOpt(NVFP4Format):
             yield from _encode_per_expert(path, weights, layout.projections)
             return
         yield from _encode_fused(path, weights, layout, scales)
+
+    def encode_dense(self, path: str, weight: NVFP4Weight) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a dense layer's weight (1, N, K) as ModelOpt names them; read again they have the same bits.
+
+        Raises:
+            ValueError: its rows have several global scales.
+        """
+        weight = weight.to_layout("linear")
+        global_scale = weight.row_global_scale()[0]
+        if not bool((global_scale == global_scale[0]).all()):
+            raise ValueError(f"weights: {path} has a global scale per row, which a ModelOpt checkpoint cannot hold")
+        yield f"{path}.weight", weight.qdata[0]
+        yield f"{path}.weight_scale", weight.scale[0]
+        yield f"{path}.weight_scale_2", global_scale[0]
 
     def configs(self, ignore: list[str], producer: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """(quantization_config of config.json, hf_quant_config.json); `ignore`: the modules with a 16-bit weight."""

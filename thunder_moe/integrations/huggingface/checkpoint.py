@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.modules import PROJECTIONS
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 try:
     import transformers
@@ -35,26 +38,32 @@ def load_checkpoint(
     *,
     device: torch.device | str | int | dict[str, Any] | None = None,
     dtype: torch.dtype | str = "auto",
+    linears: bool = True,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
     Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized, and GPT-OSS's MXFP4 (exactly, where
-    ``from_pretrained`` would dequantize it). Experts go to their device layer by layer, in the layout that its kernels
-    read best; 4-bit modules that are no experts are dequantized.
+    ``from_pretrained`` would dequantize it). 4-bit weights go to their device layer by layer, in the layout that its
+    kernels read best. 4-bit dense layers are `NVFP4Linear`s, and those that read the same rows one weight, as after
+    `quantize_`; FP8 ones are dequantized.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
         device: ``device_map`` of ``from_pretrained``: a device, "auto", or a dictionary. None: the CPU.
         dtype: of all that is not 4-bit; "auto": as the checkpoint has it.
+        linears: whether 4-bit dense layers stay so; False dequantizes them.
         **options: for ``from_pretrained``.
 
     Raises:
         FileNotFoundError: no checkpoint there.
+        TypeError: `linears` is no bool.
         ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, or
             the checkpoint is not quantized.
         ImportError: a device is given and accelerate is missing.
     """
+    if not isinstance(linears, bool):
+        raise TypeError(f"linears: got {linears!r}, wanted a bool")
     checkpoint = Checkpoint(path)
     if checkpoint.method is None:
         raise ValueError(
@@ -62,7 +71,7 @@ def load_checkpoint(
             " call quantize_(model), or convert it with python -m thunder_moe convert"
         )
     config = transformers.AutoConfig.from_pretrained(checkpoint.path)
-    config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization}
+    config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization, "linears": linears}
     text_config = config.get_text_config()
     if text_config is not config and hasattr(text_config, "quantization_config"):
         del text_config.quantization_config
@@ -86,7 +95,8 @@ def _require_accelerate() -> None:
 def save_checkpoint(
     model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> Path:
-    """Writes a model with NVFP4 experts as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and `load_checkpoint`.
+    """Writes a model with NVFP4 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
+    `load_checkpoint`.
 
     Loading it again gives every tensor bit for bit. Weights alone are 4-bit (W4A16_NVFP4): scales of 4-bit activations
     that the model's own checkpoint may have had are not kept. The names are those of that checkpoint, or of its
@@ -103,18 +113,18 @@ def save_checkpoint(
     Raises:
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
-        ValueError: the model has no NVFP4 experts, or a tensor is on the "meta" device (offloaded).
+        ValueError: the model has no NVFP4 experts or dense layers, or a tensor is on the "meta" device (offloaded).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    if not blocks:
+    if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
     placed = {name: _source(model, name, module) for name, module in blocks.items()}
-    layout = next(iter(placed.values()))[1]
+    layout = next((layout for _, layout in placed.values()), None)
     config = json.loads(model.config.to_json_string(use_diff=True))
     config["architectures"] = [type(model).__name__]
     extra = {}
@@ -128,23 +138,36 @@ def save_checkpoint(
 
 def _tensors(
     model: transformers.PreTrainedModel, blocks: dict[str, NVFP4Experts], sources: dict[str, str]
-) -> Iterator[tuple[str, Tensor | ExpertWeights]]:
-    """The experts by their paths in the checkpoint, then everything else by its name there."""
+) -> Iterator[tuple[str, Tensor | ExpertWeights | NVFP4Weight]]:
+    """The experts and 4-bit dense layers by their paths in the checkpoint, then everything else by its name there."""
     inside: set[str] = set()
     for name, module in blocks.items():
         inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
         biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
         yield sources[name], ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
     # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
-    packed = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
+    packed: set[Module] = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
     state: dict[str, Tensor] = {}
     for name, part in model.named_modules(remove_duplicate=False):
-        if part not in packed:
+        if isinstance(part, NVFP4LinearPart | NVFP4Linear):
+            if not isinstance(part, NVFP4LinearStack):
+                yield _linear_source(model, name), part.nvfp4_weight
+                state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
+        elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
     tied = model.all_tied_weights_keys
     state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
     state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
     yield from revert_weight_conversion(model, state).items()
+
+
+def _linear_source(model: transformers.PreTrainedModel, name: str) -> str:
+    """The path of a dense layer in a checkpoint of the model's architecture."""
+    names = list(revert_weight_conversion(model, {f"{name}.weight": torch.zeros(1, 1)}))
+    if len(names) != 1 or not names[0].endswith(".weight"):
+        raise ValueError(f"model: checkpoints of {type(model).__name__} keep {name} as {names}, wanted one weight")
+    path: str = names[0].removesuffix(".weight")
+    return path
 
 
 def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts) -> tuple[str, ExpertsLayout]:

@@ -2,8 +2,9 @@
 Called by transformers once `register` has run (on import); imported by registration and checkpoint; calls
 thunder_moe.checkpoint to read, experts and families to place.
 
-Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts` on "meta" -> transformers loads all else, allocates
--> experts and dense 4-bit weights are read from the files into place, layer by layer.
+Pipeline: skeleton on "meta" -> experts swapped for `NVFP4Experts`, 4-bit dense layers for `NVFP4Linear` on "meta" ->
+transformers loads all else, allocates -> 4-bit weights are read from the files into place, layer by layer -> those of
+dense layers that read the same rows become one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tqdm import tqdm
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import is_compressed_tensors_nvfp4
 from thunder_moe.checkpoint.formats.registry import check_quantization
+from thunder_moe.dense_linears import join_read_together
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
@@ -28,6 +30,7 @@ from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
+from thunder_moe.nn import NVFP4Linear
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -60,20 +63,22 @@ class NVFP4CheckpointConfig(QuantizationConfigMixin):
 
     Attributes:
         source: that dictionary.
+        linears: whether 4-bit dense layers stay so; else they are dequantized.
 
     Raises:
         ValueError: a method, algorithm, format or block size that is not read here.
     """
 
-    def __init__(self, source: dict[str, Any]) -> None:
+    def __init__(self, source: dict[str, Any], *, linears: bool = True) -> None:
         check_quantization(source)
         self.quant_method: Any = METHOD
-        self.source = source
+        self.source, self.linears = source, linears
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """From the dictionary of a checkpoint, or ``{"quant_method": METHOD, "source": that}``."""
-        config = cls(config_dict["source"] if config_dict["quant_method"] == METHOD else config_dict)
+        """From the dictionary of a checkpoint, or ``{"quant_method": METHOD, "source": that, "linears": ...}``."""
+        own = config_dict["quant_method"] == METHOD
+        config = cls(config_dict["source"], linears=config_dict["linears"]) if own else cls(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +112,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
         self.layouts: dict[str, tuple[str, ExpertsLayout]] = {}
         self._places: dict[str, _Place] = {}
         self._dense: dict[str, nn.Module] = {}
+        self._linears: dict[str, NVFP4Linear] = {}
         self._dtypes: dict[str, torch.dtype] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
@@ -147,6 +153,11 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
                 logger.warning("%s has no counterpart in %s and is not loaded", source, type(model).__name__)
                 continue
             module = model.get_submodule(name)
+            if self._stays_4_bit(model, source, name, module):
+                self._linears[source] = _put_linear(model, name, module)
+                missing.append(rf"{re.escape(name)}\.(qdata|scale|global_scale)$")
+                unexpected.append(rf"{re.escape(name)}\.weight(_packed)?$")
+                continue
             module.register_parameter(_WAITING, module._parameters.pop("weight"))
             _mark_initialized(module)  # or transformers would look for its weight
             self._dense[source] = module
@@ -156,6 +167,17 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
             known = [] if known is None else known
             setattr(model, attribute, type(known)([*known, *patterns]))
+
+    def _stays_4_bit(self, model: Any, source: str, name: str, module: nn.Module) -> bool:
+        """Whether the 4-bit weight of a dense layer stays so: it is a plain linear's, which no other module shares."""
+        config: Any = self.quantization_config
+        tied = model.all_tied_weights_keys
+        return (
+            config.linears
+            and self.checkpoint.is_4_bit(source)
+            and type(module) is nn.Linear
+            and f"{name}.weight" not in {*tied, *tied.values()}
+        )
 
     def _place(self, model: nn.Module, source: str, name: str) -> None:
         """Swaps an experts module for its NVFP4 form, on "meta"."""
@@ -179,11 +201,14 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         if self._dense:
-            logger.info("%d dense 4-bit modules are dequantized to 16 bits", len(self._dense))
-        total = len(self._places) + len(self._dense)
+            logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
+        total = len(self._places) + len(self._linears) + len(self._dense)
         with tqdm(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
             for place in self._places.values():
                 _fill(place, self.checkpoint)
+                bar.update()
+            for source, linear in self._linears.items():
+                _fill_linear(source, linear, self.checkpoint)
                 bar.update()
             for source, module in self._dense.items():
                 weight = module._parameters.pop(_WAITING)
@@ -196,7 +221,9 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
             if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.to(self._dtypes.get(name, parameter.dtype))
         self.checkpoint.files.close()
-        self._places, self._dense, self._dtypes = {}, {}, {}
+        if self._linears:
+            join_read_together(model)
+        self._places, self._linears, self._dense, self._dtypes = {}, {}, {}, {}
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """False: `thunder_moe.save_checkpoint` writes these models."""
@@ -267,6 +294,27 @@ def _meta_weight(experts: int, n: int, k: int) -> NVFP4Weight:
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device="meta")
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device="meta")
     return NVFP4Weight(qdata, scale, torch.empty(experts, dtype=torch.float32, device="meta"))
+
+
+def _put_linear(model: nn.Module, name: str, linear: Any) -> NVFP4Linear:
+    """Swaps a linear for its NVFP4 form, on "meta"."""
+    n, k = linear.out_features, linear.in_features
+    if k % BLOCK_SIZE:
+        raise ValueError(f"model: {name} has shape {(n, k)}, wanted in_features of blocks of {BLOCK_SIZE}")
+    new = NVFP4Linear(_meta_weight(1, n, k), linear.bias, weight_dtype=linear.weight.dtype, auto_layout=True)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, new.train(linear.training))
+    _mark_initialized(new)
+    return new
+
+
+def _fill_linear(source: str, linear: NVFP4Linear, checkpoint: Checkpoint) -> None:
+    """Reads the weight of a dense layer onto the device where transformers put the module, as `_fill`."""
+    weight = checkpoint.read_dense_weight(source, linear.qdata.device)
+    wanted = (1, linear.out_features, linear.in_features)
+    if weight.shape != wanted:
+        raise ValueError(f"{checkpoint.path}: {source} has a weight {weight.shape[1:]}, wanted {wanted[1:]}")
+    linear.set_weight(lay_out(weight, "auto"))
 
 
 def _fill(place: _Place, checkpoint: Checkpoint) -> None:
