@@ -7,7 +7,9 @@ kernels run within the call: sizes are tiny there, and the rows say what is left
 
     operators   torch._grouped_mm, and the operators of thunder_moe on the layer's operands
     gradient    the same with an input that requires one
-    layer       the block with its router, its experts alone, in bf16 (transformers' "grouped_mm") and after quantize_
+    experts     those of a Qwen3-MoE block: transformers' "grouped_mm", its "batched_mm", which generate decodes with on
+                a GPU, and after quantize_
+    block       the whole block, router and all
 """
 
 from __future__ import annotations
@@ -55,17 +57,21 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     with tqdm(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
         for shape in args.shapes:
             block = _block(shape, args.device)
-            quantized = quantize_(copy.deepcopy(block))
+            blocks = {
+                "bf16": block,
+                "bf16 batched_mm": _block(shape, args.device, "batched_mm"),
+                "quantize_": quantize_(copy.deepcopy(block)),
+            }
             for tokens in args.tokens:
                 bar.set_description(f"{shape.name} {tokens}")
-                calls = _operators(shape, tokens, args.device) | _layers(block, quantized, shape, tokens, args.device)
+                calls = _operators(shape, tokens, args.device) | _layers(blocks, shape, tokens, args.device)
                 times = _host_times(calls, args.device, args.rounds)
                 rows += [
                     {"shape": shape.name, "tokens": tokens, "call": name, "microseconds": microseconds}
                     for name, microseconds in times.items()
                 ]
                 bar.update()
-            del block, quantized
+            del block, blocks
     path = save(STEM, args.device, rows, args.output, calls=CALLS)
     print(_table(rows), path, sep="\n")
     return rows
@@ -124,8 +130,8 @@ def _packed(weight: NVFP4Weight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     return operands(weight), dict(layout=weight.layout)
 
 
-def _block(shape: MoEShape, device: torch.device) -> nn.Module:
-    """A Qwen3-MoE block of transformers with random bf16 weights."""
+def _block(shape: MoEShape, device: torch.device, implementation: str = "grouped_mm") -> nn.Module:
+    """A Qwen3-MoE block of transformers with random bf16 weights, and one of its implementations of experts."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -136,7 +142,7 @@ def _block(shape: MoEShape, device: torch.device) -> nn.Module:
         num_experts_per_tok=shape.top_k,
         norm_topk_prob=True,
     )
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = implementation
     with torch.device(device):
         block: nn.Module = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
     for parameter in block.parameters():
@@ -145,15 +151,16 @@ def _block(shape: MoEShape, device: torch.device) -> nn.Module:
 
 
 def _layers(
-    block: nn.Module, quantized: nn.Module, shape: MoEShape, tokens: int, device: torch.device
+    blocks: dict[str, nn.Module], shape: MoEShape, tokens: int, device: torch.device
 ) -> dict[str, Callable[[], Any]]:
-    """Calls of the block and of its experts, in bf16 and quantized."""
+    """Calls of the experts of blocks, and of the blocks."""
     x = torch.randn(1, tokens, shape.hidden_size, dtype=torch.bfloat16, device=device)
     scores, ids = torch.randn(tokens, shape.num_experts, device=device).softmax(-1).topk(shape.top_k)
     scores = scores.to(torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {}
-    for name, module in (("bf16", block), ("quantize_", quantized)):
+    for name, module in blocks.items():
         calls[f"experts: {name}"] = torch.no_grad()(lambda experts=module.experts: experts(x[0], ids, scores))
+    for name, module in blocks.items():
         calls[f"block: {name}"] = torch.no_grad()(lambda module=module: module(x))
     return calls
 

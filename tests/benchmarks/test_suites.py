@@ -151,7 +151,7 @@ def test_host_times_operators_and_layers(tmp_path, capsys):
         "torch._grouped_mm",
         *("scaled_grouped_mm", "grouped_swiglu", "grouped_mm_combine", "moe_route", "scaled_grouped_mm_dgrad"),
         *("gradient: torch._grouped_mm", "gradient: scaled_grouped_mm"),
-        *("experts: bf16", "block: bf16", "experts: quantize_", "block: quantize_"),
+        *(f"{part}: {name}" for part in ("experts", "block") for name in ("bf16", "bf16 batched_mm", "quantize_")),
     ]
     assert all(0 < row["microseconds"]["least"] <= row["microseconds"]["median"] for row in rows)
     assert "experts: quantize_" in capsys.readouterr().out

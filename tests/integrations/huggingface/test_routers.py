@@ -6,6 +6,7 @@ Called by pytest; judged by the routers' own forward.
 import copy
 import importlib
 import io
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -99,7 +100,8 @@ def test_a_router_of_transformers(name, kind, settings, options, dtype):
     assert fuse_routers(layer, RowOrders())
     assert isinstance(layer.gate, FusedRouter)
     assert isinstance(layer.gate, type(own))
-    assert {key: layer.gate.router_options[key] for key in options} == options
+    form = asdict(layer.gate.router_call.form)
+    assert {key: form[key] for key in options} == options
     with Called() as called:
         logits, scores, ids = layer.gate(hidden, *correction)
     assert called.names == ["moe_router"]
