@@ -34,7 +34,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import gather_rows, route, router, row_groups, scale_of_rows
+from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -50,8 +50,10 @@ __all__ = [
 ]
 
 _SOURCE = Path(__file__).with_name("src")
-_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp"))
-_HEADERS = tuple(_SOURCE / name for name in ("decode.h", "exact.h", "numbers.h", "panels.h", "register_tiles.h"))
+_SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp", "router.cpp"))
+_HEADERS = tuple(
+    _SOURCE / name for name in ("decode.h", "exact.h", "exp.h", "numbers.h", "panels.h", "register_tiles.h")
+)
 _STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
 
 _lock = threading.Lock()
@@ -235,6 +237,41 @@ def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Te
 def _weight_pointers(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[int, int, int, int]:
     assert all(tensor.is_contiguous() for tensor in (qdata, scale, global_scale))
     return qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), global_scale.dim() == 2
+
+
+def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
+    expert_ids = expert_ids.contiguous()
+    slots, order = expert_ids.numel(), _order(expert_ids, num_experts)
+    wide = expert_ids.dtype == torch.int64
+    _check(_extension().thunder_moe_route(expert_ids.data_ptr(), wide, slots, num_experts, *map(pointer, order)))
+    return order
+
+
+def router(
+    logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
+    logits = logits.detach().contiguous()
+    bias = None if bias is None else bias.detach().float().contiguous()
+    tokens, experts = logits.shape
+    scores = logits.new_empty(tokens, form.top_k, dtype=dtype)
+    ids = torch.empty(tokens, form.top_k, dtype=torch.int64)
+    order = _order(ids, experts)
+    sizes = (tokens, experts, form.top_k, form.score == "sigmoid", form.normalize)
+    groups = (form.num_groups, form.top_groups, form.group_best, form.mask_to_zero)
+    status = _extension().thunder_moe_router(
+        logits.data_ptr(), DTYPE_CODES[logits.dtype], pointer(bias), *sizes, *groups, form.epsilon, form.least_sum,
+        form.scale, scores.data_ptr(), DTYPE_CODES[dtype], ids.data_ptr(), *map(pointer, order),
+    )  # fmt: skip
+    _check(status)
+    return scores, ids, *order
+
+
+def _order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for row_slot, offsets and slot_row of ids (T, A)."""
+    row_slot, offsets = (torch.empty(size, dtype=torch.int32) for size in (ids.numel(), num_experts))
+    return row_slot, offsets, torch.empty(ids.shape, dtype=torch.int32)
 
 
 def _check(status: int) -> None:
@@ -435,6 +472,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]
     library.thunder_moe_combine.argtypes = [pointer, i32, i64, pointer, pointer, i64, i64, i64, *bias, pointer]
+    order: list[Any] = [pointer] * 3  # row_slot, offsets, slot_row
+    library.thunder_moe_route.argtypes = [pointer, i32, i64, i64, *order]
+    form: list[Any] = [i64, i32, i32, i64, i64, i64, i32, f32, f32, f32]
+    library.thunder_moe_router.argtypes = [pointer, i32, pointer, i64, i64, *form, pointer, i32, pointer, *order]
     library.thunder_moe_set_workers.argtypes, library.thunder_moe_error.restype = [i32], ctypes.c_char_p
     library.thunder_moe_set_workers.restype = None
     library.thunder_moe_swiglu.restype = library.thunder_moe_combine.restype = None
