@@ -28,7 +28,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import chosen_backend, prepare
 from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
 
-__all__ = ["OPERATORS", "Operator", "operator"]
+__all__ = ["OPERATORS", "Operator", "define", "differentiable", "operator"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,16 +82,13 @@ class Operator:
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         self.positions = tuple(map(self._positional.index, differentiable))
-        schema = torch.library.infer_schema(function, mutates_args=())
         self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], bool]] = {}
-        _LIBRARY.define(f"{self.name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.register_fake(f"thunder_moe::{self.name}", self._fake, lib=_LIBRARY)
-        _LIBRARY.impl(self.name, self._run, "CompositeExplicitAutograd")
+        schema = torch.library.infer_schema(function, mutates_args=())
+        overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self._run_plain, key)
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
-            overload = getattr(torch.ops.thunder_moe, self.name).default
             self._differentiably = make_autograd_impl(overload, Info(self._backward, self._setup_context))
             _LIBRARY.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
 
@@ -199,10 +196,37 @@ def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
     return plain
 
 
-# torch.compile would trace the kernels' Python where an operator is called outside of its graphs.
-_UNTRACED = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-for _kernel in (Operator._dispatch, Operator._run_plain, Operator._run):
-    eval_frame.set_code_exec_strategy(_kernel.__code__, _UNTRACED)
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Registers an operator of the namespace thunder_moe at the dispatcher's low level; its overload.
+
+    `torch.library.custom_op` would do so with three Python functions around the kernel at every call.
+
+    Args:
+        name: of the operator, without the namespace.
+        schema: behind the name; the operator changes no argument, and returns none.
+        kernel: for all devices.
+        fake: the same for tensors without data.
+    """
+    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"thunder_moe::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    untraced(kernel)
+    return getattr(torch.ops.thunder_moe, name).default
+
+
+def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """`torch.library.register_autograd` for an operator of `define`."""
+    torch.library.register_autograd(f"thunder_moe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+
+
+def untraced(kernel: Any) -> None:
+    """Keeps torch.compile from tracing a kernel's Python where an operator is called outside of a graph."""
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    eval_frame.set_code_exec_strategy(kernel.__code__, skip)
+
+
+for _kernel in (Operator._dispatch, Operator._run_plain):
+    untraced(_kernel)
 
 
 def _no_values(*args: Any, **options: Any) -> None:

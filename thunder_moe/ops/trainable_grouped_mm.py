@@ -12,39 +12,34 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import trainable_grouped_mm as kernels
+from thunder_moe.ops.operator import define, differentiable
 
 __all__: list[str] = []  # registers the operators
 
 
-@torch.library.custom_op("thunder_moe::trainable_grouped_mm", mutates_args=())
 def _forward(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return kernels.forward(a, b, offsets)
 
 
-@_forward.register_fake
-def _(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _fake(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[2])
 
 
-@torch.library.custom_op("thunder_moe::trainable_grouped_mm_dgrad", mutates_args=())
 def _dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return kernels.dgrad(grad, b, offsets).contiguous()
 
 
-@_dgrad.register_fake
-def _(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _fake_dgrad(grad: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return grad.new_empty(grad.shape[0], b.shape[1])
 
 
-@torch.library.custom_op("thunder_moe::trainable_grouped_mm_wgrad", mutates_args=())
 def _wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
     # Where a dimension is no multiple of 16 bytes torch pads the rows of the result.
     weight_grad = kernels.wgrad(a, grad, offsets, row_major)
     return weight_grad.contiguous() if row_major else weight_grad.mT.contiguous().mT
 
 
-@_wgrad.register_fake
-def _(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
+def _fake_wgrad(a: Tensor, grad: Tensor, offsets: Tensor, row_major: bool = False) -> Tensor:
     e, k, n = offsets.shape[0], a.shape[1], grad.shape[1]
     return a.new_empty(e, k, n) if row_major else a.new_empty(e, n, k).transpose(-1, -2)
 
@@ -66,4 +61,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     return grad_a, grad_b, None
 
 
-_forward.register_autograd(_backward, setup_context=_setup_context)
+for _name, _kernel, _of_shapes in (
+    ("trainable_grouped_mm", _forward, _fake),
+    ("trainable_grouped_mm_dgrad", _dgrad, _fake_dgrad),
+    ("trainable_grouped_mm_wgrad", _wgrad, _fake_wgrad),
+):
+    define(_name, torch.library.infer_schema(_kernel, mutates_args=()), _kernel, _of_shapes)
+differentiable("trainable_grouped_mm", _backward, _setup_context)
