@@ -37,7 +37,12 @@ ROWS = {
 }
 SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080), (20, 4240)]
 # All rows by one kernel, whatever this CPU would choose; one that it lacks is the slice kernel.
-KERNELS = {"gemv": Limits(gemv=NEVER), "slice": Limits(), "panel": Limits(panel=1)}
+KERNELS = {
+    "dots": Limits(gemv=NEVER),
+    "fma": Limits(gemv=NEVER, fma=True),
+    "slice": Limits(),
+    "panel": Limits(panel=1),
+}
 
 
 @pytest.fixture(params=KERNELS)
@@ -72,7 +77,13 @@ def assert_close(actual, expected, dtype, roundings=1):
 
 @pytest.mark.parametrize(
     ("name", "shape", "dtype", "per_column", "limits"),
-    pairwise(list(ROWS), SHAPES, list(TOLERANCE), [False, True], [*KERNELS.values(), Limits(mm=5), Limits(3, 9), None]),
+    pairwise(
+        list(ROWS),
+        SHAPES,
+        list(TOLERANCE),
+        [False, True],
+        [*KERNELS.values(), Limits(mm=5), Limits(3, 9), Limits(3, 9, fma=True), None],
+    ),
     ids=str,
 )
 def test_grouped_mm(name, shape, dtype, per_column, limits):
@@ -350,11 +361,11 @@ def test_without_mkldnn_the_panel_kernel_is_not_taken():
         torch.testing.assert_close(cpu.grouped_mm_dgrad(grad, weight, offsets), expected[1])
 
 
-def times(gemv, slices, panel):
-    """Seconds as straight lines: (fixed, per row) of each kernel; gemv up to 32 rows."""
-    lines = {"gemv": gemv, "slice": slices, "panel": panel}
+def times(dots, fma, slices, panel):
+    """Seconds as straight lines: (fixed, per row) of each kernel; dots and fma up to 32 rows."""
+    lines = {"dots": dots, "fma": fma, "slice": slices, "panel": panel}
     return {
-        rows: {name: a + b * rows for name, (a, b) in lines.items() if name != "gemv" or rows <= 32}
+        rows: {name: a + b * rows for name, (a, b) in lines.items() if name in ("slice", "panel") or rows <= 32}
         for rows in crossover.ROWS
     }
 
@@ -362,24 +373,25 @@ def times(gemv, slices, panel):
 @pytest.mark.parametrize(
     ("table", "expected"),
     [
-        (times((10, 3), (25, 2), (30, 2)), Limits(12)),  # AVX512-BF16: gemv, then slices
-        (times((10, 5), (25, 5), (25, 0.25)), Limits(3, 4)),  # a matrix unit
-        (times((10, 3), (25, 2), (45, 1)), Limits(12, 20)),  # all three
-        (times((50, 50), (25, 2), (math.inf, math.inf)), Limits()),
+        (times((10, 3), (12, 6), (25, 2), (30, 2)), Limits(12)),  # AVX512-BF16 of AMD: dots, then slices
+        (times((40, 15), (30, 6), (70, 13), (45, 3)), Limits(4, 6, fma=True)),  # Intel with a matrix unit
+        (times((10, 3), (12, 6), (25, 2), (45, 1)), Limits(12, 20)),  # dots, slices, panels
+        (times((50, 50), (50, 50), (25, 2), (math.inf, math.inf)), Limits()),
     ],
-    ids=["AVX512-BF16", "AMX", "all three", "slices"],
+    ids=["AVX512-BF16", "AMX", "all", "slices"],
 )
 def test_limits_take_the_fastest_kernel(table, expected):
     limits = crossover.best_limits(table)
-    assert (limits.gemv, limits.mm) == (expected.gemv, NEVER)
+    assert (limits.gemv, limits.mm, limits.fma) == (expected.gemv, NEVER, expected.fma)
     assert limits.panel == expected.panel or expected.panel < NEVER > abs(limits.panel - expected.panel) <= 2
     for rows, seconds in table.items():
-        name = "gemv" if rows <= limits.gemv else "panel" if rows >= limits.panel else "slice"
+        few = "fma" if limits.fma else "dots"
+        name = few if rows <= limits.gemv else "panel" if rows >= limits.panel else "slice"
         assert seconds[name] <= 1.001 * min(seconds.values())
 
 
 def test_limits_survive_one_wrong_time():
-    table = times((10, 5), (25, 5), (25, 0.25))
+    table = times((10, 5), (10, 5), (25, 5), (25, 0.25))
     table[32]["panel"] *= 3
     assert crossover.best_limits(table).panel <= 4
 
@@ -387,17 +399,17 @@ def test_limits_survive_one_wrong_time():
 def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(crossover, "_known", {})
     file, calls = tmp_path / "crossover.json", []
-    kernels = {"slice": Limits(), "gemv": Limits(gemv=NEVER), "panel": Limits(panel=1)}
+    kernels = {"slice": Limits(), "fma": Limits(gemv=NEVER, fma=True), "panel": Limits(panel=1)}
 
     def seconds(dtype, rows, limits):
         calls.append(rows)
-        return 1.0 + (rows if limits == kernels["gemv"] else 5 if limits == kernels["panel"] else 100)
+        return 1.0 + (rows if limits == kernels["fma"] else 5 if limits == kernels["panel"] else 100)
 
     def limits_for(machine="a", dtype=torch.bfloat16):
         return crossover.limits_for(dtype, kernels, seconds, file, machine)
 
     first = limits_for()
-    assert first.gemv == 4
+    assert (first.gemv, first.fma) == (4, True)
     assert first.panel in (5, 6)
     count = len(calls)
     assert limits_for() == first
@@ -421,10 +433,10 @@ def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monke
 def test_limits_of_this_machine_are_those_of_its_kernels():
     for dtype in TOLERANCE:
         limits, kernels = cpu._limits(dtype), cpu._kernels(dtype)
-        assert limits.gemv == 0 or "gemv" in kernels
+        assert limits.gemv == 0 or ("fma" if limits.fma else "dots") in kernels
         assert limits.panel == NEVER or "panel" in kernels
         assert limits.mm == NEVER or "mm" in kernels
-    assert cpu._limits(torch.float32) == Limits()
+    assert cpu._limits(torch.float32).panel == NEVER
 
 
 def test_every_source_is_part_of_the_name_of_a_build():

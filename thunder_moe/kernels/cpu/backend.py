@@ -52,7 +52,7 @@ __all__ = [
 _SOURCE = Path(__file__).with_name("src")
 _SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp", "router.cpp"))
 _HEADERS = tuple(
-    _SOURCE / name for name in ("decode.h", "exact.h", "exp.h", "numbers.h", "panels.h", "register_tiles.h")
+    _SOURCE / name for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h")
 )
 _STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
 
@@ -202,7 +202,7 @@ def _grouped_mm_into(
     rows = (activation.data_ptr(), activation.shape[0])
     pointers = _weight_pointers(qdata, scale, global_scale)
     shape = (offsets.data_ptr(), num_experts, n, 2 * half_k, DTYPE_CODES[activation.dtype])
-    kernels = (limits.mm - 1, limits.gemv, limits.panel)
+    kernels = (limits.mm - 1, limits.gemv, limits.panel, limits.fma)
     _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *kernels, out.data_ptr()))
 
 
@@ -290,18 +290,21 @@ def _extension() -> ctypes.CDLL:
 
 # ---- which kernel for how many rows ----
 
-_GEMV, _PANELS = 1, 2  # of thunder_moe_kernels()
+_DOTS, _PANELS, _FMA = 1, 2, 4  # of thunder_moe_kernels()
 _MEASURED = (256, 2048)  # (N, K) of the weight with which kernels are timed: 0.3 MB
 
 
 def _limits(dtype: torch.dtype) -> Limits:
     """Which kernel serves how many rows, of those that this CPU, the dtype and torch's flags have."""
-    limits = limits_by_hand()
-    if limits is None:
-        limits = limits_for(dtype, _kernels(dtype), _seconds, _built_file().with_name("crossover.json"), _cpu_name())
+    limits = limits_by_hand() or _measured_limits(dtype)
     if limits.panel != NEVER and not torch._C._get_mkldnn_enabled():  # torch.backends.mkldnn.flags(enabled=False)
         return dataclasses.replace(limits, panel=NEVER)
     return limits
+
+
+@functools.cache
+def _measured_limits(dtype: torch.dtype) -> Limits:
+    return limits_for(dtype, _kernels(dtype), _seconds, _built_file().with_name("crossover.json"), _cpu_name())
 
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
@@ -314,8 +317,10 @@ def _gradient_by_panels(dtype: torch.dtype) -> bool:
 def _kernels(dtype: torch.dtype) -> dict[str, Limits]:
     """name -> limits with which all rows take that kernel."""
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
-    if dtype != torch.float32 and built & _GEMV:
-        kernels["gemv"] = Limits(gemv=NEVER)
+    if dtype != torch.float32 and built & _DOTS:
+        kernels["dots"] = Limits(gemv=NEVER)
+    if built & _FMA:
+        kernels["fma"] = Limits(gemv=NEVER, fma=True)
     if dtype != torch.float32 and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
         kernels["panel"] = Limits(panel=1)
     elif dtype == torch.bfloat16 and "bf16" in _cpu_flags():  # Arm's BFMMLA, which the kernels do not use
@@ -467,7 +472,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
     grouped: list[Any] = [pointer, i64, *weight, pointer, i64, i64, i64, i32]
-    library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, pointer]
+    library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, i32, pointer]
     library.thunder_moe_grouped_mm_dgrad.argtypes = [*grouped, pointer]
     bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]

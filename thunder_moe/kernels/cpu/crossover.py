@@ -38,7 +38,8 @@ class Limits:
     """Rows per expert at which kernels take over from each other; where both limits hold, gemv.
 
     Attributes:
-        gemv: an expert with at most that many rows takes the gemv kernel.
+        gemv: an expert with at most that many rows takes a gemv kernel,
+        fma: the one by fp32 multiply-adds, else that by bf16 dot products.
         panel: one with at least that many takes the panel kernel.
         mm: one with at least that many is dequantized and multiplied by torch.mm.
         All others take the slice kernel.
@@ -47,6 +48,7 @@ class Limits:
     gemv: int = 0
     panel: int = NEVER
     mm: int = NEVER
+    fma: bool = False
 
 
 @contextlib.contextmanager
@@ -105,7 +107,8 @@ def _read_or_measure(
     name, contents = str(dtype).removeprefix("torch."), _read(file)
     numbers = contents.get(machine, {}).get(name, [])
     if len(numbers) == len(fields(Limits)):
-        return Limits(*numbers)
+        gemv, panel, mm, fma = numbers
+        return Limits(gemv, panel, mm, bool(fma))
     limits = best_limits(measure(dtype, kernels, seconds))
     logging.getLogger("thunder_moe").info("CPU kernels for %s on %s: %s", name, machine, limits)
     contents.setdefault(machine, {})[name] = list(astuple(limits))
@@ -121,7 +124,7 @@ def measure(
     """rows -> kernel -> the least seconds of a few rounds, in which the kernels take turns."""
     times: dict[int, dict[str, float]] = {}
     for rows in ROWS:
-        running = {name: limits for name, limits in kernels.items() if name != "gemv" or rows <= GEMV_ROWS}
+        running = {name: limits for name, limits in kernels.items() if not limits.gemv or rows <= GEMV_ROWS}
         best = dict.fromkeys(running, math.inf)
         for _ in range(1 + ROUNDS):  # the first round also makes oneDNN's kernels
             for name, limits in running.items():
@@ -134,17 +137,19 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
     """The limits whose kernels take least time, as the geometric mean over the numbers of rows that were measured."""
     rows = sorted(times)
     names = set().union(*times.values())
-    gemvs = [0, *rows] if "gemv" in names else [0]
     many = next((name for name in ("panel", "mm") if name in names), None)
     best = (math.inf, Limits())
-    for gemv in gemvs:
-        for start in [*(row for row in rows if row > gemv), NEVER] if many else [NEVER]:
-            cost = 0.0
-            for row in rows:
-                name = "gemv" if row <= gemv else many if many and row >= start else "slice"
-                cost += math.log(times[row].get(name, math.inf))
-            if cost < best[0]:
-                best = cost, Limits(gemv, **({many: _between(rows, start)} if many else {}))
+    for few in sorted(names & {"dots", "fma"}) or ["no gemv"]:
+        for gemv in [0, *rows] if few in names else [0]:
+            for start in [*(row for row in rows if row > gemv), NEVER] if many else [NEVER]:
+                cost = 0.0
+                for row in rows:
+                    name = few if row <= gemv else many if many and row >= start else "slice"
+                    cost += math.log(times[row].get(name, math.inf))
+                if cost < best[0]:
+                    limit = _between(rows, start)
+                    panel, mm = (limit, NEVER) if many == "panel" else (NEVER, limit)
+                    best = cost, Limits(gemv, panel, mm, few == "fma" and gemv > 0)
     return best[1]
 
 

@@ -115,7 +115,7 @@ inline void split(fp16 from, bf16* high, bf16* low) {
   *low = bf16{uint16_t(finite ? bits_of(value - to_float(*high)) >> 16 : 0)};
 }
 
-#if defined(HAS_AVX512_BF16)
+#if defined(HAS_AVX512)
 // 16 scales from 16 words, an e4m3 sign-extended in each, divided by 256: shifted left by 7 it is an fp16, subnormals
 // too. NaN stays NaN.
 inline __m512 scales_over_256(__m256i words) {
@@ -124,7 +124,9 @@ inline __m512 scales_over_256(__m256i words) {
       _mm256_cmpeq_epi16_mask(_mm256_and_si256(words, _mm256_set1_epi16(0x7F)), _mm256_set1_epi16(0x7F));
   return _mm512_mask_mov_ps(_mm512_cvtph_ps(half), nan, _mm512_set1_ps(std::numeric_limits<float>::quiet_NaN()));
 }
+#endif
 
+#if defined(HAS_AVX512_BF16)
 // Two blocks at a time: vpermw in a table of 32 words, the sixteen values of the first block, then those of the second.
 void dequantize_column(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t padded, bf16* out) {
   alignas(64) uint16_t source[32], shift[32], second[32], odd[32];

@@ -1,8 +1,8 @@
 // Gradient of a CPU grouped GEMM with NVFP4 weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
 // Called through ctypes by kernels/cpu/backend.py, where thunder_moe_kernels() tells of panels; calls panels.h.
 //
-// As the panel kernel of grouped_mm.cpp: a panel of 64 k is decoded, exactly, to bf16 pairs of n, and multiplied by
-// brgemm. fp16 gradients are two bf16 summands. The global scale of an expert multiplies the sum; global scales of the
+// As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded, exactly, to bf16 pairs of n, and multiplied by
+// brgemm, two at a time, because 128 k are a cache line of codes. fp16 gradients are two bf16 summands. The global scale of an expert multiplies the sum; global scales of the
 // columns, which are summed over here, multiply the gradient, which is rounded once more.
 #include "panels.h"
 
@@ -11,21 +11,28 @@ namespace {
 
 thread_local Scratch scratch;
 
-// Columns [column, column + columns) of `count` rows of weights, k apart -> pairs of rows: out[row / 2][column][2].
+constexpr int64_t kGradientCols = 2 * kPanelCols;
+constexpr int64_t kRowsAhead = 16;  // rows of weights between a prefetch and its use
+
+// `columns` k of `count` rows of weights, k apart -> panels of pairs of rows: out[column / 64][row / 2][column % 64][2],
+// panels `panel_size` apart.
 void decode_row_pairs(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t columns, int64_t count,
-                      int64_t width, bf16* out) {
+                      int64_t panel_size, bf16* out) {
   for (int64_t row = 0; row < count; row += 2) {
     const bool both = row + 1 < count;
     const uint8_t *code0 = codes + row * (k / 2), *code1 = both ? code0 + k / 2 : code0;
     const uint8_t *scale0 = scale + row * (k / 16), *scale1 = both ? scale0 + k / 16 : scale0;
-    bf16* to = out + row * width;
+    __builtin_prefetch(code0 + kRowsAhead * (k / 2));
+    __builtin_prefetch(code1 + kRowsAhead * (k / 2));
     for (int64_t block = 0; block < columns / 16; ++block) {
+      const int64_t panel = block / 4, width = std::min(kPanelCols, columns - panel * kPanelCols);
+      bf16* to = out + panel * panel_size + row * width + 32 * (block % 4);
       const __m512 factor0 = _mm512_set1_ps(kTables.e4m3[scale0[block]]);
       const __m512 factor1 = _mm512_set1_ps(both ? kTables.e4m3[scale1[block]] : 0.f);
       const __m512 first = _mm512_mul_ps(block_values(code0 + 8 * block), factor0);
       const __m512 second = _mm512_mul_ps(block_values(code1 + 8 * block), factor1);
       const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-      _mm512_storeu_si512(to + 32 * block, _mm512_or_si512(low, _mm512_castps_si512(second)));
+      _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(second)));
     }
   }
 }
@@ -34,8 +41,8 @@ struct Gradient {
   const uint8_t *qdata, *scale;
   const float* global;
   bool per_column;
-  const bf16* parts;  // [kParts, M, n], n even
-  int64_t count, n, padded_n, k;
+  Parts parts;  // of the gradient
+  int64_t count, n, padded_n, k;  // padded_n is even
   void* out;  // [M, K]
 };
 struct GradientTask {
@@ -44,48 +51,44 @@ struct GradientTask {
 
 template <class T>
 void run_task(const Gradient& problem, const GradientTask& task) {
-  const int64_t n = problem.n, padded_n = problem.padded_n, k = problem.k, width = task.columns;
+  const int64_t n = problem.n, padded_n = problem.padded_n, k = problem.k;
   const int64_t depth = panel_depth(padded_n), blocks = (task.rows + kBlockRows - 1) / kBlockRows;
-  const int64_t panel_size = depth * width, copy_size = kBlockRows * padded_n;
-  char* memory = scratch.get(size_t(panel_size + copy_size) * sizeof(bf16) +
-                             size_t(blocks * kBlockRows * width) * sizeof(float));
+  const int64_t panel_size = depth * kPanelCols, acc_size = blocks * kBlockRows * kPanelCols;
+  char* memory = scratch.get(size_t(2 * panel_size) * sizeof(bf16) + size_t(2 * acc_size) * sizeof(float));
   float* acc = reinterpret_cast<float*>(memory);
-  bf16* panel = reinterpret_cast<bf16*>(acc + blocks * kBlockRows * width);
+  bf16* panels = reinterpret_cast<bf16*>(acc + 2 * acc_size);
   const float global = problem.per_column ? 1.f : problem.global[task.expert];
   for (int64_t first = 0; first < padded_n; first += depth) {
     const int64_t count = std::min(depth, padded_n - first), row_of_weights = task.expert * n + first;
     decode_row_pairs(problem.qdata + row_of_weights * (k / 2) + task.column / 2,
                      problem.scale + row_of_weights * (k / 16) + task.column / 16, k, task.columns,
-                     std::min(count, n - first), width, panel);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t row = block * kBlockRows, rows = std::min(kBlockRows, task.rows - row), padded = padded_rows(rows);
-      float* sums = acc + row * width;
+                     std::min(count, n - first), panel_size, panels);
+    for (int64_t i = 0; i < 2 * blocks; ++i) {
+      const int64_t panel = i % 2, column = panel * kPanelCols, row = i / 2 * kBlockRows;
+      const int64_t width = std::min(kPanelCols, task.columns - column);
+      if (width <= 0) continue;
+      const int64_t rows = std::min(kBlockRows, task.rows - row), padded = padded_rows(rows);
+      float* sums = acc + panel * acc_size + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
-        const bf16* from = problem.parts + (part * problem.count + task.row + row) * padded_n;
-        const int64_t left = (kParts<T> - part) * problem.count - task.row - row;
-        from = readable_rows(from, rows, padded, left, padded_n, panel + panel_size);
-        multiply_panel(padded, width, count, from + first, padded_n, panel, first > 0 || part > 0, sums);
+        const bf16* from = problem.parts.row(part, task.row + row) + first;
+        multiply_panel(padded, width, count, from, problem.parts.stride, panels + panel * panel_size,
+                       first > 0 || part > 0, sums);
       }
       if (first + count < padded_n) continue;
       for (int64_t r = 0; r < rows; ++r) {
-        T* to = static_cast<T*>(problem.out) + (task.row + row + r) * k + task.column;
+        T* to = static_cast<T*>(problem.out) + (task.row + row + r) * k + task.column + column;
         for (int64_t c = 0; c < width; ++c) to[c] = from_float<T>(sums[r * width + c] * global);
       }
     }
   }
 }
 
-// The summands of the gradient: itself where bf16 of an even n has no global scales of columns to be multiplied by.
+// The summands of the gradient, multiplied by the global scales of columns.
 template <class T>
-const bf16* as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, int64_t num_experts,
-                     Scratch& memory) {
+Parts as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, int64_t num_experts, Scratch& memory) {
   const int64_t n = problem.n, padded_n = problem.padded_n;
-  if constexpr (std::is_same<T, bf16>::value)
-    if (n == padded_n && !problem.per_column) return grad;
-  bf16* parts = reinterpret_cast<bf16*>(memory.get(size_t(kParts<T> * problem.count * padded_n) * sizeof(bf16)));
-  for_each(problem.count, [&](int64_t row) {
+  return copy_parts<T>(problem.count, padded_n, memory, [&](int64_t row, bf16* high, bf16* low) {
     const int64_t expert = std::upper_bound(offsets, offsets + num_experts, row) - offsets;
-    bf16 *high = parts + row * padded_n, *low = high + problem.count * padded_n;
     const T* from = grad + row * n;
     if (padded_n > n) high[n] = bf16{0};
     if (padded_n > n && kParts<T> == 2) low[n] = bf16{0};
@@ -103,7 +106,6 @@ const bf16* as_parts(const T* grad, const Gradient& problem, const int32_t* offs
       }
     }
   });
-  return parts;
 }
 
 template <class T>
@@ -113,10 +115,10 @@ void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, i
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
     const int64_t groups = (rows + kPanelTaskRows - 1) / kPanelTaskRows;
-    for (int64_t column = 0; rows > 0 && column < problem.k; column += kPanelCols)
+    for (int64_t column = 0; rows > 0 && column < problem.k; column += kGradientCols)
       for (int64_t g = 0; g < groups; ++g)
         tasks.push_back({e, begin + rows * g / groups, rows * (g + 1) / groups - rows * g / groups, column,
-                         std::min(kPanelCols, problem.k - column)});
+                         std::min(kGradientCols, problem.k - column)});
   }
   if (tasks.empty()) return;
   Scratch memory;
@@ -140,7 +142,7 @@ int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint
 #if defined(HAS_BRGEMM)
   if (dtype == kFloat32) return -1;
   return guarded([&] {
-    const Gradient problem{qdata, scale, global, per_column != 0, nullptr, count, n, n + n % 2, k, out};
+    const Gradient problem{qdata, scale, global, per_column != 0, {}, count, n, n + n % 2, k, out};
     if (dtype == kBFloat16) grouped_mm_dgrad(problem, static_cast<const bf16*>(grad), offsets, num_experts);
     if (dtype == kFloat16) grouped_mm_dgrad(problem, static_cast<const fp16*>(grad), offsets, num_experts);
   });

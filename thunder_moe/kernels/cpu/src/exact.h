@@ -7,6 +7,13 @@ namespace {
 
 constexpr int64_t kMaxSliceCols = 64;  // outputs of a row that are written at a time, at most
 
+// A 16-bit matrix as bf16 summands [kParts, rows, stride]: itself, or a copy, which has rows to be read behind its end.
+struct Parts {
+  const bf16* data;
+  int64_t rows, stride;
+  const bf16* row(int64_t part, int64_t index) const { return data + (part * rows + index) * stride; }
+};
+
 struct Problem {
   const void* x;         // [M, K]
   const uint8_t* qdata;  // [E, N, K / 2]
@@ -16,18 +23,19 @@ struct Problem {
   int64_t n, k;
   bool per_column;       // global is [E, N]
   int64_t count;         // M
-  const bf16* parts;     // x as bf16 summands, [kParts, M, K]: x itself, or what grouped_mm.cpp made of it
-  const bf16* permuted;  // rows of gemv tasks, K rounded up to 128, in the order that gemv reads
+  Parts parts;           // x as bf16 summands, of gemv and panel tasks
+  const bf16* permuted;  // rows of dots tasks, K rounded up to 128, in the order that they read
+  const float* spread;   // rows of fma tasks, likewise
 
   const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
   const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
   float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
 };
-enum class Kernel { gemv, slice, panel };
+enum class Kernel { dots, fma, slice, panel };
 struct Task {
   Kernel kernel;
   int64_t expert, row, rows, column, columns;
-  int64_t permuted;  // gemv: the first row in Problem::permuted
+  int64_t permuted;  // dots, fma: the first row in Problem::permuted, spread
 };
 
 // ---- outputs that are computed again in fp64 ----

@@ -4,13 +4,15 @@
 //
 // e2m1 * e4m3 has 6 significant bits, so a weight before its global scale is exact in bf16 as well as in fp32; the
 // global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
-//   gemv   few rows, bf16, AVX512_BF16: codes become bf16 in registers, dot, block scale on the partial sum; a weight
-//          is read once and never stored.
+//   gemv   few rows, AVX512 (gemv.h): codes become numbers in registers and are multiplied at once; a weight is read
+//          once and never stored. By bf16 dots (AVX512_BF16, 16-bit rows) or fp32 FMA.
 //   slice  any rows, dtype and machine: a slice of N is dequantized into L2 and multiplied in register tiles;
 //          bf16 dots where the machine has them, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
+//   panel  16-bit rows, AVX512_BF16 (panels.h): 64 columns are decoded into L2 for oneDNN's brgemm.
 //   exact  outputs that flushed subnormals or an overflow of the sum may have made wrong, again in fp64 (exact.h).
 // Every output is the work of one task in a fixed order: results do not depend on the number of threads.
 #include "exact.h"
+#include "gemv.h"
 #include "panels.h"
 #include "register_tiles.h"
 
@@ -21,12 +23,8 @@ constexpr int64_t kSliceBytes = 512 << 10;
 constexpr int64_t kChunkBytes = 4096;  // of K at a time: 6 activation rows + 4 weight rows of 4 KiB stay in a 48 KiB L1
 constexpr int64_t kStridePad = 64;     // bytes between packed rows, so that they are not a power of two apart
 constexpr int64_t kTaskRows = 384;     // rows of one task of the slice kernel; more rows dequantize the slice again
-constexpr int64_t kGemvCols = 32;      // outputs per task of the gemv kernel
-constexpr int64_t kGemvRows = 8;       // rows at a time there: 2 x 8 sums + 2 x 4 weights + 2 dots of 32 registers
-
 thread_local Scratch scratch;
 
-inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 template <class Element>
 int64_t padded_k(int64_t k) {
   return round_up(k, sizeof(Element) == 2 ? 32 : 16);
@@ -86,134 +84,12 @@ void slice_task(const Problem& problem, const Task& task) {
   }
 }
 
-// ---- few rows, bf16: a fused dequantization and dot ----
-
-#if defined(HAS_AVX512_BF16)
-// 64 bytes of codes are 32 words of four codes: word w shifted right by 4 j holds code 4 w + j in its low bits, so
-// vpermw with the table repeated (it reads five bits) gives the values of codes j, 4 + j, 8 + j, ... Activations are
-// stored in that order: [j, w] = x[4 w + j].
-void permute_row(const bf16* x, int64_t k, int64_t rows, bf16* out) {
-  for (int64_t base = 0; base < k; base += 128, out += 128 * rows) {
-    for (int64_t part = 0; part < 4; ++part) {
-      const int64_t left = std::min<int64_t>(32, std::max<int64_t>(0, k - base - 32 * part));
-      const __mmask32 mask = left == 32 ? ~__mmask32(0) : (__mmask32(1) << left) - 1;
-      const __m512i values = _mm512_maskz_loadu_epi16(mask, x + base + 32 * part);
-      for (int j = 0; j < 4; ++j)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 32 * j + 8 * part),
-                         _mm512_cvtepi64_epi16(_mm512_srli_epi64(values, 16 * j)));
-    }
-  }
-}
-
-struct GemvTables {
-  __m512i values;  // bf16 of e2m1, twice
-  GemvTables() {
-    alignas(64) uint16_t words[32];
-    for (int i = 0; i < 32; ++i) words[i] = uint16_t(bits_of(kE2M1[i & 15]) >> 16);
-    values = _mm512_load_si512(words);
-  }
-};
-
-// The eight block scales of 128 codes over 256, each in two lanes.
-inline __m512 block_scales(__m128i scale) {
-  return scales_over_256(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(scale, scale)));
-}
-
-// R rows of bf16, which are kParts<T> times as many as of T.
-template <class T, int R>
-void gemv_task(const Problem& problem, const Task& task) {
-  const int64_t k = problem.k, padded = round_up(k, 128), whole = k / 128;
-  const int64_t left = k - 128 * whole;  // a multiple of 16
-  const __mmask64 code_mask = (__mmask64(1) << (left / 2)) - 1;
-  const __mmask16 scale_mask = __mmask16((1u << (left / 16)) - 1);
-  const bf16* x = problem.permuted + task.permuted * padded;
-  const __m512i table = GemvTables().values;
-  float sums[R][kGemvCols];
-  // Two columns share the loads of x.
-  for (int64_t column = task.column; column < task.column + task.columns; column += 2) {
-    const int64_t other = std::min(column + 1, task.column + task.columns - 1);
-    const uint8_t* codes[2] = {problem.codes(task.expert, column), problem.codes(task.expert, other)};
-    const uint8_t* scale[2] = {problem.scales(task.expert, column), problem.scales(task.expert, other)};
-    __m512 sum[2][R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sum[0][r] = sum[1][r] = _mm512_setzero_ps();
-    const auto step = [&](__m512i packed0, __m512i packed1, __m128i scale0, __m128i scale1,
-                          const bf16* from) __attribute__((always_inline)) {
-      __m512bh weight[2][4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        weight[0][j] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed0, 4 * j), table);
-        weight[1][j] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed1, 4 * j), table);
-      }
-      const __m512 factor0 = block_scales(scale0), factor1 = block_scales(scale1);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        __m512 dot0 = _mm512_setzero_ps(), dot1 = _mm512_setzero_ps();
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-          const __m512bh row = load(from + 128 * r + 32 * j);
-          dot0 = _mm512_dpbf16_ps(dot0, weight[0][j], row);
-          dot1 = _mm512_dpbf16_ps(dot1, weight[1][j], row);
-        }
-        sum[0][r] = _mm512_fmadd_ps(dot0, factor0, sum[0][r]);
-        sum[1][r] = _mm512_fmadd_ps(dot1, factor1, sum[1][r]);
-      }
-    };
-    const auto bytes = [](const uint8_t* from) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)); };
-    for (int64_t i = 0; i < whole; ++i) {
-      prefetch(codes[0] + 64 * i);
-      prefetch(codes[1] + 64 * i);
-      step(_mm512_loadu_si512(codes[0] + 64 * i), _mm512_loadu_si512(codes[1] + 64 * i), bytes(scale[0] + 8 * i),
-           bytes(scale[1] + 8 * i), x + 128 * R * i);
-    }
-    if (left != 0)
-      step(_mm512_maskz_loadu_epi8(code_mask, codes[0] + 64 * whole),
-           _mm512_maskz_loadu_epi8(code_mask, codes[1] + 64 * whole),
-           _mm_maskz_loadu_epi8(scale_mask, scale[0] + 8 * whole),
-           _mm_maskz_loadu_epi8(scale_mask, scale[1] + 8 * whole), x + 128 * R * whole);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      sums[r][column - task.column] = _mm512_reduce_add_ps(sum[0][r]) * 256.f;
-      sums[r][other - task.column] = _mm512_reduce_add_ps(sum[1][r]) * 256.f;
-    }
-  }
-  constexpr int rows = R / int(kParts<T>);
-  for (int r = rows; r < R; ++r)
-    for (int64_t c = 0; c < task.columns; ++c) sums[r - rows][c] += sums[r][c];
-  write_rows<T>(problem, task, 0, rows, sums[0], kGemvCols);
-}
-
-template <class T>
-void run_gemv(const Problem& problem, const Task& task) {
-  switch (task.rows * kParts<T>) {
-    case 1:
-      return gemv_task<T, 1>(problem, task);
-    case 2:
-      return gemv_task<T, 2>(problem, task);
-    case 3:
-      return gemv_task<T, 3>(problem, task);
-    case 4:
-      return gemv_task<T, 4>(problem, task);
-    case 5:
-      return gemv_task<T, 5>(problem, task);
-    case 6:
-      return gemv_task<T, 6>(problem, task);
-    case 7:
-      return gemv_task<T, 7>(problem, task);
-    case 8:
-      return gemv_task<T, 8>(problem, task);
-  }
-}
-#endif
-
 #if defined(HAS_BRGEMM)
 template <class T>
 void panel_task(const Problem& problem, const Task& task) {
   const int64_t k = problem.k, width = panel_width(task.columns), depth = panel_depth(k);
   const int64_t blocks = (task.rows + kBlockRows - 1) / kBlockRows;
-  const int64_t panel_size = depth * width, copy_size = kBlockRows * k;
-  char* memory = scratch.get(size_t(panel_size + copy_size) * sizeof(bf16) +
-                             size_t(blocks * kBlockRows * width) * sizeof(float));
+  char* memory = scratch.get(size_t(depth * width) * sizeof(bf16) + size_t(blocks * kBlockRows * width) * sizeof(float));
   float* acc = reinterpret_cast<float*>(memory);
   bf16* panel = reinterpret_cast<bf16*>(acc + blocks * kBlockRows * width);
   for (int64_t first = 0; first < k; first += depth) {
@@ -226,10 +102,8 @@ void panel_task(const Problem& problem, const Task& task) {
       const int64_t row = block * kBlockRows, rows = std::min(kBlockRows, task.rows - row), padded = padded_rows(rows);
       float* sums = acc + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
-        const bf16* from = problem.parts + (part * problem.count + task.row + row) * k;
-        const int64_t left = (kParts<T> - part) * problem.count - task.row - row;
-        from = readable_rows(from, rows, padded, left, k, panel + panel_size);
-        multiply_panel(padded, width, count, from + first, k, panel, first > 0 || part > 0, sums);
+        const bf16* from = problem.parts.row(part, task.row + row) + first;
+        multiply_panel(padded, width, count, from, problem.parts.stride, panel, first > 0 || part > 0, sums);
       }
       if (first + count == k) write_rows<T>(problem, task, row, rows, sums, width);
     }
@@ -239,9 +113,12 @@ void panel_task(const Problem& problem, const Task& task) {
 
 template <class T>
 void run_task(const Problem& problem, const Task& task) {
+#if defined(HAS_AVX512)
+  if (task.kernel == Kernel::fma) return run_fma<T>(problem, task);
+#endif
 #if defined(HAS_AVX512_BF16)
   if constexpr (sizeof(T) == 2) {
-    if (task.kernel == Kernel::gemv) return run_gemv<T>(problem, task);
+    if (task.kernel == Kernel::dots) return run_dots<T>(problem, task);
 #if defined(HAS_BRGEMM)
     if (task.kernel == Kernel::panel) return panel_task<T>(problem, task);
 #endif
@@ -253,45 +130,49 @@ void run_task(const Problem& problem, const Task& task) {
   slice_task<T, Element>(problem, task);
 }
 
-// What grouped_mm is told of the kernels: experts with at most `gemv` rows take the gemv kernel, those with at least
-// `panel` rows the panel kernel, others slices; those with more than `most` rows are left out.
+// What grouped_mm is told of the kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots, those with
+// at least `panel` rows the panel kernel, others slices; those with more than `most` rows are left out.
 struct Limits {
   int64_t gemv, panel, most;
+  bool fma;
 };
 
 #if defined(HAS_AVX512_BF16)
 template <class T>
-const bf16* as_parts(const T* x, int64_t count, int64_t k, Scratch& memory) {
-  if constexpr (std::is_same<T, bf16>::value) return x;
-  const int64_t size = count * k;
-  bf16* parts = reinterpret_cast<bf16*>(memory.get(size_t(kParts<T> * size) * sizeof(bf16)));
+Parts as_parts(const T* x, int64_t count, int64_t k, bool panels, Scratch& memory) {
+  if constexpr (std::is_same<T, bf16>::value)
+    if (!panels) return {x, count, k};
   if constexpr (sizeof(T) == 2)
-    for_each(count, [&](int64_t row) {
-      bf16 *high = parts + row * k, *low = high + size;
+    return copy_parts<T>(count, k, memory, [&](int64_t row, bf16* high, bf16* low) {
       for (int64_t i = 0; i < k; ++i) split(x[row * k + i], high + i, low + i);
     });
-  return parts;
+  return {};
 }
 
-// Rows of gemv tasks in the order that gemv reads, the parts of a group behind each other.
-template <class T>
-const bf16* permute_rows(const Problem& problem, const std::vector<Task>& tasks, Scratch& memory) {
+#endif
+
+#if defined(HAS_AVX512)
+// Rows of gemv tasks in the order that gemv reads, of all of a group behind each other, and the parts of dots: a row at
+// a time by write(row of x, part, number of rows in the group, first element of the group, index within the group).
+template <class Element, class F>
+const Element* gather_groups(const Problem& problem, const std::vector<Task>& tasks, Kernel kernel, int64_t parts,
+                             Scratch& memory, const F& write) {
   struct Row {
-    int64_t row, group, rows;  // the row of x, the first permuted row of its group, the rows of that group
+    int64_t row, part, group, rows, index;
   };
   std::vector<Row> rows;
   for (const Task& task : tasks)
-    if (task.kernel == Kernel::gemv && task.column == 0)
-      for (int64_t part = 0; part < kParts<T>; ++part)
+    if (task.kernel == kernel && task.column == 0)
+      for (int64_t part = 0; part < parts; ++part)
         for (int64_t r = 0; r < task.rows; ++r)
-          rows.push_back({part * problem.count + task.row + r, task.permuted, kParts<T> * task.rows});
+          rows.push_back({task.row + r, part, task.permuted, parts * task.rows, part * task.rows + r});
   if (rows.empty()) return nullptr;
-  const int64_t k = problem.k, padded = round_up(k, 128), count = int64_t(rows.size());
-  bf16* to = reinterpret_cast<bf16*>(memory.get(size_t(count * padded) * sizeof(bf16)));
+  const int64_t padded = round_up(problem.k, 128), count = int64_t(rows.size());
+  Element* to = reinterpret_cast<Element*>(memory.get(size_t(count * padded) * sizeof(Element)));
   for_each((count + 15) / 16, [&](int64_t i) {
     for (int64_t j = 16 * i; j < std::min(count, 16 * (i + 1)); ++j) {
       const Row& row = rows[size_t(j)];
-      permute_row(problem.parts + row.row * k, k, row.rows, to + row.group * padded + 128 * (j - row.group));
+      write(row.row, row.part, row.rows, to + row.group * padded + 128 * row.index);
     }
   });
   return to;
@@ -306,6 +187,13 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, co
 #else
   constexpr bool native = false;
 #endif
+#if defined(HAS_AVX512)
+  const Kernel gemv = native && !limits.fma ? Kernel::dots : Kernel::fma;
+  const int64_t gemv_rows = limits.gemv;
+#else
+  const Kernel gemv = Kernel::slice;
+  const int64_t gemv_rows = 0;
+#endif
 #if defined(HAS_BRGEMM)
   constexpr bool panels = native;
 #else
@@ -314,38 +202,48 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, co
   const int64_t slice = native && std::is_same<T, bf16>::value ? slice_columns<bf16>(k) : slice_columns<float>(k);
   std::vector<Task> tasks;
   int64_t permuted = 0;
-  bool parts = false;
+  bool some_panels = false;
   const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), problem.count); };
   // Rows in groups of about the same size, at most `most`, times columns in slices of `wide`.
+  const int64_t parts = gemv == Kernel::dots ? kParts<T> : 1;
   const auto add = [&](Kernel kernel, int64_t e, int64_t begin, int64_t rows, int64_t most, int64_t wide) {
     const int64_t groups = (rows + most - 1) / most;
     for (int64_t column = 0; column < n; column += wide)
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
         tasks.push_back({kernel, e, begin + first, last - first, column, std::min(wide, n - column),
-                         permuted + kParts<T> * first});
+                         permuted + parts * first});
       }
   };
   for (int64_t e = 0; e < num_experts; ++e) {
     const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
     if (rows <= 0 || rows > limits.most) continue;
-    if (native && rows <= limits.gemv) {
-      add(Kernel::gemv, e, begin, rows, kGemvRows / kParts<T>, kGemvCols);
-      permuted += kParts<T> * rows;
-      parts = true;
+    if (rows <= gemv_rows) {
+      add(gemv, e, begin, rows, gemv == Kernel::dots ? kDotsRows / parts : kFmaRows, kGemvCols);
+      permuted += parts * rows;
     } else if (panels && rows >= limits.panel) {
       add(Kernel::panel, e, begin, rows, kPanelTaskRows, kPanelCols);
-      parts = true;
+      some_panels = true;
     } else {
       add(Kernel::slice, e, begin, rows, kTaskRows, slice);
     }
   }
-  Scratch split_rows, permuted_rows;
+  Scratch split_rows, gathered;
 #if defined(HAS_AVX512_BF16)
-  if (parts) {
-    problem.parts = as_parts<T>(static_cast<const T*>(problem.x), problem.count, k, split_rows);
-    problem.permuted = permute_rows<T>(problem, tasks, permuted_rows);
+  if (some_panels || (permuted > 0 && gemv == Kernel::dots)) {
+    problem.parts = as_parts<T>(static_cast<const T*>(problem.x), problem.count, k, some_panels, split_rows);
+    problem.permuted = gather_groups<bf16>(
+        problem, tasks, Kernel::dots, parts, gathered, [&](int64_t row, int64_t part, int64_t rows, bf16* to) {
+          permute_row(problem.parts.row(part, row), k, rows, to);
+        });
   }
+#endif
+#if defined(HAS_AVX512)
+  if (permuted > 0 && gemv == Kernel::fma)
+    problem.spread = gather_groups<float>(
+        problem, tasks, Kernel::fma, 1, gathered, [&](int64_t row, int64_t, int64_t rows, float* to) {
+          spread_row(static_cast<const T*>(problem.x) + row * k, k, rows, to);
+        });
 #endif
   for_each(
       int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
@@ -410,7 +308,7 @@ extern "C" {
 // What the last call that returned 2 in this thread died of.
 const char* thunder_moe_error() { return thunder_moe_last_error.c_str(); }
 
-// Kernels that were built for this CPU: 1 gemv, 2 panels.
+// Kernels that were built for this CPU: 1 dots, 2 panels, 4 fma.
 int32_t thunder_moe_kernels() {
   int32_t kernels = 0;
 #if defined(HAS_AVX512_BF16)
@@ -418,6 +316,9 @@ int32_t thunder_moe_kernels() {
 #endif
 #if defined(HAS_BRGEMM)
   kernels |= 2;
+#endif
+#if defined(HAS_AVX512)
+  kernels |= 4;
 #endif
   return kernels;
 }
@@ -436,14 +337,15 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
 void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = workers; }
 
 // x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows: rows
-// up to which 16-bit x takes the gemv kernel, panel_rows: from which it takes the panel kernel, where there are these.
+// up to which x takes a gemv kernel (fma, else dots if x has 16 bits); panel_rows: from which 16-bit x takes the panel
+// kernel; where there are these.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
                                int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows,
-                               int64_t panel_rows, void* out) {
+                               int64_t panel_rows, int32_t fma, void* out) {
   return guarded([&] {
-    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, nullptr, nullptr};
-    const Limits limits{gemv_rows, panel_rows, max_rows};
+    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, {}, nullptr, nullptr};
+    const Limits limits{gemv_rows, panel_rows, max_rows, fma != 0};
     if (dtype == kFloat32) grouped_mm<float>(problem, offsets, num_experts, limits);
     if (dtype == kBFloat16) grouped_mm<bf16>(problem, offsets, num_experts, limits);
     if (dtype == kFloat16) grouped_mm<fp16>(problem, offsets, num_experts, limits);

@@ -36,6 +36,8 @@ inline float float_of(uint32_t bits) {
   return value;
 }
 
+inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
 inline float to_float(float value) { return value; }
 inline float to_float(bf16 value) { return float_of(uint32_t(value.bits) << 16); }
 inline float to_float(fp16 value) {  // exact, subnormals included

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int64_t kPanelCols = 64;          // the widest row of pairs that brgemm takes
 constexpr int64_t kPanelBytes = 512 << 10;  // of K at a time: a panel stays in L2
-constexpr int64_t kBlockRows = 32;          // rows of one brgemm
+constexpr int64_t kBlockRows = 64;          // rows of one brgemm
+constexpr int64_t kAhead = 512;             // weights of a column between a prefetch and its use
 constexpr int64_t kPanelTaskRows = 512;     // rows of one task; more rows decode the panel again
 
 inline int64_t panel_width(int64_t columns) { return std::min(kPanelCols, (columns + 15) / 16 * 16); }
@@ -91,13 +92,15 @@ void decode_pairs(const uint8_t* codes, int64_t codes_stride, const uint8_t* sca
       for (int64_t c = 0; c < columns; ++c) std::memcpy(some[c], scale + c * scale_stride + base / 16, left / 16);
       gather_scales(some[0], 8, factor);
     }
+    // No prefetcher of the CPU follows 16 columns. What comes next is in the same columns or in the 16 after them.
+    const int64_t ahead = base + kAhead < count ? (base + kAhead) / 2
+                                                : 16 * codes_stride + (base + kAhead - count) / 2;
     __m512i words[16];  // before: four bytes of a column; after: those of 16 columns
     for (int c = 0; c < 16; ++c) {
-      const uint8_t* from = codes + c * codes_stride + base / 2;
       words[c] = _mm512_setzero_si512();
       if (c >= columns) continue;
-      prefetch(from);
-      words[c] = _mm512_maskz_loadu_epi8(mask, from);
+      __builtin_prefetch(codes + c * codes_stride + ahead);
+      words[c] = _mm512_maskz_loadu_epi8(mask, codes + c * codes_stride + base / 2);
     }
     transpose_words(words);
     bf16* to = out + base * width;
@@ -117,13 +120,15 @@ void decode_pairs(const uint8_t* codes, int64_t codes_stride, const uint8_t* sca
   }
 }
 
-// Rows of the left operand that brgemm reads, `rows` and up to 15 behind them, whose products nobody looks at: those
-// of `from` itself, or copies where those behind would lie past its end.
-inline const bf16* readable_rows(const bf16* from, int64_t rows, int64_t padded, int64_t left, int64_t k, bf16* copy) {
-  if (padded <= left) return from;
-  std::memcpy(static_cast<void*>(copy), from, size_t(rows * k) * sizeof(bf16));
-  std::memset(static_cast<void*>(copy + rows * k), 0, size_t((padded - rows) * k) * sizeof(bf16));
-  return copy;
+// A copy for brgemm, [kParts, count + kBlockRows, stride], split(row, part 0, part 1) of each row. brgemm reads up to 15
+// rows behind those of an expert; nobody looks at their products. Rows are not a power of two apart, or the 16 of a
+// tile would fall into one set of the L1 cache.
+template <class T, class F>
+Parts copy_parts(int64_t count, int64_t k, Scratch& memory, const F& split) {
+  const int64_t rows = count + kBlockRows, stride = (k + 31) / 32 * 32 + 32;
+  bf16* parts = reinterpret_cast<bf16*>(memory.get(size_t(kParts<T> * rows * stride) * sizeof(bf16)));
+  for_each(count, [&](int64_t row) { split(row, parts + row * stride, parts + (rows + row) * stride); });
+  return {parts, rows, stride};
 }
 
 }  // namespace
