@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.shapes import SHAPES, MoEShape, parse_shape
-from benchmarks.harness.timing import Timing, environment
+from benchmarks.harness.timing import Timing, describe, environment, machine_name
 
 try:
     import matplotlib
@@ -250,13 +250,14 @@ def timed(timings: dict[str, Timing], baseline: str) -> dict[str, Any]:
 def save(
     stem: str, device: torch.device, rows: list[dict[str, Any]], output: pathlib.Path, **more: Any
 ) -> pathlib.Path:
-    """Writes ``<output>/<stem>_<device>.json``: the environment, `more`, and the rows.
+    """Writes ``<output>/<stem>_<machine_name>.json``: the environment, `more`, and the rows; prints the machine.
 
     Returns:
         The path of the file.
     """
     output.mkdir(parents=True, exist_ok=True)
-    path = output / f"{stem}_{device.type}.json"
+    path = output / f"{stem}_{machine_name(device)}.json"
+    print("measured on", describe(device))
     content = {"benchmark": stem, "environment": environment(device), **more, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path

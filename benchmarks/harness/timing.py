@@ -36,7 +36,7 @@ import torch
 
 import thunder_moe
 
-__all__ = ["Timing", "environment", "measure", "measure_back_to_back"]
+__all__ = ["Timing", "describe", "environment", "machine_name", "measure", "measure_back_to_back"]
 
 # As triton.testing.do_bench: several times the largest L2 cache (H200: 50 MB).
 _FLUSH_BYTES = 2**28
@@ -256,7 +256,12 @@ def _flush_buffer() -> torch.Tensor:
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     """What a result depends on: machine and its load, versions, commit, command line, date."""
     device = torch.device(device)
-    machine: dict[str, Any] = {"cpu": _cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    machine: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cpu_kind": _cpu_kind(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
     if hasattr(os, "getloadavg"):
         machine["load_average"] = round(os.getloadavg()[0], 2)
     if device.type == "cuda":
@@ -279,11 +284,38 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     }
 
 
+def machine_name(device: torch.device) -> str:
+    """The machine in the name of a report: "cuda", "cpu", or "cpu_amx".
+
+    A matrix unit makes bf16 products so much faster that a report says nothing about CPUs without one.
+    """
+    return "cpu_amx" if device.type == "cpu" and _cpu_kind() == "AMX" else device.type
+
+
+def describe(device: torch.device) -> str:
+    """The machine and the version of torch, in a line."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cpu_model()} with {_cpu_kind()}"
+    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
+    return f"{name}{threads}, torch {torch.__version__}"
+
+
 def _cpu_model() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_kind() -> str:
+    """What multiplies bf16: "AMX", "AVX512-BF16", else the widest vectors, or the architecture."""
+    kinds = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2", "bf16": "Arm BF16"}
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return next((kind for flag, kind in kinds.items() if flag in flags), platform.machine())
+
+
+@functools.cache
+def _cpuinfo(key: str) -> str:
+    """The first value of a key that Linux tells; empty where there is none."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
 
 
 def _version(package: str) -> str | None:

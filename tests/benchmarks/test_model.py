@@ -14,6 +14,7 @@ from benchmarks.__main__ import main
 from benchmarks.harness import column, decode, models
 from benchmarks.harness.column import Spec
 from benchmarks.harness.decode import DecodeStep
+from benchmarks.harness.timing import machine_name
 from benchmarks.suites import model as suite
 from thunder_moe.kernels import dense
 from thunder_moe.nn.linear import NVFP4Linear
@@ -254,7 +255,7 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["model", "--device", "cpu", *arguments, "--jobs", "2", "--output", str(tmp_path / "out")])
     assert stopped.value.code == 1
-    content = json.loads((tmp_path / "out" / "model_cpu.json").read_text())
+    content = json.loads((tmp_path / "out" / f"model_{machine_name(torch.device('cpu'))}.json").read_text())
     good, killed, full, wrong = content["rows"]
     assert good["decode"]["1"]["floor_share"] == pytest.approx(1e6 / 1e9 / 0.004)
     assert killed["error"] == "killed by signal 9: no output"
@@ -274,7 +275,7 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
     assert table["40"] == ["100.0", "3", "gemm"]
     assert "2 of 2 layers, attention sdpa" in output.out
     assert "FAILED: qwen3_moe, quantize_: wrong" in output.err
-    assert (tmp_path / "out" / "model_cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out" / f"model_{machine_name(torch.device('cpu'))}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeypatch):
@@ -289,7 +290,7 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
     arguments = ["--models", config(), "--columns", "eager bf16,quantize_", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         main(["model", "--device", "cpu", *arguments])
-    rows = json.loads((tmp_path / "out" / "model_cpu.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "out" / f"model_{machine_name(torch.device('cpu'))}.json").read_text())["rows"]
     assert [row["error"] for row in rows] == ["interrupted", "interrupted"]
     assert "decode" in rows[0]
 

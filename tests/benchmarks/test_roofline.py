@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.harness import report, roofline
-from benchmarks.harness.timing import Timing
+from benchmarks.harness.timing import Timing, machine_name
 
 RUN = ["gemm", "--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05", "--backends", "reference"]
 PEERS = [
@@ -147,7 +147,7 @@ def test_gemm_reports_shares_of_the_floor(tmp_path, capsys, monkeypatch, peers_f
     monkeypatch.setattr(roofline, "plot_lines", plot_lines)
     arguments = ["--gemms", "gate_up,gate_up_swiglu", "--tokens", "2", "--output", str(tmp_path)]
     rows = main([*RUN, *arguments, "--peers", peers_file(PEERS)])
-    content = json.loads((tmp_path / "gemm_cpu.json").read_text())
+    content = json.loads((tmp_path / f"gemm_{machine_name(torch.device('cpu'))}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert (content["read_bytes_per_second"], content["flops_per_second"]) == (1e9, 1e10)
     for row, outputs in zip(rows, (512, 256), strict=True):
@@ -162,7 +162,7 @@ def test_gemm_reports_shares_of_the_floor(tmp_path, capsys, monkeypatch, peers_f
     both = content["summary"][0]["floor_share"]["reference"]
     assert both**2 == pytest.approx(rows[0]["floor_share"]["reference"] * rows[1]["floor_share"]["reference"])
     assert content["peers"] == roofline.summary(roofline.read_peers(peers_file(PEERS)), "tokens")
-    assert (tmp_path / "gemm_cpu_roofline.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"gemm_{machine_name(torch.device('cpu'))}_roofline.png").read_bytes().startswith(b"\x89PNG")
     assert list(drawn)[:3] == ["small", "geometric mean", "GEMM alone, geometric mean"]
     assert drawn["geometric mean"]["reference"] == [(2, pytest.approx(100 * both))]
     printed = capsys.readouterr().out

@@ -17,9 +17,11 @@ from benchmarks.__main__ import COMMANDS, main
 from benchmarks.harness import layers
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.timing import describe, machine_name
 from thunder_moe.kernels import reference
 
 ROOT = Path(__file__).resolve().parents[2]
+HERE = machine_name(torch.device("cpu"))
 TINY = ["--device", "cpu", "--shapes", "small", "--rounds", "3", "--budget", "0.05"]
 LAYER_COLUMNS = [
     "eager bf16", "thunder bf16", "compile bf16", "eager nvfp4", "thunder nvfp4", "compile nvfp4",
@@ -53,7 +55,7 @@ def test_the_entry_lists_its_commands_and_imports_no_suite():
 def test_gemm_runs_end_to_end(tmp_path, capsys):
     arguments = ["--backends", "reference", "--rows-per-expert", "1,2", "--gemms", "gate_up_swiglu,down"]
     rows = main(["gemm", *TINY, *arguments, "--output", str(tmp_path)])
-    content = json.loads((tmp_path / "gemm_cpu.json").read_text())
+    content = json.loads((tmp_path / f"gemm_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert [(row["gemm"], row["rows_per_expert"]) for row in rows] == [
         (gemm, count) for gemm in ("gate_up_swiglu", "down") for count in (1, 2)
@@ -63,9 +65,11 @@ def test_gemm_runs_end_to_end(tmp_path, capsys):
     assert content["read_bytes_per_second"] > 0
     assert content["summary"]
     assert "peers" not in content
-    for name in ("gemm_cpu.png", "gemm_cpu_roofline.png"):
+    for name in (f"gemm_{HERE}.png", f"gemm_{HERE}_roofline.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert "x reference" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "x reference" in out
+    assert f"measured on {describe(torch.device('cpu'))}" in out
 
 
 @pytest.mark.parametrize(
@@ -109,11 +113,11 @@ def test_layer_runs_end_to_end(tmp_path, capsys):
     rows = main(["layer", *TINY, "--tokens", "1,3", "--parts", "experts", "--output", str(tmp_path)])
     assert [(row["tokens"], row["part"]) for row in rows] == [(1, "experts"), (3, "experts")]
     assert all(list(row["seconds"]) == LAYER_COLUMNS for row in rows)
-    content = json.loads((tmp_path / "layer_cpu.json").read_text())
+    content = json.loads((tmp_path / f"layer_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     size = content["expert_weight_bytes"]["small"]
     assert size["bf16"] > 3 * size["nvfp4"]
-    assert (tmp_path / "layer_cpu.png").exists()
+    assert (tmp_path / f"layer_{HERE}.png").exists()
     assert "thunder nvfp4" in capsys.readouterr().out
 
 
@@ -137,15 +141,15 @@ def test_compile_overhead_runs_end_to_end(tmp_path, capsys):
         assert row["kernel_seconds"] > 0
         assert row["gap_seconds"] == row["call"]["median"] - row["kernel_seconds"]
         assert row["latency"]["median"] > 0
-    content = json.loads((tmp_path / "compile_cpu.json").read_text())
+    content = json.loads((tmp_path / f"compile_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
-    assert (tmp_path / "compile_cpu.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / f"compile_{HERE}.png").read_bytes().startswith(b"\x89PNG")
     assert "quantize_ + compile nvfp4" in capsys.readouterr().out
 
 
 def test_host_times_operators_and_layers(tmp_path, capsys):
     rows = main(["host", "--device", "cpu", "--tokens", "2", "--rounds", "1", "--output", str(tmp_path)])
-    content = json.loads((tmp_path / "host_cpu.json").read_text())
+    content = json.loads((tmp_path / f"host_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert [row["call"] for row in rows] == [
         "torch._grouped_mm",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.harness import report
-from benchmarks.harness.timing import Timing, environment, measure, measure_back_to_back
+from benchmarks.harness.timing import Timing, describe, environment, machine_name, measure, measure_back_to_back
 
 
 def test_measure_orders_a_slow_and_a_fast_function():
@@ -91,3 +91,19 @@ def test_environment_names_what_a_result_depends_on():
     assert found["machine"]["threads"] == torch.get_num_threads()
     assert found["command"].startswith("python ")
     json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "name"),
+    [
+        ("sse2 avx2 avx512f avx512_bf16 amx_bf16", "AMX", "cpu_amx"),
+        ("sse2 avx2 avx512f avx512_bf16", "AVX512-BF16", "cpu"),
+        ("sse2 avx2", "AVX2", "cpu"),
+    ],
+)
+def test_reports_of_cpus_with_a_matrix_unit_have_a_name_of_their_own(flags, kind, name, monkeypatch):
+    monkeypatch.setattr("benchmarks.harness.timing._cpuinfo", {"flags": flags, "model name": "A CPU"}.get)
+    assert machine_name(torch.device("cpu")) == name
+    assert machine_name(torch.device("cuda")) == "cuda"
+    assert f"A CPU with {kind}, " in describe(torch.device("cpu"))
+    assert environment()["machine"]["cpu_kind"] == kind
