@@ -10,14 +10,17 @@ import contextlib
 import fcntl
 import gc
 import json
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.multiprocessing  # teaches ForkingPickler to share CUDA tensors
 from torch import Tensor, nn
 
 from benchmarks.harness.decode import DecodeStep, generate_tokens_per_second, prefill, step_bytes, tensor_bytes
@@ -33,7 +36,7 @@ __all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
 
 # Relative Frobenius error of logits: bf16 roundings in another order, and the few routing decisions that they change.
 TOLERANCE = 0.1
-CHECK_LAYERS, CHECK_BATCH, CHECK_CONTEXT, CHECK_PROMPT = 2, 4, 24, 200
+CHECK_LAYERS, CHECK_BATCH, CHECK_CONTEXT, CHECK_PROMPT, CHECK_KEPT = 2, 64, 24, 200, 64
 PROFILE_ROWS = 25
 
 
@@ -83,12 +86,14 @@ class Spec:
         attention: transformers' name.
         batches, context: of decode steps.
         prompts: tokens of prefills.
-        generate: prompt and new tokens of generate().
+        generate: prompt and new tokens of generate(), or None.
         inner: the compiler, "inductor" or "aot_eager".
         rounds, budget: as `timing.measure` takes them.
         seed: of the weights.
         profile: whether one decode step of each batch is profiled.
-        lock: a file; who holds its lock measures alone. Columns may compile at the same time.
+        lock: a file; who holds its lock measures alone. Processes may compile at the same time.
+        part: "all", or of a column that several processes measure: "load", "check", "measure".
+        weights: a file by which "load" shares its model with the others.
     """
 
     model: str
@@ -99,13 +104,15 @@ class Spec:
     batches: Sequence[int] = (1,)
     context: int = 512
     prompts: Sequence[int] = ()
-    generate: tuple[int, int] = (64, 32)
+    generate: tuple[int, int] | None = (64, 32)
     inner: str = "inductor"
     rounds: int = 30
     budget: float = 1.0
     seed: int = 0
     profile: bool = False
     lock: str | None = None
+    part: str = "all"
+    weights: str | None = None
 
 
 @dataclass
@@ -116,27 +123,55 @@ class _Column:
     emit: Callable[[dict[str, Any]], None]
     form: Form = field(init=False)
     device: torch.device = field(init=False)
+    _shared_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.form, self.device = COLUMNS[self.spec.column], torch.device(self.spec.device)
 
     def run(self) -> None:
-        self._check()
-        model = self._load()
-        forward = self._compile(model)
-        if self.form.generates:
+        part = self.spec.part
+        if part in ("all", "check"):
+            self._check()
+        if part in ("all", "measure"):
+            self._run(self._load() if self.spec.weights is None else self._attach())
+        if part == "load":
+            self._serve()
+
+    def _run(self, model: nn.Module) -> None:
+        if self.form.generates and self.spec.generate is not None:
             self._cell("generate", "", lambda: {"tokens_per_second": self._generate(model)})
-        step = self._cell("cache", "", lambda: DecodeStep(model, max(self.spec.batches), self.spec.context))
-        for batch in self.spec.batches:
-            if isinstance(step, DecodeStep):
-                self._cell("decode", str(batch), lambda batch=batch: self._decode(model, forward, step, batch))  # type: ignore[misc]
-            else:
-                self.emit({"decode": {str(batch): step}})
-        step = None
-        torch._dynamo.reset()
+        if self.spec.batches:
+            forward = self._compile(model)
+            step = self._cell("cache", "", lambda: DecodeStep(model, max(self.spec.batches), self.spec.context))
+            for batch in self.spec.batches:
+                if isinstance(step, DecodeStep):
+                    self._cell("decode", str(batch), lambda batch=batch: self._decode(model, forward, step, batch))  # type: ignore[misc]
+                else:
+                    self.emit({"decode": {str(batch): step}})
+            del step
+            torch._dynamo.reset()
         forward = self._compile(model)
         for tokens in self.spec.prompts:
             self._cell("prefill", str(tokens), lambda tokens=tokens: self._prefill(model, forward, tokens))  # type: ignore[misc]
+
+    def _serve(self) -> None:
+        """Loads the weights and shares them until the process's input ends."""
+        assert self.spec.weights is not None
+        model = self._load()
+        path = Path(self.spec.weights)
+        path.write_bytes(ForkingPickler.dumps(model))
+        self.emit({"shared": str(path)})
+        sys.stdin.read()
+
+    def _attach(self) -> nn.Module:
+        """The model of another process, whose memory it is."""
+        assert self.spec.weights is not None
+        model: Any = pickle.loads(Path(self.spec.weights).read_bytes())
+        if self.spec.attention != "sdpa":
+            model.set_attn_implementation(self.spec.attention)
+        self.emit({"attention": model.config._attn_implementation})
+        self._shared_bytes = tensor_bytes(model)
+        return model  # type: ignore[no-any-return]
 
     def _cell(self, kind: str, key: str, work: Callable[[], Any]) -> Any:
         """Runs a cell and emits its result; out of memory is one."""
@@ -157,7 +192,8 @@ class _Column:
         """Compares logits with those of eager 16-bit code on the same (dequantized) weights.
 
         Of a decode step behind the same keys and values and, when prefills are timed, of a prefill. The model has its
-        first two layers, so that the routing of both is nearly the same.
+        first two layers, so that the routing of both is nearly the same; many tokens, since the few that are routed
+        otherwise differ much.
         """
         step, wanted = self._check_logits(None)
         _, found = self._check_logits(step)
@@ -196,7 +232,7 @@ class _Column:
         torch._dynamo.reset()
         if self.spec.prompts:
             forward = model if reference is None else self._compile(model)
-            logits.append(prefill(forward, prompt).float())
+            logits.append(prefill(forward, prompt, CHECK_KEPT).float())
             torch._dynamo.reset()
         return step, logits
 
@@ -212,7 +248,7 @@ class _Column:
                 finish(module, name)
                 quantizing += self._clock() - start
 
-        with self._alone():
+        with _alone(self.spec.lock):
             self._reset_peak()
             start = self._clock()
             model = build(
@@ -239,8 +275,8 @@ class _Column:
         return compiled
 
     def _generate(self, model: nn.Module) -> float:
-        prompt_tokens, new_tokens = self.spec.generate
-        with self._alone():
+        prompt_tokens, new_tokens = self.spec.generate or (1, 1)
+        with _alone(self.spec.lock):
             return generate_tokens_per_second(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
 
     def _decode(self, model: nn.Module, forward: Callable[..., Any], step: DecodeStep, batch: int) -> dict[str, Any]:
@@ -276,7 +312,7 @@ class _Column:
     def _measure(self, function: Callable[[], Any], before: Callable[[], None] | None = None, *, graph: bool) -> Timing:
         how: dict[str, Any] = dict(rounds=self.spec.rounds, min_rounds=min(3, self.spec.rounds), slow=600.0)
         how |= dict(budget=self.spec.budget, own_graphs=() if graph else ("function",), before=before)
-        with self._alone():
+        with _alone(self.spec.lock):
             timings = measure({"function": function}, device=self.device, **how)
         timing = timings["function"]
         return timing if graph or self.device.type == "cpu" else replace(timing, method="plain calls")
@@ -287,7 +323,10 @@ class _Column:
 
         cuda = self.device.type == "cuda"
         before()
-        with self._alone(), profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
+        with (
+            _alone(self.spec.lock),
+            profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found,
+        ):
             function()
             if cuda:
                 torch.cuda.synchronize()
@@ -312,15 +351,20 @@ class _Column:
             torch.cuda.reset_peak_memory_stats()
 
     def _peak(self) -> dict[str, int]:
-        return {"peak_bytes": torch.cuda.max_memory_allocated()} if self.device.type == "cuda" else {}
+        if self.device.type != "cuda":
+            return {}
+        return {"peak_bytes": self._shared_bytes + torch.cuda.max_memory_allocated()}
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.spec.lock is not None:
-                file = stack.enter_context(open(self.spec.lock, "w"))
-                fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+
+@contextlib.contextmanager
+def _alone(lock: str | None) -> Iterator[None]:
+    """While no other process of the run measures."""
+    if lock is None:
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
@@ -335,7 +379,9 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
         ValueError: the model has no experts.
     """
     if spec.column == "limits":
-        emit({"read_bytes_per_second": Limits.measured(torch.device(spec.device)).read_bytes_per_second})
+        with _alone(spec.lock):
+            limits = Limits.measured(torch.device(spec.device))
+        emit({"read_bytes_per_second": limits.read_bytes_per_second})
     else:
         _Column(spec, emit).run()
 

@@ -131,9 +131,9 @@ def _masks(config: Any, rows: Tensor, ones: Tensor, cache: Any, positions: Tenso
 
 
 @torch.no_grad()
-def prefill(forward: Forward, ids: Tensor) -> Tensor:
-    """Logits (1, 1, vocabulary) of the token behind a prompt (1, tokens)."""
-    logits: Tensor = forward(ids, use_cache=False, logits_to_keep=1).logits
+def prefill(forward: Forward, ids: Tensor, kept: int = 1) -> Tensor:
+    """Logits (1, kept, vocabulary) of the last tokens of a prompt (1, tokens)."""
+    logits: Tensor = forward(ids, use_cache=False, logits_to_keep=kept).logits
     return logits
 
 

@@ -51,7 +51,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # Small models of the same and other architectures: class of the configuration, and its arguments besides SIZES.
 SIZES: dict[str, Any] = dict(
-    vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=4096, hidden_size=512, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
     num_experts_per_tok=4, intermediate_size=512, max_position_embeddings=2048,
 )  # fmt: skip
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,5 +1,5 @@
 """Times whole Hugging Face models, eager and compiled, in bf16 and with NVFP4 weights: the package's main benchmark.
-Called by `python -m benchmarks model`; starts harness/column.py once for each column, calls harness/{models,report}.py.
+Called by `python -m benchmarks model`; calls harness/{processes,models,report}.py.
 
     eager bf16         the model as it is
     compiled bf16      torch.compile(model, fullgraph=True), as in all columns below
@@ -26,29 +26,19 @@ the default on CUDA, of small models for a CPU, a config.json, or the directory 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.harness.column import COLUMNS, Spec
-from benchmarks.harness.decode import SPARE, tensor_bytes
-from benchmarks.harness.models import CONFIGS, REAL, config_of, skeleton
+from benchmarks.harness.models import CONFIGS, REAL
+from benchmarks.harness.processes import run_columns
 from benchmarks.harness.report import comma_list, markdown, one_of, parser, plot_lines, positive, save
 
 STEM = "model"
-WORKER = [sys.executable, "-m", "benchmarks.harness.column"]
-ROOT = Path(__file__).resolve().parents[2]
 # device -> models, batches, prompts, context, prompt and new tokens of generate()
 DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
     "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
@@ -69,8 +59,9 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         SystemExit: bad arguments, or a column failed: with status 1 after everything else was measured and written.
     """
     args = _arguments(argv)
-    specs = list(_specs(args))
-    limits, *rows = _measure(specs, args.jobs)
+    limits, rows = run_columns(list(_specs(args)), args.jobs)
+    for row in rows:
+        row["model"] = _name(row["model"])
     bandwidth = limits.get("read_bytes_per_second")
     for row in rows:
         for cell in row.get("decode", {}).values():
@@ -85,7 +76,11 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     print(path)
     if image := _plot(path, rows):
         print(image)
-    failed = [row for row in [limits, *rows] if row.get("error") not in (None, "out of memory")]
+    failed = [
+        row
+        for row in [limits | {"model": "", "column": "limits"}, *rows]
+        if row.get("error") not in (None, "out of memory")
+    ]
     for row in failed:
         print(f"FAILED: {row['model']}, {row['column']}: {row['error']}", file=sys.stderr)
     if failed:
@@ -112,8 +107,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--attention", type=comma_list(str), default=["sdpa"],
         help="transformers' names, each in all columns (default: sdpa; eager for models without it)",
     )  # fmt: skip
-    result.add_argument("--jobs", type=positive, default=1, help="columns that compile at the same time, as far as "
-                        "memory allows; they measure one after the other (default: %(default)s)")  # fmt: skip
+    result.add_argument(
+        "--jobs", type=positive, default=1,
+        help="processes that compile at the same time, as far as memory allows: with more than one each graph of a "
+        "column is a process; they measure one after the other (default: %(default)s)",
+    )  # fmt: skip
     result.add_argument("--profile", action="store_true", help="the kernels of one decode step of each batch")
     result.add_argument("--seed", type=int, default=0, help="of weights (default: %(default)s)")
     result.add_argument(
@@ -154,9 +152,8 @@ def _name(source: str) -> str:
 
 
 def _specs(args: argparse.Namespace) -> Iterator[Spec]:
-    """The device's limits, then each column of each model."""
+    """Each column of each model."""
     device = args.device.type
-    yield Spec("", "limits", device)
     for model in args.models:
         for attention in args.attention:
             for column in args.columns:
@@ -165,127 +162,6 @@ def _specs(args: argparse.Namespace) -> Iterator[Spec]:
                     context=args.context, prompts=args.prompts, generate=tuple(args.generate), inner=args.inner,
                     rounds=args.rounds, budget=args.budget, seed=args.seed, profile=args.profile,
                 )  # fmt: skip
-
-
-@dataclass
-class _Process:
-    """A column's process and what it has written so far."""
-
-    spec: Spec
-    process: subprocess.Popen[bytes]
-    results: TextIO
-    log: Path
-    row: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"{_name(self.spec.model)} {self.spec.column}" if self.spec.model else self.spec.column
-
-    @staticmethod
-    def start(spec: Spec, directory: Path, index: int) -> _Process:
-        results, log = directory / f"{index}.jsonl", directory / f"{index}.log"
-        results.touch()
-        spec = replace(spec, lock=str(directory / "lock"))
-        command = [*WORKER, json.dumps(asdict(spec)), str(results)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "PYTHONPATH": path})
-        return _Process(spec, process, results.open(), log, _row(spec))
-
-    def poll(self) -> int:
-        """Takes new results into the row; returns how many cells they are."""
-        cells = 0
-        for line in self.results:
-            part: dict[str, Any] = json.loads(line)
-            cells += "decode" in part or "prefill" in part
-            for key, value in part.items():
-                if isinstance(value, dict) and isinstance(self.row.get(key), dict):
-                    self.row[key] |= value
-                else:
-                    self.row[key] = value
-        return cells
-
-    def finish(self) -> None:
-        """Says what went wrong, if anything did and the process could not say it."""
-        code = self.process.returncode
-        if code != 0:
-            lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-            how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            self.row.setdefault("error", f"{how}: {lines[-1] if lines else 'no output'}")
-            print(f"\n{self.spec.model} {self.spec.column}:", *lines[-30:], sep="\n", file=sys.stderr)
-
-
-def _row(spec: Spec) -> dict[str, Any]:
-    """A row without results."""
-    row: dict[str, Any] = {"model": _name(spec.model), "column": spec.column, "attention": spec.attention}
-    return row | ({"all_layers": config_of(spec.model).num_hidden_layers} if spec.model else {})
-
-
-def _measure(specs: Sequence[Spec], jobs: int) -> list[dict[str, Any]]:
-    """Rows of the specs, in their order. The first is alone: it measures the device's limits."""
-    waiting = list(enumerate(specs))
-    running: dict[int, _Process] = {}
-    rows: dict[int, dict[str, Any]] = {}
-    capacity = _capacity(specs[0].device)
-    with (
-        tempfile.TemporaryDirectory(prefix="benchmarks-") as directory,
-        tqdm(total=sum(len(spec.batches) + len(spec.prompts) for spec in specs[1:]), unit="cell") as bar,
-    ):
-        try:
-            while waiting or running:
-                needed = [_bytes(spec) for spec in (*(p.spec for p in running.values()), *(s for _, s in waiting[:1]))]
-                fits = not running or (len(running) < jobs and 0 not in running and sum(needed) < capacity)
-                if waiting and fits:
-                    index, spec = waiting.pop(0)
-                    running[index] = _Process.start(spec, Path(directory), index)
-                    bar.set_description(", ".join(process.name for process in running.values()))
-                for index, process in list(running.items()):
-                    ended = process.process.poll() is not None
-                    if cells := process.poll():
-                        bar.update(cells)
-                    if ended:
-                        process.finish()
-                        rows[index] = running.pop(index).row
-                time.sleep(0.1)
-        except KeyboardInterrupt:  # what there is, is written
-            for index, process in running.items():
-                process.poll()
-                rows[index] = process.row | {"error": "interrupted"}
-            rows |= {index: {**_row(spec), "error": "interrupted"} for index, spec in waiting}
-        finally:
-            for process in running.values():
-                process.process.kill()
-                process.process.wait()
-    return [rows[index] for index in range(len(specs))]
-
-
-def _capacity(device: str) -> float:
-    """Bytes that the columns of one moment may need together."""
-    if device != "cuda":
-        return float("inf")
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(query, capture_output=True, text=True)  # a CUDA context of this process would take memory
-    return float(found.stdout.split()[0]) * 2**20 if found.returncode == 0 else 0.0
-
-
-def _bytes(spec: Spec) -> float:
-    """About what a column needs on its device."""
-    if spec.column == "limits" or spec.device == "cpu":
-        return 0.0
-    weights, keys = _model_bytes(spec.model, spec.layers)
-    form = COLUMNS[spec.column]
-    factor = 0.4 if form.quantize is not None else 1.4 if form.backend else 1.05
-    return factor * weights + keys * max(spec.batches) * (spec.context + SPARE) + 12e9
-
-
-@functools.cache
-def _model_bytes(source: str, layers: int | None) -> tuple[float, float]:
-    """Bytes of a model in bf16, and of the keys and values of a token."""
-    config: Any = config_of(source, layers)
-    model = skeleton(source, layers)
-    heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    return float(tensor_bytes(model)), float(4 * heads * head_dim * config.num_hidden_layers)
 
 
 def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
@@ -349,7 +225,7 @@ def _decode(cell: dict[str, Any]) -> str:
 
 
 def peak_bytes(row: dict[str, Any]) -> int:
-    """Most bytes that a column had allocated on its device.
+    """Most bytes that a process of a column had allocated on its device, with weights that it shares.
 
     Raises:
         ValueError: none of its cells knows.

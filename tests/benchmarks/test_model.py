@@ -2,6 +2,7 @@
 Called by pytest; calls benchmarks/suites/model.py and harness/{column,decode,models}.py.
 """
 
+import io
 import json
 import sys
 
@@ -11,11 +12,10 @@ from tiny_models import tiny_config
 from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import main
-from benchmarks.harness import column, decode, models
+from benchmarks.harness import column, decode, models, processes
 from benchmarks.harness.column import Spec
 from benchmarks.harness.decode import DecodeStep
 from benchmarks.harness.timing import machine_name
-from benchmarks.suites import model as suite
 from thunder_moe.kernels import dense
 from thunder_moe.nn.linear import NVFP4Linear
 
@@ -246,7 +246,7 @@ emit(generate={"tokens_per_second": 12.34})
 @pytest.fixture
 def workers(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(WORKERS)
-    monkeypatch.setattr(suite, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
 
 
 def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
@@ -279,20 +279,21 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
 
 
 def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeypatch):
-    finish = suite._Process.finish
+    poll = processes._Task.poll
 
     def interrupt(self):
-        finish(self)
-        if self.spec.column == "eager bf16":
+        poll(self)
+        if self.ended and self.spec.column == "eager bf16":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(suite._Process, "finish", interrupt)
+    monkeypatch.setattr(processes._Task, "poll", interrupt)
     arguments = ["--models", config(), "--columns", "eager bf16,quantize_", "--output", str(tmp_path / "out")]
     with pytest.raises(SystemExit):
         main(["model", "--device", "cpu", *arguments])
     rows = json.loads((tmp_path / "out" / f"model_{machine_name(torch.device('cpu'))}.json").read_text())["rows"]
-    assert [row["error"] for row in rows] == ["interrupted", "interrupted"]
     assert "decode" in rows[0]
+    assert "error" not in rows[0]
+    assert rows[1]["error"] == "interrupted"
 
 
 @pytest.mark.slow
@@ -350,3 +351,79 @@ def test_layers_are_the_same_whatever_their_number(config):
         assert torch.equal(tensor, wanted[name]), name
     assert not any(tensor.is_meta or tensor.requires_grad for tensor in (*two.parameters(), *two.buffers()))
     assert torch.equal(two.model.rotary_emb.inv_freq, type(two.model.rotary_emb)(two.config).inv_freq)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_processes_share_a_model(config, uncompiled, monkeypatch, tmp_path, name):
+    monkeypatch.setitem(dense._LEAST_WEIGHTS, "cpu", 1)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    path = str(tmp_path / "weights")
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")  # as CUDA's handles, it names memory
+    try:
+        sizes = dict(batches=(), prompts=(), generate=None)
+        loaded, error = run(spec(config(name), "quantize_ linears", part="load", weights=path, **sizes))
+        assert error is None
+        assert loaded["shared"] == path
+        attention = "sdpa" if name == "gpt_oss" else "thunder_moe_sdpa"
+        part = spec(config(name), "quantize_ linears", part="measure", weights=path, attention=attention)
+        row, error = run(part)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+    assert error is None
+    assert row["attention"] == ("eager" if name == "gpt_oss" else attention)
+    assert row["decode"]["3"]["median"] > 0
+    assert row["decode"]["3"]["step_bytes"] > 0
+    assert "load" not in row
+
+
+SHARING = """
+import json, sys, time
+spec, path = json.loads(sys.argv[1]), sys.argv[2]
+def emit(**part):
+    open(path, "a").write(json.dumps(part) + "\\n")
+if spec["column"] == "limits":
+    sys.exit(emit(read_bytes_per_second=1e9))
+if spec["part"] == "load":
+    if spec["column"] == "quantize_":
+        sys.exit(emit(error="out of memory"))
+    emit(load={"build_seconds": 1.0}, layers=2, attention="sdpa", model_bytes=8)
+    time.sleep(0.2)
+    open(spec["weights"], "w").write(spec["column"])
+    emit(shared=spec["weights"])
+    sys.stdin.read()
+    open("LOG", "a").write("end of loader\\n")
+if spec["part"] == "check":
+    emit(relative_error=0.01)
+if spec["part"] == "measure":
+    open("LOG", "a").write(f"{spec['column']} {spec['batches']} {spec['prompts']} {open(spec['weights']).read()}\\n")
+    emit(attention=spec["attention"])
+    for batch in spec["batches"]:
+        emit(decode={str(batch): {"median": 0.1 * batch}})
+"""
+
+
+@pytest.mark.parametrize("capacity", [0.0, 1e15])
+def test_parts_of_columns_share_one_loaders_weights(config, tmp_path, monkeypatch, capacity):
+    log = tmp_path / "log"
+    (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(log)))
+    monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(processes, "_capacity", lambda device: capacity)
+    columns = ["compiled bf16", "eager bf16", "quantize_"]
+    specs = [
+        Spec(config(), name, "cuda", batches=(1, 8), prompts=(16,), attention="thunder_moe_sdpa") for name in columns
+    ]
+    limits, (compiled, eager, quantized) = processes.run_columns(specs, jobs=3)
+    assert limits["read_bytes_per_second"] == 1e9
+    for row in (compiled, eager):
+        assert row["load"] == {"build_seconds": 1.0}
+        assert row["relative_error"] == 0.01
+        assert list(row["decode"]) == ["1", "8"]
+        assert row["attention"] == "thunder_moe_sdpa"
+        assert "error" not in row
+    assert quantized["error"] == "out of memory"
+    lines = log.read_text().splitlines()
+    assert lines[-1] == "end of loader"
+    wanted = [*(f"compiled bf16 {part} compiled bf16" for part in ("[1] []", "[8] []", "[] [16]")),
+              "eager bf16 [1, 8] [16] compiled bf16"]  # fmt: skip
+    assert sorted(lines[:-1]) == sorted(wanted)

@@ -1,0 +1,262 @@
+"""Runs the columns of the model suite, each in processes of its own, one after the other or several at the same time.
+Called by suites/model.py; starts harness/column.py, calls harness/models.py for how much memory a model takes.
+
+With more than one job the parts of a column (each batch, the prefills, the check) are processes that compile at the
+same time. On CUDA they share the weights, which another process has loaded; a lock lets them measure one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from benchmarks.harness.column import COLUMNS, Spec
+from benchmarks.harness.decode import SPARE, tensor_bytes
+from benchmarks.harness.models import config_of, skeleton
+
+__all__ = ["WORKER", "run_columns"]
+
+WORKER = [sys.executable, "-m", "benchmarks.harness.column"]
+ROOT = Path(__file__).resolve().parents[2]
+Row = dict[str, Any]
+
+
+@dataclass
+class _Task:
+    """One process: what it runs, the row that its results belong to, and the process whose weights it shares."""
+
+    spec: Spec
+    row: Row = field(default_factory=dict)
+    loader: _Task | None = None
+    process: subprocess.Popen[bytes] | None = None
+    results: TextIO | None = None
+    log: Path | None = None
+    ended: bool = False
+
+    @property
+    def name(self) -> str:
+        what = {"measure": self.spec.batches or self.spec.prompts, "load": "loading", "check": "check", "all": ""}
+        return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what[self.spec.part]))))
+
+    @property
+    def ready(self) -> bool:
+        return self.loader is None or "shared" in self.loader.row
+
+    def start(self, directory: Path, index: int) -> None:
+        results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
+        results.touch()
+        self.results = results.open()
+        spec = replace(self.spec, lock=str(directory / "lock"))
+        if spec.part == "load":
+            spec = replace(spec, weights=str(directory / f"{index}.weights"))
+        elif self.loader is not None:
+            spec = replace(spec, weights=self.loader.row["shared"])
+        command = [*WORKER, json.dumps(asdict(spec)), str(results)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment
+            )
+
+    def poll(self) -> int:
+        """Takes new results into the row, and whether the process has ended; returns how many cells they are."""
+        assert self.process is not None
+        assert self.results is not None
+        code, cells = self.process.poll(), 0
+        for line in self.results:
+            part: Row = json.loads(line)
+            cells += "decode" in part or "prefill" in part
+            for key, value in part.items():
+                if isinstance(value, dict) and isinstance(self.row.get(key), dict):
+                    self.row[key] |= value
+                else:
+                    self.row[key] = value
+        if code is not None and not self.ended:
+            self.ended = True
+            self.results.close()
+            if code != 0:
+                self._fail(code)
+        return cells
+
+    def _fail(self, code: int) -> None:
+        """Says what went wrong, if the process could not say it."""
+        assert self.log is not None
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        self.row.setdefault("error", f"{how}: {lines[-1] if lines else 'no output'}")
+        print(f"\n{self.name}:", *lines[-30:], sep="\n", file=sys.stderr)
+
+    def close(self) -> None:
+        """Lets a loader end."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        if not self.process.stdin.closed:
+            self.process.stdin.close()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
+    """Measures columns.
+
+    Args:
+        specs: of whole columns.
+        jobs: processes that compile at the same time, as far as their device's memory allows.
+
+    Returns:
+        The device's limits, and the row of each spec. A row whose process failed has an "error".
+    """
+    device = specs[0].device
+    limits = _Task(Spec("", "limits", device))
+    tasks = [limits, *_tasks(specs, split=jobs > 1)]
+    cells = sum(len(spec.batches) + len(spec.prompts) for spec in specs)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as directory, tqdm(total=cells, unit="cell") as bar:
+        try:
+            _run(tasks, jobs, Path(directory), bar)
+        except KeyboardInterrupt:  # what there is, is written
+            for task in tasks:
+                if task.process is not None and not task.ended:
+                    task.poll()
+                if not task.ended:
+                    task.row.setdefault("error", "interrupted")
+        finally:
+            for task in tasks:
+                task.kill()
+    return limits.row, list(_rows(specs, tasks[1:]))
+
+
+def _tasks(specs: Sequence[Spec], *, split: bool) -> Iterator[_Task]:
+    """The processes of the columns, in the order in which they are started; loaders are before what they load for."""
+    loaders: dict[str, _Task] = {}
+    for spec in specs:
+        row: Row = {}
+        if not split:
+            yield _Task(spec, row)
+            continue
+        loader = None
+        if spec.device == "cuda":
+            key = json.dumps([spec.model, spec.layers, spec.seed, COLUMNS[spec.column].quantize])
+            if key not in loaders:
+                loaders[key] = _Task(replace(spec, part="load", attention="sdpa", batches=(), prompts=()))
+                yield loaders[key]
+            loader = loaders[key]
+        for part in _parts(spec):
+            yield _Task(part, row, None if part.part == "check" else loader)
+
+
+def _parts(spec: Spec) -> Iterator[Spec]:
+    """A part for each graph that is compiled; eager columns have one part."""
+    yield replace(spec, part="check", batches=())
+    part = replace(spec, part="measure")
+    if not COLUMNS[spec.column].compiled:
+        yield part
+        return
+    if COLUMNS[spec.column].generates:
+        yield replace(part, batches=(), prompts=())
+    for batch in spec.batches:
+        yield replace(part, batches=(batch,), prompts=(), generate=None)
+    if spec.prompts:
+        yield replace(part, batches=(), generate=None)
+
+
+def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> None:
+    """Runs processes until all have ended."""
+    waiting, running = list(tasks), list[_Task]()
+    capacity = _capacity(tasks[0].spec.device)
+    while waiting or running:
+        for task in list(waiting):
+            if task.loader is not None and "error" in task.loader.row:
+                task.row["error"], task.ended = task.loader.row["error"], True
+                waiting.remove(task)
+                continue
+            if not task.ready:
+                continue
+            needed = sum(_bytes(other.spec) for other in (*running, task))
+            busy = sum(other.spec.part != "load" for other in running)
+            # The first one runs whatever it needs: if it does not fit, its cells say so.
+            idle = all("shared" in other.row and any(w.loader is other for w in waiting) for other in running)
+            if not idle and (busy >= jobs or needed > capacity):
+                break  # the order is kept, or a large one would wait for ever
+            waiting.remove(task)
+            running.append(task)
+            task.start(directory, tasks.index(task))
+            bar.set_description(f"{len(running)} running, {task.name}")
+        for task in list(running):
+            if cells := task.poll():
+                bar.update(cells)
+            if task.ended:
+                running.remove(task)
+            elif task.spec.part == "load" and not any(other.loader is task for other in (*waiting, *running)):
+                task.close()
+        time.sleep(0.05)
+
+
+def _rows(specs: Sequence[Spec], tasks: Sequence[_Task]) -> Iterator[Row]:
+    """Each column's row: what its loader and its parts found."""
+    for spec in specs:
+        own = [task for task in tasks if task.spec.part != "load" and _column_of(task.spec) == _column_of(spec)]
+        row: Row = {"model": spec.model, "column": spec.column, "attention": spec.attention}
+        row["all_layers"] = config_of(spec.model).num_hidden_layers
+        loader = own[0].loader or next((task.loader for task in own if task.loader is not None), None)
+        if loader is not None:
+            row |= {key: value for key, value in loader.row.items() if key not in ("shared", "attention")}
+        row |= own[0].row
+        for kind in ("decode", "prefill"):
+            if kind in row:
+                wanted = map(str, spec.batches if kind == "decode" else spec.prompts)
+                row[kind] = {key: row[kind][key] for key in wanted if key in row[kind]}
+        yield row
+
+
+def _column_of(spec: Spec) -> tuple[str, str, str]:
+    return spec.model, spec.column, spec.attention
+
+
+def _capacity(device: str) -> float:
+    """Bytes that the processes of one moment may need together."""
+    if device != "cuda":
+        return float("inf")
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:  # a CUDA context of this process would take memory
+        return float(subprocess.run(query, capture_output=True, text=True).stdout.split()[0]) * 2**20
+    except (OSError, IndexError, ValueError):
+        return 0.0  # one after the other
+
+
+def _bytes(spec: Spec) -> float:
+    """About what a process needs on its device."""
+    if spec.column == "limits" or spec.device == "cpu":
+        return 0.0
+    weights, keys, layers = _model_bytes(spec.model, spec.layers)
+    form = COLUMNS[spec.column]
+    loaded = (0.36 if form.quantize is not None else 1.02) * weights
+    packed = 0.3 * weights if form.backend is not None else 0.0
+    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + 2e9 + 1e6 * max(spec.prompts, default=0)
+    return {"load": loaded + 2e9, "check": 4 * weights / layers + 2e9, "measure": packed + work}.get(
+        spec.part, loaded + packed + work + 8e9
+    )
+
+
+@functools.cache
+def _model_bytes(source: str, layers: int | None) -> tuple[float, float, int]:
+    """Bytes of a model in bf16, bytes of the keys and values of a token, and its layers."""
+    config: Any = config_of(source, layers)
+    heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    number = int(config.num_hidden_layers)
+    return float(tensor_bytes(skeleton(source, layers))), float(4 * heads * head_dim * number), number
