@@ -158,14 +158,16 @@ class _Column:
         """Loads the weights and shares them until the process's input ends."""
         assert self.spec.weights is not None
         model = self._load()
-        path = Path(self.spec.weights)
-        path.write_bytes(ForkingPickler.dumps(model))
-        self.emit({"shared": str(path)})
+        unfinished = Path(f"{self.spec.weights}.unfinished")
+        unfinished.write_bytes(ForkingPickler.dumps(model))
+        unfinished.rename(self.spec.weights)
         sys.stdin.read()
 
     def _attach(self) -> nn.Module:
-        """The model of another process, whose memory it is."""
+        """The model of another process, whose memory it is, as soon as that has loaded it."""
         assert self.spec.weights is not None
+        while not Path(self.spec.weights).exists():
+            time.sleep(0.05)
         model: Any = pickle.loads(Path(self.spec.weights).read_bytes())
         if self.spec.attention != "sdpa":
             model.set_attn_implementation(self.spec.attention)

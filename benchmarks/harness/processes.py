@@ -43,25 +43,22 @@ class _Task:
     results: TextIO | None = None
     log: Path | None = None
     ended: bool = False
+    weights: str | None = None  # of a loader: the file by which it shares them
 
     @property
     def name(self) -> str:
         what = {"measure": self.spec.batches or self.spec.prompts, "load": "loading", "check": "check", "all": ""}
         return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what[self.spec.part]))))
 
-    @property
-    def ready(self) -> bool:
-        return self.loader is None or "shared" in self.loader.row
-
     def start(self, directory: Path, index: int) -> None:
         results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
         results.touch()
         self.results = results.open()
         spec = replace(self.spec, lock=str(directory / "lock"))
-        if spec.part == "load":
-            spec = replace(spec, weights=str(directory / f"{index}.weights"))
-        elif self.loader is not None:
-            spec = replace(spec, weights=self.loader.row["shared"])
+        loader = self if spec.part == "load" else self.loader
+        if loader is not None:
+            loader.weights = loader.weights or str(directory / f"{index}.weights")
+            spec = replace(spec, weights=loader.weights)
         command = [*WORKER, json.dumps(asdict(spec)), str(results)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
@@ -184,12 +181,10 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
                 task.row["error"], task.ended = task.loader.row["error"], True
                 waiting.remove(task)
                 continue
-            if not task.ready:
-                continue
             needed = sum(_bytes(other.spec) for other in (*running, task))
             busy = sum(other.spec.part != "load" for other in running)
             # The first one runs whatever it needs: if it does not fit, its cells say so.
-            idle = all("shared" in other.row and any(w.loader is other for w in waiting) for other in running)
+            idle = all(other.spec.part == "load" and any(w.loader is other for w in waiting) for other in running)
             if not idle and (busy >= jobs or needed > capacity):
                 break  # the order is kept, or a large one would wait for ever
             waiting.remove(task)
@@ -197,6 +192,11 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
             task.start(directory, tasks.index(task))
             bar.set_description(f"{len(running)} running, {task.name}")
         for task in list(running):
+            if task.loader is not None and "error" in task.loader.row:  # it would wait for ever
+                task.kill()
+                task.row["error"], task.ended = task.loader.row["error"], True
+                running.remove(task)
+                continue
             if cells := task.poll():
                 bar.update(cells)
             if task.ended:
@@ -214,7 +214,7 @@ def _rows(specs: Sequence[Spec], tasks: Sequence[_Task]) -> Iterator[Row]:
         row["all_layers"] = config_of(spec.model).num_hidden_layers
         loader = own[0].loader or next((task.loader for task in own if task.loader is not None), None)
         if loader is not None:
-            row |= {key: value for key, value in loader.row.items() if key not in ("shared", "attention")}
+            row |= {key: value for key, value in loader.row.items() if key != "attention"}
         row |= own[0].row
         for kind in ("decode", "prefill"):
             if kind in row:
@@ -242,21 +242,24 @@ def _bytes(spec: Spec) -> float:
     """About what a process needs on its device."""
     if spec.column == "limits" or spec.device == "cpu":
         return 0.0
-    weights, keys, layers = _model_bytes(spec.model, spec.layers)
+    weights, keys, squares, layers = _model_bytes(spec.model, spec.layers)
     form = COLUMNS[spec.column]
-    loaded = (0.36 if form.quantize is not None else 1.02) * weights
+    loaded = (0.33 if form.quantize is not None else 1.0) * weights + 1e9
     packed = 0.3 * weights if form.backend is not None else 0.0
-    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + 2e9 + 1e6 * max(spec.prompts, default=0)
-    return {"load": loaded + 2e9, "check": 4 * weights / layers + 2e9, "measure": packed + work}.get(
-        spec.part, loaded + packed + work + 8e9
-    )
+    prompt = max(spec.prompts, default=0)
+    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 4e5 * prompt + 1.5e9
+    if spec.part == "all":
+        return loaded + packed + work + 8e9
+    return {"load": loaded, "check": 4 * weights / layers + 2e9, "measure": packed + work}[spec.part]
 
 
 @functools.cache
-def _model_bytes(source: str, layers: int | None) -> tuple[float, float, int]:
-    """Bytes of a model in bf16, bytes of the keys and values of a token, and its layers."""
+def _model_bytes(source: str, layers: int | None) -> tuple[float, float, float, int]:
+    """Bytes of a model in bf16, of the keys and values of a token, of a token's scores of a token, and its layers."""
     config: Any = config_of(source, layers)
     heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     number = int(config.num_hidden_layers)
-    return float(tensor_bytes(skeleton(source, layers))), float(4 * heads * head_dim * number), number
+    model: Any = skeleton(source, layers)
+    squares = 6.0 * config.num_attention_heads if model.config._attn_implementation == "eager" else 0.0
+    return float(tensor_bytes(model)), float(4 * heads * head_dim * number), squares, number
