@@ -1,4 +1,4 @@
-"""The benchmarks' command line: `python -m benchmarks model|gemm|layer|host|compile|nvfuser|tune|roofline [--help]`.
+"""The benchmarks' command line: `python -m benchmarks COMMAND [--help]`, with a command of `COMMANDS`.
 Called from the root of a checkout and by `make bench`; calls the chosen module of benchmarks/suites alone.
 """
 
@@ -15,6 +15,7 @@ COMMANDS = {
     "model": "whole Hugging Face models, eager and compiled, bf16 and NVFP4: the main benchmark",
     "gemm": "one NVFP4 expert GEMM, every kernel backend, beside bf16 and the roofline",
     "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
+    "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",
     "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
     "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",

@@ -18,6 +18,7 @@ from benchmarks.harness import layers
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
+from benchmarks.suites import linear
 from thunder_moe.kernels import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +71,40 @@ def test_gemm_runs_end_to_end(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "x reference" in out
     assert f"measured on {describe(torch.device('cpu'))}" in out
+
+
+def test_linear_runs_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(linear.LAYERS, "qwen3-30b-a3b o", (64, 128))
+    monkeypatch.setattr(linear, "COLD_BYTES", 100_000)
+    arguments = ["--device", "cpu", "--layers", "qwen3-30b-a3b o", "--rows", "1,3", "--rounds", "3"]
+    rows = main(["linear", *arguments, "--output", str(tmp_path)])
+    content = json.loads((tmp_path / f"linear_{HERE}.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [(row["layer"], row["rows"]) for row in rows] == [("qwen3-30b-a3b o", 1), ("qwen3-30b-a3b o", 3)]
+    assert all({"bf16", "nvfp4"} == set(row["seconds"]) for row in rows)
+    assert "x nvfp4" in capsys.readouterr().out
+    monkeypatch.setattr(linear, "_operator", lambda x, pack: torch.zeros(x.shape[0], 64))
+    with pytest.raises(RuntimeError, match="the operator is wrong"):
+        main(["linear", *arguments, "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main(["linear", *arguments, "--tune", str(tmp_path / "configs.json")])
+
+
+def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_path):
+    file = tmp_path / "configs.json"
+    old, other, new = (
+        dict(
+            capability=[9, 0],
+            swiglu=False,
+            point=[1, rows, 64, 64],
+            config=["tiled_mma", 1, 1, 1, 1, depth, False],
+            us=1,
+        )
+        for rows, depth in ((1.0, 1), (8.0, 1), (1.0, 2))
+    )
+    file.write_text(json.dumps({"environment": {"a": 1}, "entries": [old, other]}))
+    linear._write(file, [new])
+    assert json.loads(file.read_text()) == {"environment": {"a": 1}, "entries": [other, new]}
 
 
 @pytest.mark.parametrize(
