@@ -31,6 +31,7 @@ __all__ = [
     "find_layout",
     "layout_fits",
     "layout_of_blocks",
+    "layout_of_rank",
     "preferred_on",
     "scale_shape",
 ]
@@ -148,6 +149,18 @@ def block_shapes(experts: int, n: int, k: int, layout: str) -> tuple[tuple[int, 
         raise ValueError(f"layout: got {layout!r}, wanted one of {MODULE_LAYOUTS}, which modules keep")
     codes = block_shape(experts, n, k)
     return codes, (*codes[:-1], codes[-1] // _BYTES_OF_SCALE)
+
+
+def layout_of_rank(rank: int) -> str:
+    """The layout of codes (experts, ...) that have the shape of `block_shapes`, by their rank alone.
+
+    Raises:
+        ValueError: no layout has codes of this rank.
+    """
+    layout = _BY_RANK.get(rank)
+    if layout is None:
+        raise ValueError(f"qdata: got {rank} dimensions, wanted one of {tuple(_BY_RANK)}")
+    return layout
 
 
 def layout_of_blocks(qdata: Tensor, scale: Tensor) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, layout_of_rank
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn.packed import NVFP4Module
@@ -107,9 +107,19 @@ class NVFP4Linear(NVFP4Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
-        weight = self.nvfp4_weight
         mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
-        out: Tensor = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
+        out: Tensor
+        if torch.compiler.is_compiling():
+            weight = self.nvfp4_weight
+            out = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
+            return out
+        # The same without the weight (1, N, K), whose views would cost 5 us a call.
+        qdata, scale, layout = self.qdata, self.scale, LINEAR
+        if qdata.ndim > 2:
+            layout = layout_of_rank(qdata.ndim + 1)
+            qdata = qdata.view(self.out_features, self.in_features // 2)
+            scale = scale.view(self.out_features, self.in_features // BLOCK_SIZE)
+        out = mm(x, qdata.t(), scale, self.global_scale, self.bias, layout=layout)
         return out
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
