@@ -82,6 +82,11 @@ def test_columns_agree(numbers: dict) -> None:
     assert bits["thunder_nvfp4_quantize_"] == pytest.approx(bits["thunder_nvfp4"], rel=1e-4)
     relative = 100 * (bits["thunder_nvfp4"] / bits["thunder_bf16"] - 1)
     assert numbers["nvfp4_loss_relative_to_bf16_percent"] == pytest.approx(relative)
+    bf16 = numbers["columns"]["thunder_bf16"]["bits_per_byte"]
+    assert list(numbers["with_dense_layers"]) == ["attention and shared experts", "these and the head"]
+    for quality in numbers["with_dense_layers"].values():
+        assert quality["bits_per_byte"] == pytest.approx(bf16, rel=0.05)
+        assert quality["loss_relative_to_bf16_percent"] == pytest.approx(100 * (quality["bits_per_byte"] / bf16 - 1))
 
 
 @pytest.mark.slow
