@@ -378,30 +378,3 @@ def test_tokens_that_change_before_the_backward_reads_them_again():
     ours, leaf.grad = leaf.grad, None
     module(leaf * 1)[0].float().sum().backward()
     assert relative_error(ours, leaf.grad) < 0.01
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_of_each_rows_expert_are_reported(transposed):
-    """transformers' "batched_mm"."""
-    weight = nn.Parameter(torch.randn(EXPERTS, INTERMEDIATE, HIDDEN, dtype=BF16), requires_grad=False)
-
-    class Selected(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(weight.mT.contiguous(), requires_grad=False) if transposed else weight
-
-        def forward(self, x, ids):
-            selected = self.weight[ids]
-            if transposed:
-                return torch.bmm(x.unsqueeze(1), selected).squeeze(1)
-            return torch.bmm(selected, x.unsqueeze(-1)).squeeze(-1)
-
-    module, x, ids = Selected(), torch.randn(5, HIDDEN, dtype=BF16), torch.tensor([1, 0, 7, 7, 2])
-    compiled = torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "eager"})
-    with pytest.warns(RewriteWarning, match="weight: a batched product with the weights of each row's expert"):
-        out = compiled(x, ids)
-    assert torch.equal(out, module(x, ids))
-    (entry,) = rewrite_report(compiled)
-    assert not entry.rewritten
-    assert (entry.gemm.experts, entry.gemm.out_features, entry.gemm.in_features) == (EXPERTS, INTERMEDIATE, HIDDEN)
-    assert 'experts_implementation="thunder_moe"' in entry.reason

@@ -1,5 +1,4 @@
-"""Finds blocks that run all experts on all tokens, as transformers' Llama 4 does, though its router chose a few; and
-batched products with the weights of each row's expert, for the report.
+"""Finds blocks that run all experts on all tokens, as transformers' Llama 4 does, though its router chose a few.
 Called by rewrite.py; calls sites.py, and safety.py for the operations between the products.
 
     scores = sigmoid(full(-inf).scatter(1, indices, values))               (T, E): 0 where the router did not choose,
@@ -26,10 +25,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import MUL, SILU, TRANSPOSE, Site, Weights, calls, part_of, site_of
-from thunder_moe.compilers.eligibility import Decision
 from thunder_moe.compilers.gate_up import is_interleaved
 
-__all__ = ["DenseExperts", "Routing", "find_dense_experts", "find_selected_experts"]
+__all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
 aten = torch.ops.aten
 _BMM = {torch.bmm, aten.bmm.default, "bmm"}
@@ -44,10 +42,6 @@ _TOPK = {torch.topk, aten.topk.default, "topk"}
 _SUM = {torch.sum, aten.sum.dim_IntList, "sum"}
 _SCATTER_ARGUMENTS = ("input", "dim", "index", "src")
 _DENSE = "a batched product over all experts"
-_SELECTED = (
-    "a batched product with the weights of each row's expert (transformers' \"batched_mm\", which generate() takes on a"
-    ' GPU in place of "grouped_mm"): choose experts_implementation="thunder_moe", or quantize_ the model'
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,25 +114,6 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
             blocks.append(DenseExperts((first, second), None, f"{_DENSE}: {difference}"))
     alone = [DenseExperts((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
     return blocks + [single for single in alone if single.sites[0].node not in covered]
-
-
-def find_selected_experts(scope: Scope, weights: Weights) -> list[Decision]:
-    """What becomes of batched GEMMs whose weights are a parameter's rows, one expert for each row: they stay."""
-    found = []
-    for node in scope.graph.nodes:
-        if not calls(node, _BMM) or len(node.args) != 2 or node.kwargs:
-            continue
-        # (S, N, K) @ (S, K, 1) or (S, 1, K) @ (S, K, N)
-        for selected, row, transposed in ((*node.args, False), (*node.args[::-1], True)):
-            taken = calls(selected, {operator.getitem}) and isinstance(selected.args[1], fx.Node)
-            weight, rows = value_of(selected.args[0]) if taken else None, value_of(row)
-            if weight is None or weight.ndim != 3 or rows is None or is_in_a_function_transform(weight):
-                continue
-            if weights.behind(weight)[0] is not None and value_of(selected.args[1]).ndim == 1:
-                site = site_of(node, scope, weight if transposed else weight.mT, rows, rows.shape[0], weights)
-                found.append((site.gemm, "16-bit", site.reason or _SELECTED))
-                break
-    return found
 
 
 def _swiglu(second: Site, sites: dict[fx.Node, Site]) -> tuple[Site, set[fx.Node]]:

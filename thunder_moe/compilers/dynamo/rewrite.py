@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
-from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts, find_selected_experts
+from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
+from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
 from thunder_moe.compilers.report import AttentionEntry
@@ -157,7 +158,7 @@ def rewrite(
         for scope in scopes
         for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
     ]
-    rewrites = any(plan.calls or plan.dense for plan in plans)
+    rewrites = any(plan.calls or plan.dense or plan.selected for plan in plans)
     written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
 
     def handle(node: fx.Node) -> int | Tensor:
@@ -196,6 +197,10 @@ def rewrite(
         for block in plan.dense:
             if block.routing is not None:
                 _route(block.sites[0], block.routing, *map(packed_inputs, block.sites))
+        routes: dict[fx.Node, list[fx.Node]] = {}
+        for products in plan.selected:
+            gate_up = [] if products.swiglu is None else [packed_inputs(products.swiglu)]
+            _sort(products, routes, *gate_up, packed_inputs(products.sites[-1]))
     for found in repeated:
         if found.entry.decision == "grouped":
             group_heads(found)
@@ -246,11 +251,12 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
 
 @dataclass(frozen=True)
 class _Plan:
-    """The decisions on one graph: `calls` and `dense` are rewritten, `to_train` get our gradient."""
+    """The decisions on one graph: `calls`, `dense` and `selected` are rewritten, `to_train` get our gradient."""
 
     sites: list[Site]
     calls: list[Site | SwiGLUNodes]
     dense: list[DenseExperts]
+    selected: list[SelectedExperts]
     to_train: list[Site]
     decisions: list[Decision]
 
@@ -269,11 +275,14 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    decisions += find_selected_experts(scope, weights)
+    selected, products = find_selected_experts(scope, weights)
+    fused_products = {block.sites[0] for block in selected if block.swiglu is not None}
+    decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
     return _Plan(
-        [*sites, *(site for block in dense for site in block.sites)],
+        [*sites, *products, *(site for block in dense for site in block.sites)],
         [*blocks, *(site for site in eligible if site not in fused)],
         dense,
+        selected,
         [site for site in sites if site.reason is not None and _trains(site)],
         decisions,
     )
@@ -343,6 +352,30 @@ def _route(first: Site, routing: Routing, gate_up: _Packed, down: _Packed) -> No
         arguments = (tokens, *gate_up.nodes, offsets, row_slot, scale)
         rows = graph.call_function(_GROUPED_SWIGLU, arguments, gate_up.options)
     _replace(first.scope, routing.total, _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options)
+
+
+def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed: _Packed) -> None:
+    """Puts routing and grouped GEMMs in the place of batched ones with the weights of each row's expert.
+
+    Args:
+        block: the products.
+        routes: what blocks before have made of the ids: rows' slots, offsets, slots' rows.
+        *packed: of gate and up if there is a SwiGLU, and of the last product.
+    """
+    first, last = block.sites[0], block.sites[-1]
+    graph = first.scope.graph
+    rows, _, ids = first.operands
+    with graph.inserting_before(last.node):
+        if ids not in routes:
+            slots = graph.call_method("unsqueeze", (ids, 1))
+            route = graph.call_function(_OPS.moe_route.default, (slots, first.gemm.experts))
+            routes[ids] = [graph.call_function(operator.getitem, (route, part)) for part in range(3)]
+        row_slot, offsets, slot_row = routes[ids]
+        if block.swiglu is None:
+            rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
+        else:
+            rows = graph.call_function(_GROUPED_SWIGLU, (rows, *packed[0].nodes, offsets, row_slot), packed[0].options)
+    _replace(last.scope, last.node, _COMBINE, (rows, *packed[-1].nodes, offsets, slot_row), packed[-1].options)
 
 
 def _erase(scope: Scope, node: fx.Node) -> None:

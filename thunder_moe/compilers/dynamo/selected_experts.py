@@ -1,0 +1,142 @@
+"""Finds batched products of rows with the weights of each row's expert, as transformers' "batched_mm" makes them.
+Called by rewrite.py; calls sites.py, and safety.py for the operations between the products.
+
+    y = bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1)      gate_up (E, N, K), rows (S, K), ids (S,)
+    z = bmm(down[ids], (silu(gate) * up).unsqueeze(-1)).squeeze(-1), [gate | up] = y
+
+A weight (E, K, N) likewise, bmm(rows.unsqueeze(1), weight[ids]).squeeze(1). generate() puts this in the place of
+"grouped_mm" while it decodes on a GPU: it copies an expert's weights for each of its rows.
+Legend: S rows, E experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.scopes import Scope, value_of
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, calls, find_swiglu, only_user, site_of
+
+__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
+
+aten = torch.ops.aten
+_BMM = {torch.bmm, aten.bmm.default, "bmm"}
+_UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
+_SQUEEZE = {torch.squeeze, aten.squeeze.dim, "squeeze"}
+_SAME_IDS = {torch.reshape, aten.view.default, aten.reshape.default, "view", "reshape", "flatten", "contiguous", "long"}
+_CLAMP = {torch.clamp, aten.clamp.default, "clamp"}
+_TOPK = {torch.topk, aten.topk.default, "topk"}
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedSite(Site):
+    """Such a product; `node` is its result (S, N).
+
+    Attributes:
+        ids: node of the experts of its rows (S,).
+        nodes: all nodes that it consists of.
+    """
+
+    ids: Any = None
+    nodes: frozenset[fx.Node] = frozenset()
+
+    @property
+    def operands(self) -> tuple[Any, Any, Any]:
+        """(rows, the selected weights, ids) as they are now."""
+        product: Any = self.node.args[0]
+        rows, selected = product.args if calls(product.args[0], _UNSQUEEZE) else product.args[::-1]
+        return rows.args[0], selected, selected.args[1]
+
+
+@dataclass(frozen=True, eq=False)
+class SelectedExperts:
+    """One such product, or two around a SwiGLU; `swiglu` is None for one."""
+
+    sites: tuple[SelectedSite, ...]
+    swiglu: SwiGLUNodes | None = None
+
+
+def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[SelectedExperts], list[SelectedSite]]:
+    """The products of a graph as dynamo gives it to a backend: (those to rewrite, all)."""
+    sites = [site for node in scope.graph.nodes if (site := _site(node, scope, weights)) is not None]
+    eligible = {site.node: site for site in sites if site.reason is None}
+    swiglus, _ = find_swiglu(scope, list(eligible.values()))
+    blocks: list[SelectedExperts] = []
+    for swiglu in swiglus:
+        first = swiglu.sites[0]
+        second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
+        if len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
+            continue
+        whole = only_user(swiglu.product, _unsqueezed(second)) and second.ids is first.ids
+        if whole and _change(scope, (first, second), swiglu.product) is None:
+            blocks.append(SelectedExperts((first, second), swiglu))
+    fused = {site for block in blocks for site in block.sites}
+    return blocks + [SelectedExperts((site,)) for site in eligible.values() if site not in fused], sites
+
+
+def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
+    product: Any = node.args[0] if calls(node, _SQUEEZE) and node.args else None
+    if not calls(product, _BMM) or len(product.args) != 2 or product.kwargs or not only_user(product, node):
+        return None
+    for selected, row, transposed in ((*product.args, False), (*product.args[::-1], True)):
+        if not calls(selected, {operator.getitem}) or not isinstance(selected.args[1], fx.Node):
+            continue
+        source, ids = selected.args
+        weight, rows, of_rows = value_of(source), _rows(row, 1 if transposed else 2), value_of(ids)
+        if not all(isinstance(value, Tensor) for value in (weight, rows, of_rows)) or of_rows.ndim != 1:
+            continue
+        squeezed = (*node.args[1:], *node.kwargs.values()) in (((1,), (-2,)) if transposed else ((2,), (-1,)))
+        if not squeezed or weight.ndim != 3 or rows.ndim != 2 or is_in_a_function_transform(weight):
+            continue
+        if weights.behind(weight)[0] is None:
+            continue
+        found = site_of(node, scope, weight if transposed else weight.mT, rows, rows.shape[0], weights)
+        site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
+        reason = site.reason or _reason_against_ids(ids, site.gemm.experts) or _change(scope, (site,))
+        return SelectedSite(**{**vars(site), "reason": reason})
+    return None
+
+
+def _rows(node: Any, dim: int) -> Any:
+    """The example value of (S, K), which a node unsqueezes at this dim."""
+    right = calls(node, _UNSQUEEZE) and (*node.args[1:], *node.kwargs.values()) in ((dim,), (dim - 3,))
+    return value_of(node.args[0]) if right else None
+
+
+def _unsqueezed(site: SelectedSite) -> fx.Node:
+    return next(node for node in site.nodes if calls(node, _UNSQUEEZE))
+
+
+def _reason_against_ids(ids: Any, experts: int) -> str | None:
+    """Why rows may not be sorted by these ids: an index may be negative, and may be an error."""
+    while calls(ids, _SAME_IDS) and isinstance(ids.args[0], fx.Node):
+        ids = ids.args[0]
+    if calls(ids, _CLAMP):
+        bounds = {**dict(zip(("input", "min", "max"), ids.args, strict=False)), **ids.kwargs}
+        if (bounds.get("min"), bounds.get("max")) == (0, experts - 1):
+            return None
+    top: Any = ids.args[0] if calls(ids, {operator.getitem}) and ids.args[1] == 1 else None
+    of = value_of(top.args[0]) if calls(top, _TOPK) and top.args else None
+    if of is None or of.shape[-1] != experts:
+        return "a batched product with the weights of each row's expert, which no top-k over all experts chose"
+    return None
+
+
+def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) -> str | None:
+    """Why grouped GEMMs at the last of some products may not replace them all."""
+    nodes = frozenset().union(*(site.nodes for site in sites)) | {*between}
+    positions = {scope.positions[node] for node in nodes}
+    rows, selected, ids = sites[0].operands
+    # A view of the result may be changed in place, by a bias, after the last product.
+    inner = [value_of(node) for node in nodes - {sites[-1].node}]
+    names = dict.fromkeys(storages_of(inner), "an intermediate")
+    names |= dict.fromkeys(storages_of(value_of(rows)), "the rows")
+    names |= dict.fromkeys(storages_of(value_of(ids)), "the experts")
+    for storage in storages_of(value_of(selected.args[0])):
+        names.pop(storage, None)  # of the weight, which `decline_reason` is about
+    return scope.program.reason_against_fusing(positions, names)
