@@ -46,6 +46,20 @@ def test_decodes_as_the_exporting_library(export):
         assert torch.equal(decoded(checkpoint.read_dense_weight(name))[0], checkpoint.read_dense(name, torch.float32))
 
 
+@pytest.mark.parametrize("export", EXPORTS)
+def test_the_default_dtype_makes_no_difference(export):
+    """transformers' from_pretrained makes the model's dtype torch's default while it builds."""
+    checkpoint = Checkpoint(DATA / export)
+    expected = checkpoint.read_experts(checkpoint.experts[0])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = checkpoint.read_experts(checkpoint.experts[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same_bits(got.gate_up, expected.gate_up)
+    assert_same_bits(got.down, expected.down)
+
+
 def dense_modules(export):
     names = ("gate_proj", "up_proj", "down_proj") if export == "modelopt_llama4" else ()
     shared = {f"model.layers.0.feed_forward.shared_expert.{name}" for name in names}

@@ -109,6 +109,24 @@ def test_non_contiguous_weight():
     assert torch.equal(quantize(weight.mT).qdata, quantize(weight.mT.contiguous()).qdata)
 
 
+@pytest.fixture(params=[torch.bfloat16, torch.float64])
+def default_dtype(request):
+    """As in transformers' from_pretrained, which makes the model's dtype torch's default while it builds."""
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("scale_search", [None, "mse"])
+def test_the_default_dtype_makes_no_difference(default_dtype, scale_search):
+    weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    got = quantize(weight, scale_search=scale_search)
+    torch.set_default_dtype(torch.float32)
+    expected = quantize(weight, scale_search=scale_search)
+    assert torch.equal(got.qdata, expected.qdata) and torch.equal(bits(got.scale), bits(expected.scale))
+    assert got.global_scale.dtype == torch.float32 and torch.equal(got.global_scale, expected.global_scale)
+
+
 def test_chunks_do_not_change_the_result(monkeypatch):
     weight = torch.randn(2, 100, 64)
     whole = quantize(weight)

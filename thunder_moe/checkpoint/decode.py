@@ -73,7 +73,7 @@ def _stack(
     shape = (len(experts), len(parts), n)
     qdata = torch.empty(*shape, half, dtype=torch.uint8)
     scale = torch.empty(*shape, 2 * half // BLOCK_SIZE, dtype=torch.uint8)
-    global_scale = torch.empty(shape[:2])
+    global_scale = torch.empty(shape[:2], dtype=torch.float32)
     biases: list[torch.Tensor] = []
     for expert in experts:
         for index, part in enumerate(parts):

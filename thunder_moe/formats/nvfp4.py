@@ -64,7 +64,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
     weight = weight.detach()
-    amax = torch.zeros(experts, device=weight.device)
+    amax = torch.zeros(experts, dtype=torch.float32, device=weight.device)
     if n > 0:
         amax = torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
     check_finite(amax)
@@ -172,7 +172,7 @@ def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) 
     """Of each block's scale and those `_SCALE_STEPS` away, the one of least squared error; ties keep the first."""
     usual = scale.view(torch.uint8).int()
     relative = magnitudes / global_scale  # at most 2688, so that no square leaves the floats
-    best, least = scale.view(torch.uint8), torch.full(scale.shape, torch.inf, device=scale.device)
+    best, least = scale.view(torch.uint8), torch.full_like(scale, torch.inf, dtype=torch.float32)
     for step in (0, *_SCALE_STEPS):
         bits = (usual + step).clamp_(0, 126).to(torch.uint8)  # 126 is 448, 127 is NaN
         tried = bits.view(torch.float8_e4m3fn)

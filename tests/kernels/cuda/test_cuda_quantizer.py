@@ -55,6 +55,18 @@ def test_the_same_bytes(device, dtype, scale_search):
     same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
 
 
+@pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_makes_no_difference(device, default_dtype):
+    weight = awkward(torch.bfloat16)
+    expected = quantize(weight)
+    torch.set_default_dtype(default_dtype)
+    try:
+        got = quantizer.quantize(weight.to(device))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    same(got, expected)
+
+
 def test_strides_chunks_and_shapes(device, monkeypatch):
     monkeypatch.setattr(quantizer, "_COPY_BYTES", 40000)
     for weight in (

@@ -353,7 +353,7 @@ def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     qdata = (torch.arange(n * k // 2) * 167 % 256).to(torch.uint8).view(1, n, k // 2)
     scale = torch.ones(1, n, k // 16).to(torch.float8_e4m3fn)
     activation = (torch.arange(max(ROWS) * k) % 31 - 15).to(dtype).view(-1, k)
-    return activation, activation.new_empty(max(ROWS), n), qdata, scale, torch.ones(1)
+    return activation, activation.new_empty(max(ROWS), n), qdata, scale, torch.ones(1, dtype=torch.float32)
 
 
 # ---- build and load ----

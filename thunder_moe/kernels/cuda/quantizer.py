@@ -42,7 +42,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     amax = torch.zeros(experts, dtype=torch.int32, device=weight.device)
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
-    global_scale = torch.ones(experts, device=weight.device)
+    global_scale = torch.ones(experts, dtype=torch.float32, device=weight.device)
     dtype = DTYPE_CODES[weight.dtype]
     kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {search}>"
     contiguous = weight.is_contiguous() and weight.data_ptr() % 16 == 0
