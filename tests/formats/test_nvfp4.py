@@ -123,8 +123,10 @@ def test_the_default_dtype_makes_no_difference(default_dtype, scale_search):
     got = quantize(weight, scale_search=scale_search)
     torch.set_default_dtype(torch.float32)
     expected = quantize(weight, scale_search=scale_search)
-    assert torch.equal(got.qdata, expected.qdata) and torch.equal(bits(got.scale), bits(expected.scale))
-    assert got.global_scale.dtype == torch.float32 and torch.equal(got.global_scale, expected.global_scale)
+    assert torch.equal(got.qdata, expected.qdata)
+    assert torch.equal(bits(got.scale), bits(expected.scale))
+    assert got.global_scale.dtype == torch.float32
+    assert torch.equal(got.global_scale, expected.global_scale)
 
 
 def test_chunks_do_not_change_the_result(monkeypatch):
