@@ -146,10 +146,13 @@ class Llama4MoE(nn.Module):
 
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
         """(T, H) -> (T, H): the routed experts without the shared one, weighted by the router."""
-        logits_TA, ids_TA = self.router(x_TH).topk(self.top_k, dim=-1)  # A = top_k
-        weights = weights_to_fuse(self.routed_experts)
+        logits_TE, weights = self.router(x_TH), weights_to_fuse(self.routed_experts)
         if weights is not None:
-            return moe_experts(x_TH, ids_TA, torch.sigmoid(logits_TA.float()), *weights, weight_on_input=True)
+            scores_TA, ids_TA, *order = torch.ops.thunder_moe.moe_router(
+                logits_TE, top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
+            )
+            return moe_experts(x_TH, ids_TA, scores_TA, *weights, weight_on_input=True, order=tuple(order))
+        logits_TA, ids_TA = logits_TE.topk(self.top_k, dim=-1)  # A = top_k
         order_M, offsets_E = sort_by_expert(ids_TA.reshape(-1), self.num_experts)
         weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]
         rows_MH = x_TH[order_M // self.top_k] * weight_M[:, None]
