@@ -22,6 +22,7 @@ __all__ = [
     "RewriteEntry",
     "RewriteReport",
     "RewriteWarning",
+    "RouterEntry",
     "record",
     "record_later",
     "rewrite_report",
@@ -79,16 +80,44 @@ class AttentionEntry:
 
 
 @dataclass(frozen=True)
+class RouterEntry:
+    """One router in a graph of torch.compile: softmax and top-k.
+
+    Attributes:
+        graph: which of the function's graphs, 0 for the first one compiled.
+        experts: E.
+        top_k: the experts of a token.
+        tokens: T, None when it varies from call to call.
+        decision: "moe_router" or "as written".
+        reason: why.
+        where: file:line of the call of torch.topk, where the compiler tells.
+    """
+
+    graph: int
+    experts: int
+    top_k: int
+    tokens: int | None
+    decision: str
+    reason: str
+    where: str | None = None
+
+
+Others = AttentionEntry | RouterEntry
+
+
+@dataclass(frozen=True)
 class RewriteReport:
     """The grouped GEMMs of all graphs of a compiled function; prints as a table.
 
     Attributes:
         entries: the grouped GEMMs, over which it iterates too.
         attention: attention that repeats keys and values, or would have without the rewrite.
+        routers: softmax and top-k that `moe_router` computes, or could.
     """
 
     entries: tuple[RewriteEntry, ...]
     attention: tuple[AttentionEntry, ...] = ()
+    routers: tuple[RouterEntry, ...] = ()
 
     @property
     def rewritten(self) -> tuple[RewriteEntry, ...]:
@@ -110,14 +139,18 @@ class RewriteReport:
                 str(entry.graph), gemm.weight or "?", sizes, _number(gemm.rows), entry.decision,
                 _at(entry.reason, gemm.where),
             ))  # fmt: skip
-        gemms = _table(rows) if self.entries else "no grouped GEMM was compiled"
-        if not self.attention:
-            return gemms
+        tables = [_table(rows) if self.entries else "no grouped GEMM was compiled"]
         rows = [("graph", "heads / key heads x width", "keys", "attention", "reason")]
         for each in self.attention:
             heads = f"{each.heads} / {each.key_heads} x {each.head_dim}"
             rows.append((str(each.graph), heads, _number(each.keys), each.decision, _at(each.reason, each.where)))
-        return f"{gemms}\n\n{_table(rows)}"
+        tables += [_table(rows)] if self.attention else []
+        rows = [("graph", "experts / top-k", "tokens", "router", "reason")]
+        for one in self.routers:
+            sizes = f"{one.experts} / {one.top_k}"
+            rows.append((str(one.graph), sizes, _number(one.tokens), one.decision, _at(one.reason, one.where)))
+        tables += [_table(rows)] if self.routers else []
+        return "\n\n".join(tables)
 
 
 def _number(size: int | None) -> str:
@@ -136,11 +169,11 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 @dataclass(frozen=True)
 class _Graph:
     """One graph: a call that lists its entries, the line of its code where it was traced (torch.compile), and its
-    attention."""
+    attention and routers."""
 
     entries: Callable[[], list[RewriteEntry]]
     frame: tuple[str, int] | None = None
-    attention: tuple[AttentionEntry, ...] = ()
+    others: tuple[Others, ...] = ()
 
 
 class _Graphs:
@@ -168,7 +201,7 @@ def record(
     owner: Any,
     decisions: list[Decision],
     frame: tuple[str, int] | None = None,
-    attention: Sequence[AttentionEntry] = (),
+    others: Sequence[Others] = (),
 ) -> None:
     """Keeps what was decided on a graph's (gemm, decision, reason); warns while nothing at all was rewritten.
 
@@ -176,13 +209,13 @@ def record(
         owner: of the compiled function (see _GRAPHS); None when it is not known.
         decisions: (gemm, decision, reason) of each grouped GEMM of the graph.
         frame: file and line of the code that the graph was traced from, where graphs can be shared by functions.
-        attention: what was decided on the graph's attention; `graph` is set here.
+        others: what was decided on the graph's attention and routers; `graph` is set here.
     """
     graphs = _graphs_of(owner) if owner is not None else []
     entries = [RewriteEntry(len(graphs), *decision) for decision in decisions]
     # A fragment beside the experts is no reason to warn.
     silent = not entries and any(entry.rewritten for graph in graphs for entry in graph.entries())
-    graphs.append(_Graph(lambda: entries, frame, tuple(replace(each, graph=len(graphs)) for each in attention)))
+    graphs.append(_Graph(lambda: entries, frame, tuple(replace(each, graph=len(graphs)) for each in others)))
     if silent or any(entry.rewritten for entry in entries):
         return
     names: dict[str, list[str]] = {}
@@ -232,8 +265,12 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     graphs = _GRAPHS[id(owner)].graphs if id(owner) in _GRAPHS else _shared_graphs(owner, codes)
     if not graphs:
         raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
-    attention = tuple(entry for graph in graphs for entry in graph.attention)
-    return RewriteReport(tuple(entry for graph in graphs for entry in graph.entries()), attention)
+    others = [entry for graph in graphs for entry in graph.others]
+    return RewriteReport(
+        tuple(entry for graph in graphs for entry in graph.entries()),
+        tuple(entry for entry in others if isinstance(entry, AttentionEntry)),
+        tuple(entry for entry in others if isinstance(entry, RouterEntry)),
+    )
 
 
 def _shared_graphs(owner: Any, codes: list[CodeType]) -> list[_Graph]:

@@ -19,11 +19,12 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_sites, find_swiglu, quantized_gemm
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
-from thunder_moe.compilers.report import AttentionEntry
+from thunder_moe.compilers.report import Others
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -136,7 +137,7 @@ class Rewritten:
 
 def rewrite(
     gm: fx.GraphModule, example_inputs: Sequence[Any], attention: bool | None = None
-) -> tuple[Rewritten, list[Decision], list[AttentionEntry]]:
+) -> tuple[Rewritten, list[Decision], list[Others]]:
     """Rewrites dynamo's graph and those nested in it, in place.
 
     Args:
@@ -145,7 +146,7 @@ def rewrite(
         attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
 
     Returns:
-        What the graph takes now; what was decided on each GEMM, and on such attention.
+        What the graph takes now; what was decided on each GEMM, and on such attention and routers.
     """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
@@ -158,6 +159,8 @@ def rewrite(
         for scope in scopes
         for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
     ]
+    routers = [found for scope in scopes for found in find_routers(scope)]
+    programs = [scope.program for scope in scopes]
     rewrites = any(plan.calls or plan.dense or plan.selected for plan in plans)
     written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
 
@@ -205,6 +208,11 @@ def rewrite(
         if found.entry.decision == "grouped":
             group_heads(found)
             _erase(found.scope, found.node)
+    for router, entry in routers:
+        if entry.decision == "moe_router":
+            fuse_router(router)
+    for scope, program in zip(scopes, programs, strict=True):
+        share_orders(scope.graph, program)
     packed_weights = dict.fromkeys(weight for key in packs for weight in key[2:])
     dropped = {node for node in packed_weights if node.op == "placeholder" and not node.users}
     for node in dropped:
@@ -223,7 +231,7 @@ def rewrite(
         enables_grad=not torch.is_grad_enabled()
         and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
     )
-    return rewritten, decisions, [found.entry for found in repeated]
+    return rewritten, decisions, [*(found.entry for found in repeated), *(entry for _, entry in routers)]
 
 
 def _written_inputs(root: Scope, weights: Weights) -> list[fx.Node]:

@@ -1,0 +1,269 @@
+"""The torch.compile backend on routers written in torch's operations: what is fused, its numbers, what is left.
+Called by pytest; judged by the same code without the backend, by the report, and by the operators of the graph.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import relative_error
+
+from thunder_moe import RewriteWarning, moe_experts, rewrite_report
+from thunder_moe.formats.nvfp4 import quantize
+
+T, E, A = 7, 12, 3
+pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
+
+
+def qwen(logits):
+    values, ids = torch.topk(F.softmax(logits, dtype=torch.float, dim=-1), A, dim=-1)
+    values /= values.sum(dim=-1, keepdim=True)
+    return values.to(logits.dtype), ids
+
+
+def mixtral(logits):
+    values, ids = F.softmax(logits.float(), dim=1).topk(A)
+    return values / torch.sum(values, -1, True), ids
+
+
+def olmoe(logits):
+    values, ids = torch.topk(torch.softmax(logits, -1, torch.float32), A, dim=1, sorted=False)
+    return values.type_as(logits), ids
+
+
+def gpt_oss(logits):
+    values, ids = torch.topk(logits, A, dim=-1)
+    return F.softmax(values, dim=1, dtype=values.dtype), ids
+
+
+def granite(logits):
+    values, ids = logits.float().topk(A, dim=-1)
+    return torch.softmax(values, dim=-1).type_as(logits), ids
+
+
+def with_epsilon_and_scale(logits):
+    values, ids = F.softmax(logits.float(), -1).topk(A, -1)
+    return values / (values.sum(-1, keepdim=True) + 1e-3) * 2.5, ids
+
+
+FUSED = {
+    qwen: dict(normalize=True),
+    mixtral: dict(normalize=True),
+    olmoe: dict(normalize=False),
+    gpt_oss: dict(normalize=True),
+    granite: dict(normalize=True),
+    with_epsilon_and_scale: dict(normalize=True, epsilon=1e-3, scale=2.5),
+}
+
+
+@pytest.fixture
+def targets():
+    """Names of what the inner compiler "listing" gets to see."""
+    seen = []
+
+    def listing(gm, inputs):
+        nodes = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method")]
+        seen.extend((str(node.target), dict(node.kwargs)) for node in nodes)
+        return gm
+
+    torch._dynamo.register_backend(listing, name="listing")
+    yield seen
+    del torch._dynamo.backends.registry._COMPILER_FNS["listing"]
+
+
+def routing(targets):
+    """The routing operators among them."""
+    return [name.split(".")[1] for name, _ in targets if name.startswith("thunder_moe.moe_rout")]
+
+
+def compiled(function, inner="aot_eager", **options):
+    return torch.compile(
+        function, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner}, **options
+    )
+
+
+def decision(function):
+    (entry,) = rewrite_report(function).routers
+    assert (entry.experts, entry.top_k) == (E, A)
+    return entry.decision
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
+def test_a_router_is_one_operator(function, dtype, targets):
+    logits = torch.randn(T, E).to(dtype)
+    fast = compiled(function, "listing")
+    scores, ids = fast(logits)
+    assert decision(fast) == "moe_router"
+    ((name, options),) = [target for target in targets if "getitem" not in target[0]]
+    assert name == "thunder_moe.moe_router.default"
+    assert {key: options[key] for key in FUSED[function]} == FUSED[function]
+    expected, expected_ids = function(logits)
+    assert scores.dtype == expected.dtype
+    dense, wanted = (torch.zeros(T, E).scatter(1, i, s.float()) for i, s in ((ids, scores), (expected_ids, expected)))
+    assert relative_error(dense, wanted) < (1e-6 if scores.dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("function", FUSED, ids=lambda function: function.__name__)
+def test_gradients(function):
+    logits = [torch.randn(T, E).requires_grad_()]
+    logits.append(logits[0].detach().requires_grad_())
+    fast = compiled(function)
+    for run, x in zip((fast, function), logits, strict=True):
+        scores, ids = run(x)
+        (scores * ids).sum().backward()
+    assert decision(fast) == "moe_router"
+    assert relative_error(logits[0].grad, logits[1].grad) < 1e-5
+
+
+def test_varying_tokens_and_inductor():
+    fast = compiled(qwen, "inductor")
+    for tokens in (5, 9):
+        logits = torch.randn(tokens, E)
+        torch._dynamo.mark_dynamic(logits, 0)
+        assert relative_error(fast(logits)[0], qwen(logits)[0]) < 1e-6
+    assert rewrite_report(fast).routers[0].tokens is None
+    assert "moe_router" in str(rewrite_report(fast))
+
+
+def probabilities_too(logits):
+    probabilities = F.softmax(logits, -1)
+    values, ids = probabilities.topk(A)
+    return values, ids, probabilities
+
+
+def values_too(logits):
+    values, ids = F.softmax(logits, -1).topk(A)
+    return values / values.sum(-1, keepdim=True), values, ids
+
+
+def logits_changed(logits):
+    logits = logits * 2
+    probabilities = F.softmax(logits, -1)
+    logits.zero_()
+    return probabilities.topk(A)
+
+
+def smallest(logits):
+    return F.softmax(logits, -1).topk(A, largest=False)
+
+
+def by_column(logits):
+    return F.softmax(logits, -1).topk(A, dim=0)
+
+
+def softmax_of_columns(logits):
+    return F.softmax(logits, 0).topk(A)
+
+
+def three_dimensions(logits):
+    return F.softmax(logits[None], -1).topk(A)
+
+
+def sixteen_bit_probabilities(logits):
+    return F.softmax(logits.bfloat16(), -1).topk(A)
+
+
+def no_softmax(logits):
+    return logits.topk(A)
+
+
+def other_mode(logits):
+    with torch.no_grad():
+        probabilities = F.softmax(logits, -1)
+    return probabilities.topk(A)
+
+
+def scaled_in_16_bits(logits):
+    values, ids = F.softmax(logits, -1).topk(A)
+    return values.bfloat16() * 0.3, ids
+
+
+@pytest.mark.parametrize(
+    ("function", "fused"),
+    [
+        (probabilities_too, True),
+        (values_too, True),
+        (scaled_in_16_bits, True),
+        (logits_changed, False),
+        (smallest, None),
+        (by_column, None),
+        (softmax_of_columns, None),
+        (three_dimensions, None),
+        (sixteen_bit_probabilities, None),
+        (no_softmax, None),
+        (other_mode, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_other_code_computes_what_it_says(function, fused):
+    logits = torch.randn(T, E, requires_grad=True)
+    fast = compiled(function)
+    results, expected = fast(logits), function(logits)
+    for actual, wanted in zip(results, expected, strict=True):
+        assert actual.requires_grad == wanted.requires_grad
+        assert torch.equal(actual, wanted) or relative_error(actual, wanted) < 4e-3
+    routers = rewrite_report(fast).routers
+    assert [entry.decision for entry in routers] == ([] if fused is None else ["moe_router" if fused else "as written"])
+    if fused is False:
+        assert "in place" in routers[0].reason or "grad mode" in routers[0].reason
+
+
+def test_too_many_experts_stay():
+    fast = compiled(lambda logits: F.softmax(logits, -1).topk(2))
+    fast(torch.randn(2, 600))
+    (entry,) = rewrite_report(fast).routers
+    assert (entry.decision, entry.reason) == (
+        "as written", "it chooses 2 of 600; the kernels, up to 32 of 512"
+    )  # fmt: skip
+
+
+def test_experts_behind_it_take_its_order(targets):
+    gate_up, down = quantize(torch.randn(E, 64, 32)), quantize(torch.randn(E, 32, 32))
+
+    def layer(x, router):
+        scores, ids = qwen(x @ router)
+        return moe_experts(x, ids, scores, gate_up, down)
+
+    x, router = torch.randn(T, 32), torch.randn(32, E)
+    fast = compiled(layer, "listing")
+    assert relative_error(fast(x, router), layer(x, router)) < 1e-5
+    assert routing(targets) == ["moe_router"]
+
+
+def test_selected_experts_take_its_order(targets):
+    """Batched products, as transformers makes them to decode: their ids are the router's, reshaped and clamped."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up = torch.nn.Parameter(torch.randn(E, 64, 32).bfloat16(), requires_grad=False)
+            self.down = torch.nn.Parameter(torch.randn(E, 32, 32).bfloat16(), requires_grad=False)
+
+        def forward(self, x, router):
+            scores, ids = qwen(x @ router)
+            flat = ids.reshape(-1).clamp(0, E - 1)
+            rows = x.repeat_interleave(A, 0)
+            gate, up = torch.bmm(self.gate_up[flat], rows.unsqueeze(-1)).squeeze(-1).chunk(2, -1)
+            rows = torch.bmm(self.down[flat], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+            return (rows * scores.reshape(-1, 1)).view(-1, A, 32).sum(1)
+
+    x, router, layer = torch.randn(T, 32).bfloat16(), torch.randn(32, E).bfloat16(), Layer()
+    with torch.no_grad():
+        fast = compiled(layer, "listing")
+        assert relative_error(fast(x, router), layer(x, router)) < 0.2  # 4-bit weights
+    assert routing(targets) == ["moe_router"]
+    assert "thunder_moe.f16a_nvfp4weight_grouped_mm_combine.default" in [name for name, _ in targets]
+
+
+def test_changed_ids_are_sorted(targets):
+    gate_up, down = quantize(torch.randn(E, 64, 32)), quantize(torch.randn(E, 32, 32))
+
+    def layer(x, router):
+        scores, ids = qwen(x @ router)
+        ids.add_(1).remainder_(E)
+        return moe_experts(x, ids, scores, gate_up, down)
+
+    x, router = torch.randn(T, 32), torch.randn(32, E)
+    fast = compiled(layer, "listing")
+    assert relative_error(fast(x, router), layer(x, router)) < 1e-5
+    assert routing(targets) == ["moe_router", "moe_route"]
