@@ -7,10 +7,12 @@ FILE receives a JSON object per line as results come in, each a part of the colu
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import json
 import pickle
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -419,6 +421,8 @@ def _require_rewritten(forward: Any, layers: int) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """The process: a Spec as JSON, and the file for results."""
+    if sys.platform == "linux":  # PR_SET_PDEATHSIG: it ends with the process that started it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     spec = Spec(**json.loads(argv[0]))
     with Path(argv[1]).open("a") as file:
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,7 @@ class _Task:
         what = {"measure": self.spec.batches or self.spec.prompts, "load": "loading", "check": "check", "all": ""}
         return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what[self.spec.part]))))
 
-    def start(self, directory: Path, index: int) -> None:
+    def start(self, directory: Path, index: int, jobs: int) -> None:
         results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
         results.touch()
         self.results = results.open()
@@ -62,10 +63,13 @@ class _Task:
         command = [*WORKER, json.dumps(asdict(spec)), str(results)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
+        if jobs > 1:  # inductor's default is one compiler for each core and process
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * jobs))))
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment
-            )
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
+                start_new_session=True,  # an interrupt is for this process, which ends the others
+            )  # fmt: skip
 
     def poll(self) -> int:
         """Takes new results into the row, and whether the process has ended; returns how many cells they are."""
@@ -105,7 +109,6 @@ class _Task:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
 
 
 def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
@@ -122,18 +125,26 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
     limits = _Task(Spec("", "limits", device))
     tasks = [limits, *_tasks(specs, split=jobs > 1)]
     cells = sum(len(spec.batches) + len(spec.prompts) for spec in specs)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as directory, tqdm(total=cells, unit="cell") as bar:
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as directory,
+        tqdm(total=cells, unit="cell") as bar,
+    ):
         try:
             _run(tasks, jobs, Path(directory), bar)
         except KeyboardInterrupt:  # what there is, is written
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
             for task in tasks:
                 if task.process is not None and not task.ended:
                     task.poll()
                 if not task.ended:
                     task.row.setdefault("error", "interrupted")
+            signal.signal(signal.SIGINT, interrupts)
         finally:
             for task in tasks:
                 task.kill()
+            signal.signal(signal.SIGTERM, handler)
     return limits.row, list(_rows(specs, tasks[1:]))
 
 
@@ -189,7 +200,7 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
                 break  # the order is kept, or a large one would wait for ever
             waiting.remove(task)
             running.append(task)
-            task.start(directory, tasks.index(task))
+            task.start(directory, tasks.index(task), jobs)
             bar.set_description(f"{len(running)} running, {task.name}")
         for task in list(running):
             if task.loader is not None and "error" in task.loader.row:  # it would wait for ever
