@@ -13,10 +13,11 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+from transformers import masking_utils  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 from thunder_moe.integrations.huggingface import attention  # noqa: E402
-from thunder_moe.integrations.huggingface.attention import NAME, grouped_sdpa_attention  # noqa: E402
+from thunder_moe.integrations.huggingface.attention import NAME, grouped_sdpa_attention, grouped_sdpa_mask  # noqa: E402
 from thunder_moe.kernels.attention import cudnn_groups_heads, cudnn_groups_heads_of  # noqa: E402
 
 B, KEYS, WIDTH, HEADS = 3, 137, 16, 12
@@ -189,6 +190,47 @@ def test_what_is_left_to_sdpa(case):
 def test_refuses_what_sdpa_does_not_have(name):
     with pytest.raises(ValueError, match=f"{name}: .*eager"):
         grouped_sdpa_attention(layer(4), *operands(4, 1), None, **{name: 1.0})
+
+
+@pytest.mark.parametrize("padding", [None, 11, 30, 40])
+@pytest.mark.parametrize("offset", [(17, 0), (torch.tensor(17), 0), (torch.tensor([17]), 0), (23, 5)], ids=str)
+def test_masks_of_one_new_token(padding, offset, monkeypatch):
+    q_offset, kv_offset = offset
+    given = dict(
+        batch_size=3, q_length=1, kv_length=30, q_offset=q_offset, kv_offset=kv_offset, attention_mask=None,
+        mask_function=masking_utils.causal_mask_function, allow_is_causal_skip=False, dtype=torch.bfloat16,
+        use_vmap=False, device="cpu",
+    )  # fmt: skip
+    if padding is not None:
+        given["attention_mask"] = torch.rand(3, padding, generator=torch.Generator().manual_seed(0)) < 0.8
+    expected = masking_utils.sdpa_mask(**given)
+    monkeypatch.setattr(attention, "sdpa_mask", None)  # not called
+    mask = grouped_sdpa_mask(**given)
+    assert mask.dtype == torch.bool
+    assert mask.shape == (3, 1, 1, 30)
+    assert torch.equal(mask, expected)
+    assert mask.any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(q_length=4),
+        dict(allow_is_causal_skip=True),
+        dict(allow_is_bidirectional_skip=True),
+        dict(mask_function=masking_utils.sliding_window_causal_mask_function(4)),
+        dict(use_vmap=True),
+        dict(local_size=4),
+    ],
+    ids=str,
+)
+def test_other_masks_are_those_of_sdpa(changes):
+    given = dict(
+        batch_size=2, q_length=1, kv_length=9, q_offset=5, kv_offset=0, attention_mask=torch.ones(2, 9) > 0,
+        mask_function=masking_utils.causal_mask_function, allow_is_causal_skip=False, device="cpu",
+    )  # fmt: skip
+    mask, expected = (function(**{**given, **changes}) for function in (grouped_sdpa_mask, masking_utils.sdpa_mask))
+    assert (mask is None and expected is None) or torch.equal(mask, expected)
 
 
 def test_models_without_sdpa_refuse_it():
