@@ -37,7 +37,7 @@ Moe = TypeVar("Moe", bound=Llama4MoE)
 class RoutedLlama4Router(Llama4Router):
     """`Llama4Router` in one operator behind its linear layer, for a `RoutedLlama4TextMoe`."""
 
-    row_orders: RowOrders | None
+    row_orders: RowOrders
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """(T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
@@ -45,8 +45,7 @@ class RoutedLlama4Router(Llama4Router):
         scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
             logits, top_k=self.top_k, score="sigmoid", normalize=False
         )
-        if self.row_orders is not None and not (torch.compiler.is_compiling() and self._forward_hooks):
-            self.row_orders.put(ids, (row_slot, offsets, slot_row))
+        self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return scores, logits, ids
 
 

@@ -45,25 +45,29 @@ Order = tuple[Tensor, Tensor, Tensor]
 class RowOrders:
     """Hands the order of rows from a layer's router to its experts, so that they need not sort the same ids again.
 
-    The experts take it only for the very tensor of ids that the router returned, unchanged; else they sort.
+    The experts take it only for the very tensor of ids that the router returned, unchanged; else they sort. Graphs with
+    gradients have none of it: the body of a checkpoint may not change a Python object.
     """
 
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, Order] | None = None
 
-    def put(self, ids: Tensor, order: Order) -> None:
+    def put(self, ids: Tensor, order: Order, router: nn.Module) -> None:
         """Keeps the order of a router's result until the experts take it."""
         if not torch.compiler.is_compiling():
             self._last = None if ids.is_inference() else (ids, ids._version, order)
-        else:
+        elif not torch.is_grad_enabled() and not router._forward_hooks:  # a graph does not show what hooks change
             self._last = (ids, 0, order)
 
     def take(self, ids: Tensor, num_experts: int) -> Order | None:
         """The order of these ids, if it is known."""
+        compiles = torch.compiler.is_compiling()
+        if compiles and torch.is_grad_enabled():
+            return None
         last, self._last = self._last, None
         if last is None or last[0] is not ids or last[2][1].shape[0] != num_experts:
             return None
-        return last[2] if torch.compiler.is_compiling() or last[1] == ids._version else None
+        return last[2] if compiles or last[1] == ids._version else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_last": None}
@@ -131,8 +135,7 @@ class FusedRouter(nn.Module):
             scores_dtype=torch.float32 if call.scores_float else hidden_states.dtype,
             **self.router_options,
         )
-        if not (torch.compiler.is_compiling() and self._forward_hooks):  # which might change the ids: nobody would see
-            self.row_orders.put(ids, (row_slot, offsets, slot_row))
+        self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return logits, scores, ids
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -217,7 +220,8 @@ def fused_call(router: nn.Module) -> RouterCall | None:
     others = [name for name, value in vars(router).items() if name not in _OWN_STATE and not _is_setting(value)]
     if vars(router).get("_compiled_call_impl") is not None or not has_own_forward(router):
         return None
-    if any(name[0] != "_" for name in others):
+    plain = all(type(parameter) is nn.Parameter for parameter in router.parameters())
+    if not plain or any(name[0] != "_" for name in others):
         return None  # what it takes from its other attributes, a configuration say, may change
     tensors = tuple((name, tensor.shape) for name, tensor in _tensors(router))
     key = type(router), tensors, tuple((name, type(child)) for name, child in router.named_modules()), _settings(router)
