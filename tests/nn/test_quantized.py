@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from oracle import relative_error
 from torch import nn
+from torch.nn.utils import parametrize
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4GroupedLinear, NVFP4GroupedSwiGLU, quantize_
+from thunder_moe.formats.nvfp4 import quantize
 
 X = torch.linspace(-3, 3, 2 * 5 * 64).sin().view(2, 5, 64)
 
@@ -94,3 +96,16 @@ def test_experts_of_transformers_refuse_what_would_not_run():
     with pytest.raises(ValueError, match="a projection is a LoRA with hooks or a forward of its own"):
         experts(*inputs)
     assert isinstance(experts.gate_up_proj.base, NVFP4GroupedLinear)
+
+
+def test_buffers_may_be_parametrized():
+    linear = NVFP4GroupedLinear(quantize(torch.randn(2, 16, 32)))
+    x, offsets = torch.randn(3, 32), torch.tensor([1, 3], dtype=torch.int32)
+    expected = linear(x, offsets)
+
+    class Doubled(nn.Module):
+        def forward(self, scale):
+            return 2 * scale
+
+    parametrize.register_parametrization(linear, "global_scale", Doubled())
+    assert torch.equal(linear(x, offsets), 2 * expected)

@@ -111,9 +111,11 @@ class NVFP4Module(nn.Module):
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
         """The weight (E, N, K), which shares the buffers' memory."""
-        # From the dict: nn.Module looks for them everywhere else before, at half a microsecond each.
-        buffers = self._buffers
-        tensors: Any = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+        buffers: Any = self._buffers
+        try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
+            tensors = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+        except KeyError:  # parametrized
+            tensors = self.qdata, self.scale, self.global_scale
         qdata, scale, global_scale = tensors if self._of_experts else self._grouped(*tensors)
         layout = layout_of_blocks(qdata, scale)
         if layout != LINEAR:

@@ -125,13 +125,14 @@ class NVFP4Experts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = (hidden_states, top_k_index, top_k_weights)
-        modules, parameters = self._modules, self._parameters  # nn.Module's own look-up takes half a microsecond
+        modules, parameters = self._modules, self._parameters
+        try:  # nn.Module's own look-up takes half a microsecond
+            gate_up_bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
+        except KeyError:  # parametrized
+            gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
         gate_up, down = _weight_of(modules["gate_up_proj"]), _weight_of(modules["down_proj"])
         order = None if self.row_orders is None else self.row_orders.take(top_k_index, gate_up.shape[0])
-        return run_experts(
-            self, self.experts_class, self.form, inputs, gate_up, down,
-            parameters["gate_up_bias"], parameters["down_bias"], order,
-        )  # fmt: skip
+        return run_experts(self, self.experts_class, self.form, inputs, gate_up, down, gate_up_bias, down_bias, order)
 
     def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
         """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
