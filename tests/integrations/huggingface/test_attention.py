@@ -168,6 +168,20 @@ def test_cudnn_is_asked_on_cuda():
     assert not cudnn_groups_heads_of("cpu", *sizes)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kind", ["bool", "added", "added float64"])
+def test_under_thunder(queries, kind):
+    """Thunder's dtypes are not torch's."""
+    thunder = pytest.importorskip("thunder")
+    query, key, value = operands(4, queries)
+    mask = boolean_mask(B, 1, queries)
+    if kind != "bool":
+        mask = torch.where(mask, 0.5, -1e9).to(torch.float64 if "float64" in kind else torch.float32)
+    module = layer(4)
+    out = thunder.jit(lambda *given: grouped_sdpa_attention(module, *given)[0])(query, key, value, mask)
+    assert error(out, in_float64(query, key, value, mask)) < 1e-6
+
+
 def test_dropout(seen):
     query, key, value = operands(4, 1)
     grouped_sdpa_attention(layer(4), query, key, value, boolean_mask(B, 1, 1), dropout=0.25)
@@ -261,6 +275,8 @@ def generate(model, prompt, mask, **options):
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_models(name, cache, seen):
+    if (name, cache) == ("llama4", "static") and transformers.__version__.startswith("5.17."):
+        pytest.skip("transformers 5.17 fails to make the masks of Llama 4 for a static cache")
     prompt = tokens()
     mask = torch.ones_like(prompt)
     mask[0, :3] = 0

@@ -71,7 +71,7 @@ def grouped_sdpa_attention(
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f'{name}: got one, attn_implementation="{NAME}" has none; use "eager" or "flex_attention"')
-    if attention_mask is not None and attention_mask.dtype not in (torch.bool, query.dtype):
+    if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits.
         attention_mask = attention_mask.to(query.dtype)
     masked = attention_mask is not None and attention_mask.ndim == 4 and query.shape[1] > key.shape[1]
@@ -131,9 +131,9 @@ def _cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
     differentiable = query.requires_grad or key.requires_grad or value.requires_grad
     if query.device.type != "cuda" or (differentiable and torch.is_grad_enabled()):
         return False
-    if not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_compiling():
         return cudnn_groups_heads(query, key, value, mask, dropout)
-    if dropout != 0:
+    if dropout != 0 or not torch.compiler.is_dynamo_compiling():  # Thunder cannot ask
         return False
     return _cudnn_groups_heads_of(
         str(query.device), query.dtype, mask.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3],
