@@ -241,6 +241,14 @@ static uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
   return *std::min_element(all, all + 32);
 }
 
+static uint32_t __ballot_sync(uint32_t, bool value) {
+  const bool* all = exchange(value);
+  uint32_t mask = 0;
+  for (int lane = 0; lane < 32; ++lane) mask |= static_cast<uint32_t>(all[lane]) << lane;
+  return mask;
+}
+
+static int __ffs(int bits) { return __builtin_ffs(bits); }
 static int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 static uint32_t atomicMax(uint32_t* to, uint32_t value) {
   const uint32_t before = *to;

@@ -48,7 +48,7 @@ def test_16_bit_logits(emulated, dtype, scores_dtype):
 @pytest.mark.parametrize("tokens", [2, 9, 16, 17, 40, 300])
 def test_every_plan_sorts_stably(emulated, tokens, monkeypatch):
     """Few experts, so that warps and blocks share them; blocks of few tokens, so that there are many."""
-    monkeypatch.setattr(routers, "_BLOCKS", 5)
+    monkeypatch.setattr(routers, "_BLOCKS", ((2**31, 5),))
     monkeypatch.setattr(routers, "_CHOOSE", ((200, 512), (2**31, 1024)))
     logits, _, _ = make_router("mixtral", tokens)
     check(logits, None, dict(top_k=3))

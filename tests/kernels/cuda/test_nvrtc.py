@@ -32,7 +32,7 @@ OTHERS = {
             *(
                 f"{name}<{per_lane}, {by}, {threads}>"
                 for per_lane, by, name, threads in (
-                    (1, 0, "router_one_block", 128),
+                    (1, 0, "router_one_block", 1024),
                     (4, 0, "router_one_block", 512),
                     (5, 1, "router_choose", 512),
                     (8, 2, "router_one_block", 512),

@@ -56,8 +56,8 @@ DEVICE float shuffle(float value, int from) {
 DEVICE float sigmoid(float value) { return 1.0f / (1.0f + expf(-value)); }
 
 // By what the experts are chosen.
-constexpr int kByBits = 0;    // by logits of 16 bits: a key of value and index is one register, and a choice one reduction
-constexpr int kByLogit = 1;   // by float32 logits: a reduction for the value, one for the index
+constexpr int kByBits = 0;    // by logits of 16 bits: a key of value and index is one register
+constexpr int kByLogit = 1;   // by float32 logits
 constexpr int kByScore = 2;   // by scores plus bias, within groups
 
 // Of 16-bit floats, both kinds: as key_of.
@@ -67,6 +67,9 @@ DEVICE uint32_t key_of_16(uint32_t bits, bool bf16) {
 }
 
 DEVICE uint16_t bits_of_16(uint32_t key) { return static_cast<uint16_t>(key >> 15 ? key & (key == 0xFFFF ? 0xFFFF : 0x7FFF) : ~key); }
+
+// The lowest lane where it is true: that of the lowest expert, since lanes have consecutive ones.
+DEVICE int lowest_lane(bool value) { return __ffs(static_cast<int>(__ballot_sync(kAll, value))) - 1; }
 
 // The best of a lane's keys; the lowest i among equal ones.
 template <int PER_LANE>
@@ -111,8 +114,7 @@ DEVICE uint32_t group_of_experts(const RouterArguments& args, const uint32_t (&k
       for (int i = 0; i < PER_LANE; ++i)
         if (groups[i] == group && !(taken >> i & 1) && keys[i] > own) own = keys[i], index = i;
       const uint32_t key = __reduce_max_sync(kAll, own);
-      const uint32_t owner = __reduce_min_sync(kAll, own == key ? static_cast<uint32_t>(lane) : kAll);
-      if (owner == static_cast<uint32_t>(lane)) taken |= 1u << index;
+      if (lowest_lane(own == key) == lane) taken |= 1u << index;
       sum += value_of(key);
     }
     if (lane == group) mine = key_of(sum);
@@ -139,9 +141,9 @@ DEVICE void mask_groups(const RouterArguments& args, uint32_t (&keys)[PER_LANE],
   }
   uint32_t chosen = 0;
   for (int i = 0; i < args.top_groups; ++i) {
-    const uint32_t key = __reduce_max_sync(kAll, mine);
-    const uint32_t best = __reduce_min_sync(kAll, mine == key ? static_cast<uint32_t>(group) : kAll);
-    if (best == static_cast<uint32_t>(group)) mine = 0;
+    const int owner = lowest_lane(mine == __reduce_max_sync(kAll, mine));
+    const int best = whole ? owner / args.lanes_per_group : owner;
+    if (best == group) mine = 0;
     chosen |= 1u << best;
   }
 #pragma unroll
@@ -157,9 +159,11 @@ DEVICE int choose(const RouterArguments& args, int token) {
   const int exist = args.num_experts - lane * PER_LANE;  // so many of this lane's experts do
   const bool bf16 = args.logits_dtype == 1;
   uint32_t keys[PER_LANE];
-  float values[PER_LANE];
+  float values[PER_LANE], biases[PER_LANE];  // biases: loaded along with the logits
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
+    if constexpr (BY == kByScore)
+      biases[i] = i < exist && args.bias != nullptr ? load_float(args.bias, lane * PER_LANE + i, args.bias_dtype) : 0.0f;
     if constexpr (BY == kByBits) {
       keys[i] = 0;
       if (i < exist) {
@@ -196,8 +200,7 @@ DEVICE int choose(const RouterArguments& args, int token) {
     for (int i = 0; i < PER_LANE; ++i) {
       if (i >= exist) continue;
       values[i] = args.sigmoid ? sigmoid(values[i]) : values[i] / sum;
-      const float bias = args.bias == nullptr ? 0.0f : load_float(args.bias, lane * PER_LANE + i, args.bias_dtype);
-      keys[i] = key_of(values[i] + bias);
+      keys[i] = key_of(values[i] + biases[i]);
     }
     if (args.top_groups < args.num_groups) mask_groups(args, keys, key_of(args.mask_to_zero ? 0.0f : -bits_to_float(0x7F800000)));
     best = best_of_lane(keys, index);
@@ -225,9 +228,10 @@ DEVICE int choose(const RouterArguments& args, int token) {
       if (mine) keys[PER_LANE - 1] = 0;
     } else {
       const uint32_t key = __reduce_max_sync(kAll, best);
-      const uint32_t owner = __reduce_min_sync(kAll, best == key ? static_cast<uint32_t>(lane * PER_LANE + index) : kAll);
-      if (lane == a) id = static_cast<int>(owner), won = key;
-      if (owner / PER_LANE == static_cast<uint32_t>(lane)) {
+      const int owner = lowest_lane(best == key);
+      const int expert = owner * PER_LANE + __shfl_sync(kAll, index, owner);
+      if (lane == a) id = expert, won = key;
+      if (lane == owner) {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i)
           if (i == index) keys[i] = 0;
@@ -359,15 +363,24 @@ __global__ void __launch_bounds__(kThreads) router_scatter(const RouterArguments
   __shared__ int warp_total[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, experts = args.num_experts;
   int totals[PER_LANE] = {}, before[PER_LANE] = {};
-  for (int block = warp; block < static_cast<int>(gridDim.x); block += kWarps) {
-    const bool earlier = block < static_cast<int>(blockIdx.x);
+  constexpr int kAtOnce = PER_LANE <= 4 ? 8 : PER_LANE <= 8 ? 4 : 2;  // rows of counts, so that their loads overlap
+  for (int block = warp; block < static_cast<int>(gridDim.x); block += kAtOnce * kWarps) {
+    int count[kAtOnce][PER_LANE];
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int expert = lane + 32 * i;
-      const int count = expert < experts ? args.counts[static_cast<int64_t>(block) * experts + expert] : 0;
-      totals[i] += count;
-      if (earlier) before[i] += count;
-    }
+    for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        const int row = block + j * kWarps, expert = lane + 32 * i;
+        const bool exists = row < static_cast<int>(gridDim.x) && expert < experts;
+        count[j][i] = exists ? args.counts[static_cast<int64_t>(row) * experts + expert] : 0;
+      }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        totals[i] += count[j][i];
+        before[i] += block + j * kWarps < static_cast<int>(blockIdx.x) ? count[j][i] : 0;
+      }
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
