@@ -67,13 +67,14 @@ class RouterLaunch:
         by = BY_LOGIT if dtype == torch.float32 else BY_BITS
         if bias is not None or form.grouped:
             by = BY_SCORE
-        one_block = _up_to(tokens, _ONE_BLOCK) if slots <= _ONE_BLOCK_SLOTS else None
+        fits = slots <= _ONE_BLOCK_SLOTS
+        one_block = next((threads for most, threads in _ONE_BLOCK if fits and tokens <= most), None)
         per_block, blocks = tokens, 1
         if one_block is not None:
             kernels = [(f"router_one_block<{per_lane}, {by}, {one_block}>", one_block, 0)]
         else:
-            threads, wanted = _up_to(tokens, _CHOOSE), _up_to(tokens, _BLOCKS)
-            assert threads is not None and wanted is not None
+            threads = next(threads for most, threads in _CHOOSE if tokens <= most)
+            wanted = next(blocks for most, blocks in _BLOCKS if tokens <= most)
             at_once = threads // 32
             per_block = -(-tokens // (wanted * at_once)) * at_once
             blocks = -(-tokens // per_block)
@@ -119,11 +120,6 @@ class RouterLaunch:
                 *self._numbers,
             )  # fmt: skip
         return scores, expert_ids, row_slot, offsets, slot_row
-
-
-def _up_to(tokens: int, table: tuple[tuple[int, int], ...]) -> int | None:
-    """The entry of the first limit that so many tokens do not exceed."""
-    return next((value for most, value in table if tokens <= most), None)
 
 
 router_launch = functools.lru_cache(maxsize=4096)(RouterLaunch)
