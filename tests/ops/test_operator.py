@@ -57,7 +57,9 @@ def test_the_public_function_has_the_signature_and_the_documentation():
     assert "Grouped GEMM" in f16a_nvfp4weight_scaled_grouped_mm.__doc__
 
 
-def test_shapes_are_those_of_the_results():
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
+    """Views that were made in the kernel would refuse it, where F.relu(F.linear(x, w), inplace=True) does not."""
     weight = operands(quantize(torch.randn(4, 32, 48)))
     ids = torch.tensor([[0, 3], [1, 1], [2, 0]])
     row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(ids, 4)
@@ -76,9 +78,15 @@ def test_shapes_are_those_of_the_results():
     assert calls.keys() == OPERATORS.keys()
     for name, args in calls.items():
         options = dict(top_k=2) if name == "moe_router" else {}
-        results = getattr(torch.ops.thunder_moe, name)(*args, **options)
-        results = results if isinstance(results, tuple) else (results,)
-        assert tuple(tuple(result.shape) for result in results) == OPERATORS[name].shapes(*args, **options)
+        first = args[0].clone().requires_grad_(args[0].is_floating_point())
+        for grad in (False, True):
+            with use_backend(backend), torch.set_grad_enabled(grad):
+                results = getattr(torch.ops.thunder_moe, name)(first, *args[1:], **options)
+            results = results if isinstance(results, tuple) else (results,)
+            assert tuple(tuple(result.shape) for result in results) == OPERATORS[name].shapes(*args, **options)
+            assert not any(result._is_view() for result in results)
+            results[0].mul_(2)
+            assert results[0].requires_grad == (grad and first.requires_grad)
 
 
 def test_missing_and_unknown_arguments_are_type_errors():

@@ -150,11 +150,16 @@ class Operator:
             refuse_forward_ad()
         self.check(*args, **options)
         self.check_values(*args, **options)
-        return self._function(*args, **options)
+        return self._compute(*args, **options)
+
+    def _compute(self, *args: Any, **options: Any) -> Any:
+        """The results of the function, none of them a view: autograd lets nobody change views of a kernel's tensors."""
+        results = self._function(*args, **options)
+        return tuple(map(_no_view, results)) if isinstance(results, tuple) else _no_view(results)
 
     def _learn(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Callable[..., Any], bool]:
         """What to run for arguments of the kind of these, which are fit, and whether their values are to be checked."""
-        return prepare(self.name, args, options) or self._function, args[0].device.type == "cpu"
+        return prepare(self.name, args, options) or self._compute, args[0].device.type == "cpu"
 
     def _fake(self, *args: Any, **options: Any) -> Any:
         self.check(*args, **options)
@@ -227,6 +232,10 @@ def untraced(kernel: Any) -> None:
 
 for _kernel in (Operator._dispatch, Operator._run_plain):
     untraced(_kernel)
+
+
+def _no_view(result: Tensor) -> Any:
+    return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
 
 
 def _no_values(*args: Any, **options: Any) -> None:

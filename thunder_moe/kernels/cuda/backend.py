@@ -471,7 +471,10 @@ def _prepare_mm(
         bias: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        return gemm(activation, fp4_weight, scale, global_scale, None, None, None, bias).view(shape)
+        out: Tensor = torch.ops.aten._unsafe_view.default(  # a result is no view, to autograd
+            gemm(activation, fp4_weight, scale, global_scale, None, None, None, bias), shape
+        )
+        return out
 
     return run
 
