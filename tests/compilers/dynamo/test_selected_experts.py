@@ -75,7 +75,7 @@ def expected(module, x, ids=None):
 
 
 def compiled(module, **options):
-    options = dict(options={"thunder_moe.inner": "aot_eager"}, **options)
+    options = {"options": {"thunder_moe.inner": "aot_eager"}, **options}
     return torch.compile(module, backend="thunder_moe", fullgraph=True, **options)
 
 
@@ -103,7 +103,7 @@ def test_rewrites(transposed, biases, tokens):
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_on_cuda(transposed, biases, tokens):
     module, x = Selected(transposed, biases), torch.randn(tokens, HIDDEN, dtype=BF16)
-    function = compiled(module.cuda(), options={}, mode="reduce-overhead")
+    function = compiled(module.cuda(), options=None, mode="reduce-overhead")
     with torch.no_grad():
         for _ in range(3):
             out = function(x.cuda())
