@@ -259,6 +259,53 @@ def test_a_hook_that_changes_the_ids_is_heard():
     assert called.names == ["moe_router", "moe_route"] * 2
 
 
+def test_ids_that_are_changed_in_place_in_a_compiled_graph_are_sorted():
+    """By hooks of the experts, with and without a graph break behind it: no order of other ids is used."""
+
+    def of_experts(module, args):
+        args[1].add_(1).remainder_(8)
+
+    def with_break(module, args):
+        of_experts(module, args)
+        torch._dynamo.graph_break()
+
+    layer = quantize_(tiny_model("qwen3_moe")).model.layers[0].mlp
+    x = torch.randn(2, 9, 64)
+    for hook, fullgraph in ((of_experts, True), (with_break, False)):
+        handle = layer.experts.register_forward_pre_hook(hook)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            expected = layer(x)
+            compiled = torch.compile(layer, backend="eager", fullgraph=fullgraph)
+            assert relative_error(compiled(x), expected) < 1e-5
+        handle.remove()
+    with torch.no_grad():
+        assert relative_error(layer(x), expected) > 1e-2
+
+
+def test_a_router_in_float64_runs_its_own_forward():
+    layer, _ = make(*FUSED[0][:3], dtype=torch.float64)
+    own = copy.deepcopy(layer.gate)
+    assert fuse_routers(layer, RowOrders())
+    for actual, expected in zip(layer.gate(states(torch.float64)), own(states(torch.float64)), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_the_router_of_llama4_gives_hooks_and_callers_what_it_gave():
+    model = tiny_model("llama4")
+    x, seen = torch.randn(5, 64), []
+    with torch.no_grad():
+        stock = model.model.layers[0].feed_forward.router(x)
+        quantize_(model)
+        expected = model(tokens()).logits
+        router = model.model.layers[0].feed_forward.router
+        for actual, own in zip(router(x), stock, strict=True):
+            assert torch.equal(actual, own)
+        router.register_forward_hook(lambda module, args, output: seen.extend(output))
+        assert relative_error(model(tokens()).logits, expected) < 1e-5
+    assert [tuple(each.shape) for each in seen] == [(18, 8), (18, 8)]
+
+
 def test_row_orders_are_taken_once_and_by_the_same_ids_alone():
     orders, ids = RowOrders(), torch.zeros(3, 2, dtype=torch.int64)
     order = torch.zeros(6), torch.zeros(8), torch.zeros(3, 2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
 from thunder_moe.integrations.huggingface.routers import RowOrders
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
+from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.replaceable import has_hook, has_own_forward
 
@@ -35,11 +36,11 @@ Moe = TypeVar("Moe", bound=Llama4MoE)
 
 
 class RoutedLlama4Router(Llama4Router):
-    """`Llama4Router` in one operator behind its linear layer, for a `RoutedLlama4TextMoe`."""
+    """`Llama4Router` with a method for a `RoutedLlama4TextMoe`: one operator behind its linear layer."""
 
     row_orders: RowOrders
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
         logits = F.linear(hidden_states, self.weight, self.bias)
         scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
@@ -55,10 +56,11 @@ class RoutedLlama4TextMoe(Llama4TextMoe):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(B, S, H) or (T, H) -> (T, H), and the router's logits (T, E)."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        if isinstance(self.router, RoutedLlama4Router):
-            top_k_weights, router_logits, top_k_index = self.router(hidden_states)
+        router: nn.Module = self.router
+        if calls_only_its_class(router, RoutedLlama4Router):
+            top_k_weights, router_logits, top_k_index = router.choose(hidden_states)
         else:
-            router_scores, router_logits = self.router(hidden_states)  # a sigmoid at the chosen experts, elsewhere 0
+            router_scores, router_logits = router(hidden_states)  # a sigmoid at the chosen experts, elsewhere 0
             top_k_weights, top_k_index = torch.topk(router_scores, self.top_k, dim=-1)
         routed = self.experts(hidden_states, top_k_index, top_k_weights)
         return self.shared_expert(hidden_states) + routed, router_logits

@@ -14,7 +14,8 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ _SUMS = ("norm_min",)
 _EPSILONS = ("norm_topk_prob_eps",)
 _GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
 _DEFAULTS = {field.name: field.default for field in fields(RouterForm)}  # those of moe_router
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # those of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
 
@@ -50,14 +52,14 @@ class RowOrders:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, int, Order] | None = None
+        self._last: tuple[Tensor, int | str, Order] | None = None
 
     def put(self, ids: Tensor, order: Order, router: nn.Module) -> None:
-        """Keeps the order of a router's result until the experts take it."""
+        """Keeps the order of a router's result, that of the `moe_router` called last, until the experts take it."""
         if not torch.compiler.is_compiling():
             self._last = None if ids.is_inference() else (ids, ids._version, order)
         elif not torch.is_grad_enabled() and not router._forward_hooks:  # a graph does not show what hooks change
-            self._last = (ids, 0, order)
+            self._last = (ids, _traced_ids("") if torch.compiler.is_dynamo_compiling() else 0, order)
 
     def take(self, ids: Tensor, num_experts: int) -> Order | None:
         """The order of these ids, if it is known."""
@@ -67,10 +69,31 @@ class RowOrders:
         last, self._last = self._last, None
         if last is None or last[0] is not ids or last[2][1].shape[0] != num_experts:
             return None
-        return last[2] if compiles or last[1] == ids._version else None
+        if torch.compiler.is_dynamo_compiling():
+            same = isinstance(last[1], str) and last[1] == _traced_ids(last[1])
+        else:
+            same = compiles or last[1] == ids._version
+        return last[2] if same else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_last": None}
+
+
+def _ids_in_graph(known: str) -> str:
+    """Runs while dynamo traces: the ids of the graph's last `moe_router`, or those that are `known`, by the graph, the
+    node's name and how often the trace has changed them in place so far; "" where the graph has none."""
+    graph = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.graph
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem and node.args[1] == 1 and node.args[0].target in _ROUTERS:
+            found = f"{id(graph)} {node.name} "
+            if known.startswith(found) or not known:
+                return f"{found}{node.meta['example_value']._version}"
+    return ""
+
+
+_ROUTERS = (torch.ops.thunder_moe.moe_router, torch.ops.thunder_moe.moe_router.default)
+_constant: Any = torch.compiler.assume_constant_result
+_traced_ids: Callable[[str], str] = _constant(_ids_in_graph)
 
 
 @dataclass(frozen=True)
@@ -97,7 +120,7 @@ class RouterCall:
 
     def holds(self, router: Any, hidden_states: Tensor, biases: int) -> bool:
         """Whether the router still has the settings of the comparison, and these arguments are of its kind."""
-        if not self.wide and hidden_states.dtype != router.weight.dtype:
+        if hidden_states.dtype not in _DTYPES or (not self.wide and hidden_states.dtype != router.weight.dtype):
             return False
         if biases != (self.bias == "") or not (self.flattens or hidden_states.ndim == 2):
             return False
