@@ -359,3 +359,38 @@ def test_checkpoints_in_compiled_graphs(name):
         results.append([loss, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)])
     for actual, expected in zip(*results, strict=True):
         assert relative_error(actual, expected) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_float32_logits_of_16_bit_tensors_on_cuda(tokens):
+    layer, _ = make("deepseek_v3", "DeepseekV3TopkRouter", {}, torch.bfloat16)
+    own, hidden = copy.deepcopy(layer.gate).cuda(), states(torch.bfloat16, tokens).cuda()
+    fuse_routers(layer.cuda(), RowOrders())
+    with torch.no_grad():
+        actual, expected = layer.gate(hidden), own(hidden)
+    assert actual[0].dtype == torch.float32
+    assert relative_error(actual[0], expected[0]) < 1e-5
+    assert torch.equal(actual[2].sort(-1).values, expected[2].sort(-1).values)
+
+
+def test_no_float32_copies_of_weights_only_in_eager_inference_on_cuda(monkeypatch):
+    layer, _ = make("deepseek_v3", "DeepseekV3TopkRouter", {}, torch.bfloat16)
+    hidden = states(torch.bfloat16)
+    fuse_routers(layer, RowOrders())
+    with torch.no_grad():
+        expected = layer.gate(hidden)
+        assert not routers._takes_16_bits(hidden, layer.gate.weight)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        assert routers._takes_16_bits(hidden, layer.gate.weight)
+        assert not routers._takes_16_bits(hidden.float(), layer.gate.weight)
+        multiplied = []
+
+        def mm(rows, weight, out_dtype):
+            multiplied.append((rows.dtype, weight.dtype, out_dtype))
+            return rows.float() @ weight.float()
+
+        monkeypatch.setattr(torch, "mm", mm)
+        assert torch.equal(layer.gate(hidden)[1], expected[1])
+        assert multiplied == [(torch.bfloat16, torch.bfloat16, torch.float32)]
+    assert not routers._takes_16_bits(hidden, layer.gate.weight)  # with gradients
