@@ -627,7 +627,7 @@ def test_hooks_of_accelerate_survive(name):
         if module is not model:
             hooks.add_hook_to_module(module, Hook(execution_device="cpu"))
     quantize_(model)
-    assert torch.equal(logits(model), expected)
+    assert relative_error(logits(model), expected) < 1e-6  # behind a hook Llama 4's router keeps its own operations
     assert seen.count("NVFP4Experts") == len(ARCHITECTURES[name][2])
     decoded = dequantize_(model)
     seen.clear()
