@@ -73,6 +73,21 @@ def seen(monkeypatch):
     return calls
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_masks_of_16_bit_queries(dtype):
+    """The least float32 is less than 16 bits hold: a row of padding, all masked, has weights as with "sdpa", while
+    infinities leave it none."""
+    query, key, value = operands(4, 2, dtype)
+    allowed = boolean_mask(B, 1, 2)
+    allowed[1] = False
+    for least in (torch.finfo(torch.float32).min, -1e9, -torch.inf):
+        mask = torch.zeros(allowed.shape).masked_fill(~allowed, least)
+        out, _ = grouped_sdpa_attention(layer(4), query, key, value, mask)
+        expected, _ = sdpa_attention_forward(layer(4), query, key, value, mask)
+        assert error(out[::2], expected[::2].double()) < LIMIT[dtype]
+        assert torch.equal(out[1] == 0, expected[1] == 0)
+
+
 @pytest.mark.parametrize("queries", [1, 2, attention._MOST_QUERIES])
 @pytest.mark.parametrize("key_heads", [1, 4])
 @pytest.mark.parametrize(

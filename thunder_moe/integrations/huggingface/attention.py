@@ -72,8 +72,11 @@ def grouped_sdpa_attention(
         if kwargs.get(name) is not None:
             raise ValueError(f'{name}: got one, attn_implementation="{NAME}" has none; use "eager" or "flex_attention"')
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
-        # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits.
-        attention_mask = attention_mask.to(query.dtype)
+        # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits. Finite numbers stay finite: a
+        # row of padding that attends to nothing keeps its weights.
+        least = torch.finfo(query.dtype).min
+        finite = attention_mask.clamp_min(least).to(query.dtype)
+        attention_mask = torch.where(attention_mask == -torch.inf, -torch.inf, finite)
     masked = attention_mask is not None and attention_mask.ndim == 4 and query.shape[1] > key.shape[1]
     own = kwargs.get("position_bias") is None and kwargs.get("cache") is None and not kwargs.get("output_attentions")
     out = _grouped(query, key, value, attention_mask, dropout, scaling) if masked and own else None
