@@ -25,7 +25,8 @@ from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import calls, user_line
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.safety import Program
-from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
+from thunder_moe.ops.route import moe_route  # noqa: F401  (registers the operator)
+from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator)
 
 __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
