@@ -71,7 +71,7 @@ void run_task(const Gradient& problem, const GradientTask& task) {
       float* sums = acc + panel * acc_size + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
         const bf16* from = problem.parts.row(part, task.row + row) + first;
-        multiply_panel(padded, width, count, from, problem.parts.stride, panels + panel * panel_size,
+        multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panels + panel * panel_size,
                        first > 0 || part > 0, sums);
       }
       if (first + count < padded_n) continue;
@@ -83,11 +83,14 @@ void run_task(const Gradient& problem, const GradientTask& task) {
   }
 }
 
-// The summands of the gradient, multiplied by the global scales of columns.
+// The summands of rows [first, last) of the gradient, multiplied by the global scales of columns.
 template <class T>
-Parts as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, int64_t num_experts, Scratch& memory) {
+Parts as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, int64_t num_experts, int64_t first,
+               int64_t last, Scratch& memory) {
   const int64_t n = problem.n, padded_n = problem.padded_n;
-  return copy_parts<T>(problem.count, padded_n, memory, [&](int64_t row, bf16* high, bf16* low) {
+  if constexpr (std::is_same<T, bf16>::value)
+    if (n == padded_n && !problem.per_column && !has_matrix_unit()) return {grad, 0, problem.count, n};
+  return copy_parts<T>(first, last, padded_n, memory, [&](int64_t row, bf16* high, bf16* low) {
     const int64_t expert = std::upper_bound(offsets, offsets + num_experts, row) - offsets;
     const T* from = grad + row * n;
     if (padded_n > n) high[n] = bf16{0};
@@ -108,11 +111,14 @@ Parts as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, i
   });
 }
 
+// Experts [first_expert, last_expert), whose rows are [first_row, last_row); memory for a copy of these.
 template <class T>
-void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, int64_t num_experts) {
+void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, int64_t num_experts,
+                      int64_t first_expert, int64_t last_expert, int64_t first_row, int64_t last_row,
+                      Scratch& memory) {
   std::vector<GradientTask> tasks;
-  const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), problem.count); };
-  for (int64_t e = 0; e < num_experts; ++e) {
+  const auto within = [&](int64_t row) { return std::min(std::max(row, first_row), last_row); };
+  for (int64_t e = first_expert; e < last_expert; ++e) {
     const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
     const int64_t groups = (rows + kPanelTaskRows - 1) / kPanelTaskRows;
     for (int64_t column = 0; rows > 0 && column < problem.k; column += kGradientCols)
@@ -121,8 +127,7 @@ void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, i
                          std::min(kGradientCols, problem.k - column)});
   }
   if (tasks.empty()) return;
-  Scratch memory;
-  problem.parts = as_parts(grad, problem, offsets, num_experts, memory);
+  problem.parts = as_parts(grad, problem, offsets, num_experts, first_row, last_row, memory);
   for_each(
       int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
       [] { at::native::cpublas::brgemm_release(); });
@@ -143,8 +148,14 @@ int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint
   if (dtype == kFloat32) return -1;
   return guarded([&] {
     const Gradient problem{qdata, scale, global, per_column != 0, {}, count, n, n + n % 2, k, out};
-    if (dtype == kBFloat16) grouped_mm_dgrad(problem, static_cast<const bf16*>(grad), offsets, num_experts);
-    if (dtype == kFloat16) grouped_mm_dgrad(problem, static_cast<const fp16*>(grad), offsets, num_experts);
+    for_ranges(offsets, num_experts, count, 2 * (dtype == kFloat16 ? 2 : 1) * n,
+               [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {
+                 const auto run = [&](auto* rows) {
+                   grouped_mm_dgrad(problem, rows, offsets, num_experts, first, last, row, end, memory);
+                 };
+                 if (dtype == kBFloat16) run(static_cast<const bf16*>(grad));
+                 if (dtype == kFloat16) run(static_cast<const fp16*>(grad));
+               });
   });
 #else
   (void)grad, (void)count, (void)qdata, (void)scale, (void)global, (void)per_column, (void)offsets, (void)num_experts;

@@ -7,11 +7,13 @@ namespace {
 
 constexpr int64_t kMaxSliceCols = 64;  // outputs of a row that are written at a time, at most
 
-// A 16-bit matrix as bf16 summands [kParts, rows, stride]: itself, or a copy, which has rows to be read behind its end.
+// Rows [first, first + rows) of a 16-bit matrix as bf16 summands [kParts, rows, stride]: the matrix itself, or a copy,
+// which has rows behind its last one that may be read.
 struct Parts {
   const bf16* data;
-  int64_t rows, stride;
-  const bf16* row(int64_t part, int64_t index) const { return data + (part * rows + index) * stride; }
+  int64_t first, rows, stride;
+  const bf16* row(int64_t part, int64_t index) const { return data + (part * rows + index - first) * stride; }
+  int64_t readable(int64_t index, int64_t wanted) const { return std::min(wanted, first + rows - index); }
 };
 
 struct Problem {
@@ -37,6 +39,22 @@ struct Task {
   int64_t expert, row, rows, column, columns;
   int64_t permuted;  // dots, fma: the first row in Problem::permuted, spread
 };
+
+// Calls run(first expert, last expert, first row, last row, memory for the copy of these rows) for ranges of experts
+// of few enough rows that the copy can be kept for the next call: fresh pages for 34 MB took 12 ms.
+template <class F>
+void for_ranges(const int32_t* offsets, int64_t num_experts, int64_t count, int64_t bytes_of_a_row, const F& run) {
+  constexpr int64_t kKept = 16 << 20;
+  static thread_local Scratch kept;
+  const auto end = [&](int64_t e) { return e < 0 ? 0 : std::min(std::max<int64_t>(offsets[e], 0), count); };
+  for (int64_t first = 0, last; first < num_experts; first = last) {
+    const int64_t row = end(first - 1);
+    for (last = first + 1; last < num_experts && (end(last) - row) * bytes_of_a_row <= kKept;) ++last;
+    const int64_t last_row = std::max(row, end(last - 1));
+    Scratch once;
+    run(first, last, row, last_row, (last_row - row) * bytes_of_a_row <= kKept ? kept : once);
+  }
+}
 
 // ---- outputs that are computed again in fp64 ----
 

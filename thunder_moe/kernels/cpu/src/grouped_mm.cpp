@@ -103,7 +103,7 @@ void panel_task(const Problem& problem, const Task& task) {
       float* sums = acc + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
         const bf16* from = problem.parts.row(part, task.row + row) + first;
-        multiply_panel(padded, width, count, from, problem.parts.stride, panel, first > 0 || part > 0, sums);
+        multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panel, first > 0 || part > 0, sums);
       }
       if (first + count == k) write_rows<T>(problem, task, row, rows, sums, width);
     }
@@ -139,16 +139,15 @@ struct Limits {
 
 #if defined(HAS_AVX512_BF16)
 template <class T>
-Parts as_parts(const T* x, int64_t count, int64_t k, bool panels, Scratch& memory) {
+Parts as_parts(const T* x, int64_t count, int64_t first, int64_t last, int64_t k, bool copy, Scratch& memory) {
   if constexpr (std::is_same<T, bf16>::value)
-    if (!panels) return {x, count, k};
+    if (!copy) return {x, 0, count, k};
   if constexpr (sizeof(T) == 2)
-    return copy_parts<T>(count, k, memory, [&](int64_t row, bf16* high, bf16* low) {
+    return copy_parts<T>(first, last, k, memory, [&](int64_t row, bf16* high, bf16* low) {
       for (int64_t i = 0; i < k; ++i) split(x[row * k + i], high + i, low + i);
     });
   return {};
 }
-
 #endif
 
 #if defined(HAS_AVX512)
@@ -179,8 +178,10 @@ const Element* gather_groups(const Problem& problem, const std::vector<Task>& ta
 }
 #endif
 
+// Experts [first_expert, last_expert), whose rows are [first_row, last_row); memory for a copy of these.
 template <class T>
-void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, const Limits& limits) {
+void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, int64_t last_expert, int64_t first_row,
+                int64_t last_row, const Limits& limits, Scratch& memory) {
   const int64_t k = problem.k, n = problem.n;
 #if defined(HAS_AVX512_BF16)
   constexpr bool native = sizeof(T) == 2;
@@ -203,7 +204,7 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, co
   std::vector<Task> tasks;
   int64_t permuted = 0;
   bool some_panels = false;
-  const auto within = [&](int64_t row) { return std::min(std::max<int64_t>(row, 0), problem.count); };
+  const auto within = [&](int64_t row) { return std::min(std::max(row, first_row), last_row); };
   // Rows in groups of about the same size, at most `most`, times columns in slices of `wide`.
   const int64_t parts = gemv == Kernel::dots ? kParts<T> : 1;
   const auto add = [&](Kernel kernel, int64_t e, int64_t begin, int64_t rows, int64_t most, int64_t wide) {
@@ -215,7 +216,7 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, co
                          permuted + parts * first});
       }
   };
-  for (int64_t e = 0; e < num_experts; ++e) {
+  for (int64_t e = first_expert; e < last_expert; ++e) {
     const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
     if (rows <= 0 || rows > limits.most) continue;
     if (rows <= gemv_rows) {
@@ -228,10 +229,16 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t num_experts, co
       add(Kernel::slice, e, begin, rows, kTaskRows, slice);
     }
   }
-  Scratch split_rows, gathered;
+  Scratch gathered;
 #if defined(HAS_AVX512_BF16)
   if (some_panels || (permuted > 0 && gemv == Kernel::dots)) {
-    problem.parts = as_parts<T>(static_cast<const T*>(problem.x), problem.count, k, some_panels, split_rows);
+#if defined(HAS_BRGEMM)
+    const bool copy = some_panels && has_matrix_unit();
+#else
+    const bool copy = false;
+#endif
+    const T* x = static_cast<const T*>(problem.x);
+    problem.parts = as_parts<T>(x, problem.count, first_row, last_row, k, copy, memory);
     problem.permuted = gather_groups<bf16>(
         problem, tasks, Kernel::dots, parts, gathered, [&](int64_t row, int64_t part, int64_t rows, bf16* to) {
           permute_row(problem.parts.row(part, row), k, rows, to);
@@ -346,9 +353,13 @@ int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdat
   return guarded([&] {
     const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, {}, nullptr, nullptr};
     const Limits limits{gemv_rows, panel_rows, max_rows, fma != 0};
-    if (dtype == kFloat32) grouped_mm<float>(problem, offsets, num_experts, limits);
-    if (dtype == kBFloat16) grouped_mm<bf16>(problem, offsets, num_experts, limits);
-    if (dtype == kFloat16) grouped_mm<fp16>(problem, offsets, num_experts, limits);
+    const int64_t bytes = dtype == kFloat32 ? 0 : 2 * (dtype == kFloat16 ? 2 : 1) * k;
+    for_ranges(offsets, num_experts, count, bytes,
+               [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {
+                 if (dtype == kFloat32) grouped_mm<float>(problem, offsets, first, last, row, end, limits, memory);
+                 if (dtype == kBFloat16) grouped_mm<bf16>(problem, offsets, first, last, row, end, limits, memory);
+                 if (dtype == kFloat16) grouped_mm<fp16>(problem, offsets, first, last, row, end, limits, memory);
+               });
   });
 }
 
