@@ -18,7 +18,7 @@ from benchmarks.harness import layers
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
-from benchmarks.suites import linear
+from benchmarks.suites import linear, router
 from thunder_moe.kernels import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +51,24 @@ def test_the_entry_lists_its_commands_and_imports_no_suite():
     run = subprocess.run([sys.executable, "-m", "benchmarks", "gem"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "invalid choice: 'gem'" in run.stderr
+
+
+def test_router_runs_end_to_end(tmp_path):
+    arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--tokens", "2,40", "--output", str(tmp_path)]
+    rows = main(["router", *arguments])
+    assert json.loads((tmp_path / f"router_{HERE}.json").read_text())["rows"] == json.loads(json.dumps(rows))
+    assert (tmp_path / f"router_{HERE}.png").read_bytes().startswith(b"\x89PNG")
+    assert [(row["router"], row["tokens"]) for row in rows] == [
+        (name, count) for name in router.ROUTERS for count in (2, 40)
+    ]
+    assert all({"torch", "torch + moe_route", "moe_router"} == set(row["seconds"]) for row in rows)
+
+
+def test_routers_that_choose_others_are_refused(tmp_path, monkeypatch):
+    wrong = dataclasses.replace(router.ROUTERS["mixtral-8x7b"], options=dict(top_k=2, normalize=False, scale=0.5))
+    monkeypatch.setitem(router.ROUTERS, "mixtral-8x7b", wrong)
+    with pytest.raises(RuntimeError, match="mixtral-8x7b: the sums of scores differ by"):
+        main(["router", "--device", "cpu", "--routers", "mixtral-8x7b", "--output", str(tmp_path)])
 
 
 def test_gemm_runs_end_to_end(tmp_path, capsys):
