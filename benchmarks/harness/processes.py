@@ -8,8 +8,11 @@ same time. On CUDA they share the weights, which another process has loaded; a l
 from __future__ import annotations
 
 import functools
+import getpass
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,11 +54,19 @@ class _Task:
         what = {"measure": self.spec.batches or self.spec.prompts, "load": "loading", "check": "check", "all": ""}
         return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what[self.spec.part]))))
 
+    @property
+    def quiet(self) -> bool:
+        """Whether it waits until nothing compiles, because eager code depends on the host."""
+        compiled = self.spec.column == "limits" or COLUMNS[self.spec.column].compiled
+        return self.spec.part == "measure" and (not compiled or self.spec.generate is not None)
+
     def start(self, directory: Path, index: int, jobs: int) -> None:
         results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
         results.touch()
         self.results = results.open()
-        spec = replace(self.spec, lock=str(directory / "lock"))
+        spec = replace(self.spec, lock=_lock(self.spec.device))
+        if self.quiet:
+            spec = replace(spec, quiet=str(directory / "quiet"))
         loader = self if spec.part == "load" else self.loader
         if loader is not None:
             loader.weights = loader.weights or str(directory / f"{index}.weights")
@@ -123,7 +134,9 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
     """
     device = specs[0].device
     limits = _Task(Spec("", "limits", device))
-    tasks = [limits, *_tasks(specs, split=jobs > 1)]
+    groups = list(_groups(specs, split=jobs > 1))
+    groups[0].insert(0, limits)
+    tasks = [task for group in groups for task in group]
     cells = sum(len(spec.batches) + len(spec.prompts) for spec in specs)
     handler = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     with (
@@ -131,7 +144,9 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
         tqdm(total=cells, unit="cell") as bar,
     ):
         try:
-            _run(tasks, jobs, Path(directory), bar)
+            for index, group in enumerate(groups):  # the eager code of a model is timed when nothing compiles
+                (Path(directory) / str(index)).mkdir()
+                _run(group, jobs, Path(directory) / str(index), bar)
         except KeyboardInterrupt:  # what there is, is written
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,33 +163,38 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
     return limits.row, list(_rows(specs, tasks[1:]))
 
 
-def _tasks(specs: Sequence[Spec], *, split: bool) -> Iterator[_Task]:
-    """The processes of the columns, in the order in which they are started; loaders are before what they load for."""
-    loaders: dict[str, _Task] = {}
-    for spec in specs:
-        row: Row = {}
+def _groups(specs: Sequence[Spec], *, split: bool) -> Iterator[list[_Task]]:
+    """The processes of each model, in the order in which they are started: compiled parts, checks, eager parts."""
+    for _, group in itertools.groupby(specs, key=lambda spec: (spec.model, spec.layers)):
+        columns = list(group)
         if not split:
-            yield _Task(spec, row)
+            yield [_Task(spec) for spec in columns]
             continue
-        loader = None
-        if spec.device == "cuda":
-            key = json.dumps([spec.model, spec.layers, spec.seed, COLUMNS[spec.column].quantize])
-            if key not in loaders:
-                loaders[key] = _Task(replace(spec, part="load", attention="sdpa", batches=(), prompts=()))
-                yield loaders[key]
-            loader = loaders[key]
-        for part in _parts(spec):
-            yield _Task(part, row, None if part.part == "check" else loader)
+        loaders: dict[str, _Task] = {}
+        compiled, checks, eager = list[_Task](), list[_Task](), list[_Task]()
+        for spec in columns:
+            row: Row = {}
+            loader = None
+            if spec.device == "cuda":
+                key = json.dumps(COLUMNS[spec.column].quantize)
+                if key not in loaders:
+                    loaders[key] = _Task(replace(spec, part="load", attention="sdpa", batches=(), prompts=()))
+                    compiled.append(loaders[key])
+                loader = loaders[key]
+            checks.append(_Task(replace(spec, part="check", batches=()), row))
+            for part in _parts(spec):
+                task = _Task(part, row, loader)
+                (eager if task.quiet else compiled).append(task)
+        yield [*compiled, *checks, *eager]
 
 
 def _parts(spec: Spec) -> Iterator[Spec]:
-    """A part for each graph that is compiled; eager columns have one part."""
-    yield replace(spec, part="check", batches=())
+    """A part for each graph that is compiled, and one of what is eager."""
     part = replace(spec, part="measure")
     if not COLUMNS[spec.column].compiled:
         yield part
         return
-    if COLUMNS[spec.column].generates:
+    if COLUMNS[spec.column].generates and spec.generate is not None:
         yield replace(part, batches=(), prompts=())
     for batch in spec.batches:
         yield replace(part, batches=(batch,), prompts=(), generate=None)
@@ -187,13 +207,19 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
     waiting, running = list(tasks), list[_Task]()
     capacity = _capacity(tasks[0].spec.device)
     while waiting or running:
+        if not any(other.spec.part != "load" and not other.quiet for other in (*waiting, *running)):
+            (directory / "quiet").touch()
         for task in list(waiting):
-            if task.loader is not None and "error" in task.loader.row:
-                task.row["error"], task.ended = task.loader.row["error"], True
+            if 0 < capacity < _bytes(replace(task.spec, part="load")):
+                task.row["error"] = f"out of memory: {_bytes(replace(task.spec, part='load')) / 1e9:.0f} GB of weights"
+            elif task.loader is not None and "error" in task.loader.row:
+                task.row["error"] = task.loader.row["error"]
+            if "error" in task.row and task.process is None:
+                task.ended = True
                 waiting.remove(task)
                 continue
             needed = sum(_bytes(other.spec) for other in (*running, task))
-            busy = sum(other.spec.part != "load" for other in running)
+            busy = sum(other.spec.part != "load" and not other.quiet for other in running)
             # The first one runs whatever it needs: if it does not fit, its cells say so.
             idle = all(other.spec.part == "load" and any(w.loader is other for w in waiting) for other in running)
             if not idle and (busy >= jobs or needed > capacity):
@@ -231,11 +257,20 @@ def _rows(specs: Sequence[Spec], tasks: Sequence[_Task]) -> Iterator[Row]:
             if kind in row:
                 wanted = map(str, spec.batches if kind == "decode" else spec.prompts)
                 row[kind] = {key: row[kind][key] for key in wanted if key in row[kind]}
+        if str(row.get("error")).startswith("wrong"):
+            row = {key: value for key, value in row.items() if key not in ("decode", "prefill", "generate")}
         yield row
 
 
-def _column_of(spec: Spec) -> tuple[str, str, str]:
-    return spec.model, spec.column, spec.attention
+def _column_of(spec: Spec) -> tuple[str, int | None, str, str]:
+    return spec.model, spec.layers, spec.column, spec.attention
+
+
+def _lock(device: str) -> str:
+    """The file whose lock the process has that measures on a device, also of other runs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else device
+    name = f"thunder_moe-benchmarks-{getpass.getuser()}-{re.sub('[^0-9A-Za-z]', '_', visible)}.lock"
+    return str(Path(tempfile.gettempdir()) / name)
 
 
 def _capacity(device: str) -> float:
@@ -258,10 +293,10 @@ def _bytes(spec: Spec) -> float:
     loaded = (0.33 if form.quantize is not None else 1.0) * weights + 1e9
     packed = 0.3 * weights if form.backend is not None else 0.0
     prompt = max(spec.prompts, default=0)
-    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 4e5 * prompt + 1.5e9
+    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 2e5 * prompt + 1.2e9
     if spec.part == "all":
         return loaded + packed + work + 8e9
-    return {"load": loaded, "check": 4 * weights / layers + 2e9, "measure": packed + work}[spec.part]
+    return {"load": loaded, "check": 3 * weights / layers + 2e9, "measure": packed + work}[spec.part]
 
 
 @functools.cache

@@ -39,6 +39,7 @@ from benchmarks.harness.processes import run_columns
 from benchmarks.harness.report import comma_list, markdown, one_of, parser, plot_lines, positive, save
 
 STEM = "model"
+_FULL = "out of memory"
 # device -> models, batches, prompts, context, prompt and new tokens of generate()
 DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
     "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
@@ -76,11 +77,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     print(path)
     if image := _plot(path, rows):
         print(image)
-    failed = [
-        row
-        for row in [limits | {"model": "", "column": "limits"}, *rows]
-        if row.get("error") not in (None, "out of memory")
-    ]
+    every = [limits | {"model": "", "column": "limits"}, *rows]
+    failed = [row for row in every if not row.get("error", _FULL).startswith(_FULL)]
     for row in failed:
         print(f"FAILED: {row['model']}, {row['column']}: {row['error']}", file=sys.stderr)
     if failed:
@@ -91,18 +89,20 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("model", __doc__ or "", shapes=False)
     result.set_defaults(rounds=30)
-    numbers = comma_list(positive)
+    numbers = _numbers_or_none
     result.add_argument(
         "--models", type=comma_list(_model),
-        help=f"comma-separated, of: {', '.join((*REAL, *CONFIGS))}, or paths "
+        help=f"comma-separated, of: {', '.join((*REAL, *CONFIGS))}, or paths; MODEL:LAYERS shortens one "
         f"(default: {','.join(DEFAULTS['cuda'][0])} on CUDA, {','.join(DEFAULTS['cpu'][0])} on a CPU)",
     )  # fmt: skip
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="(default: all)")
     result.add_argument("--layers", type=positive, help="of shortened models; the tables say how many (default: all)")
-    result.add_argument("--batch", type=numbers, help="of decode steps, comma-separated (default: by device)")
+    result.add_argument(
+        "--batch", type=numbers, help='of decode steps, comma-separated, or "none" (default: by device)'
+    )
     result.add_argument("--context", type=positive, help="tokens before a decode step (default: by device)")
-    result.add_argument("--prompts", type=_numbers_or_none, help='tokens of prefills, or "none" (default: by device)')
-    result.add_argument("--generate", type=numbers, metavar="PROMPT,NEW", help="tokens (default: by device)")
+    result.add_argument("--prompts", type=numbers, help='tokens of prefills, or "none" (default: by device)')
+    result.add_argument("--generate", type=numbers, metavar="PROMPT,NEW", help='tokens, or "none" (default: by device)')
     result.add_argument(
         "--attention", type=comma_list(str), default=["sdpa"],
         help="transformers' names, each in all columns (default: sdpa; eager for models without it)",
@@ -121,10 +121,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = result.parse_args(argv)
     models, batches, prompts, context, generate = DEFAULTS[args.device.type]
     args.models = args.models or models
-    args.batch = sorted(args.batch or batches)
+    args.batch = sorted(batches if args.batch is None else args.batch)
     args.prompts = prompts if args.prompts is None else args.prompts
-    args.context, args.generate = args.context or context, args.generate or generate
-    if len(args.generate) != 2:
+    args.context = args.context or context
+    args.generate = generate if args.generate is None else args.generate
+    if len(args.generate) not in (0, 2):
         result.error(
             f"argument --generate: got {len(args.generate)} numbers, wanted 2: tokens of the prompt, new tokens"
         )
@@ -138,12 +139,19 @@ def _numbers_or_none(text: str) -> list[int]:
 
 
 def _model(text: str) -> str:
-    if text not in REAL and text not in CONFIGS and not Path(text).exists():
+    source, _ = _layers(text)
+    if source not in REAL and source not in CONFIGS and not Path(source).exists():
         raise argparse.ArgumentTypeError(
             f"got {text!r}, wanted one of {', '.join((*REAL, *CONFIGS))}, a path to config.json, or the directory of a "
-            "checkpoint"
+            "checkpoint, and optionally :LAYERS behind it"
         )
     return text
+
+
+def _layers(text: str) -> tuple[str, int | None]:
+    """A model, and its number of layers if MODEL:LAYERS says one."""
+    source, _, layers = text.rpartition(":")
+    return (source, int(layers)) if source and layers.isdecimal() else (text, None)
 
 
 def _name(source: str) -> str:
@@ -154,12 +162,13 @@ def _name(source: str) -> str:
 def _specs(args: argparse.Namespace) -> Iterator[Spec]:
     """Each column of each model."""
     device = args.device.type
-    for model in args.models:
+    for text in args.models:
+        model, layers = _layers(text)
         for attention in args.attention:
             for column in args.columns:
                 yield Spec(
-                    model, column, device, layers=args.layers, attention=attention, batches=args.batch,
-                    context=args.context, prompts=args.prompts, generate=tuple(args.generate), inner=args.inner,
+                    model, column, device, layers=layers or args.layers, attention=attention, batches=args.batch,
+                    context=args.context, prompts=args.prompts, generate=tuple(args.generate) or None, inner=args.inner,
                     rounds=args.rounds, budget=args.budget, seed=args.seed, profile=args.profile,
                 )  # fmt: skip
 
@@ -202,7 +211,7 @@ def _text(row: dict[str, Any], kind: str, key: str, text: Callable[[dict[str, An
     cell = row.get(kind, {}).get(key)
     if cell is None:
         error = row.get("error")
-        return "-" if error is None else error if error == "out of memory" else "failed"
+        return "-" if error is None else error if error.startswith(_FULL) else error.split(":")[0][:20]
     return cell["error"] if "error" in cell else text(cell)
 
 

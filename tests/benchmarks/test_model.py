@@ -16,6 +16,7 @@ from benchmarks.harness import column, decode, models, processes
 from benchmarks.harness.column import Spec
 from benchmarks.harness.decode import DecodeStep
 from benchmarks.harness.timing import machine_name
+from benchmarks.suites import model as suite
 from thunder_moe.kernels import dense
 from thunder_moe.nn.linear import NVFP4Linear
 
@@ -153,7 +154,7 @@ def test_wrong_logits_have_no_times(config, monkeypatch, what):
     monkeypatch.setattr(column._Column, "_compile", compiled)
     row, error = run(spec(config(), "compiled bf16"))
     assert "wrong: relative error 0.2" in str(error)
-    assert list(row) == ["relative_error"]
+    assert list(row) == ["relative_error", "tokens_apart"]
 
 
 def test_a_cell_that_does_not_fit_says_so(config, uncompiled, monkeypatch):
@@ -266,8 +267,13 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.out.splitlines() if line[:1] == "|"]
     table = {line[0]: line[1:] for line in lines}
     assert table[""] == ["eager bf16", "compiled bf16", "thunder_moe", "quantize_"]
-    assert table["decode, batch 1: ms (% of floor)"] == ["4 (25 %)", "failed", "out of memory", "failed"]
-    assert table["tokens/s"] == ["out of memory", "failed", "out of memory", "failed"]  # the last line, of batch 8
+    assert table["decode, batch 1: ms (% of floor)"] == ["4 (25 %)", "killed by signal 9", "out of memory", "wrong"]
+    assert table["tokens/s"] == [
+        "out of memory",
+        "killed by signal 9",
+        "out of memory",
+        "wrong",
+    ]  # the last line, of batch 8
     assert table["first token behind 128: ms"][0] == "250"
     assert table["eager generate: tokens/s"] == ["12.3", "-", "-", "-"]
     assert table["most memory: GB"][0] == "7.0"
@@ -396,8 +402,9 @@ if spec["part"] == "load":
 if spec["part"] == "check":
     emit(relative_error=0.01)
 if spec["part"] == "measure":
-    while not os.path.exists(spec["weights"]):
-        time.sleep(0.01)
+    for file in (spec["weights"], spec["quiet"]):
+        while file and not os.path.exists(file):
+            time.sleep(0.01)
     open("LOG", "a").write(f"{spec['column']} {spec['batches']} {spec['prompts']} {open(spec['weights']).read()}\\n")
     emit(attention=spec["attention"])
     for batch in spec["batches"]:
@@ -429,3 +436,26 @@ def test_parts_of_columns_share_one_loaders_weights(config, tmp_path, monkeypatc
     wanted = [*(f"compiled bf16 {part} compiled bf16" for part in ("[1] []", "[8] []", "[] [16]")),
               "eager bf16 [1, 8] [16] compiled bf16"]  # fmt: skip
     assert sorted(lines[:-1]) == sorted(wanted)
+    assert lines[-2] == wanted[-1], "eager code is timed when nothing compiles"
+
+
+def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(tmp_path / "log")))
+    monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+    needed = processes._bytes(Spec(config(), "compiled bf16", "cuda", part="load"))
+    monkeypatch.setattr(processes, "_capacity", lambda device: needed - 1)
+    specs = [Spec(config(), name, "cuda", batches=(1,)) for name in ("compiled bf16", "quantize_ linears")]
+    _, (compiled, quantized) = processes.run_columns(specs, jobs=2)
+    assert compiled["error"] == "out of memory: 1 GB of weights"
+    assert list(quantized["decode"]) == ["1"]
+
+
+def test_models_have_layers_of_their_own(config, workers, tmp_path):
+    models = f"{config()}:1,{config('mixtral')}"
+    arguments = ["--models", models, "--columns", "eager bf16", "--batch", "none", "--prompts", "7", "--layers", "2"]
+    rows = main(["model", "--device", "cpu", *arguments, "--output", str(tmp_path / "out")])
+    assert [row["model"] for row in rows] == ["qwen3_moe", "mixtral"]
+    assert all(list(row["prefill"]) == ["7"] for row in rows)
+    assert all("decode" not in row for row in rows)
+    assert suite._layers("qwen3-30b-a3b:12") == ("qwen3-30b-a3b", 12)
+    assert suite._layers("C:/models") == ("C:/models", None)
