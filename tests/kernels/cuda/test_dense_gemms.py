@@ -28,9 +28,18 @@ def test_mm(emulated, hopper, name, dtype):
         assert relative_error(biased, expected + bias) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rows", [33, 64])
-def test_few_tiles_are_shared_by_blocks_for_more_rows_than_a_tile_has(emulated, hopper, rows):
-    config = GemmConfig("tiled_mma", 4, 1, 1, 2, 1, True)
+SHARED = {
+    "tiled mma": GemmConfig("tiled_mma", 4, 1, 1, 2, 1, True),
+    "tiled wgmma": GemmConfig("tiled_wgmma", 8, 1, 1, 1, 2, True),
+    "tiled wgmma, two warpgroups": GemmConfig("tiled_wgmma", 4, 1, 2, 1, 4, True),
+    "tiled wgmma, two blocks of rows": GemmConfig("tiled_wgmma", 8, 2, 1, 1, 1, True),
+}
+
+
+@pytest.mark.parametrize("rows", [5, 33, 64, 75])
+@pytest.mark.parametrize("config", SHARED.values(), ids=SHARED.keys())
+def test_few_tiles_are_shared_by_blocks(emulated, hopper, config, rows):
+    """Also where a tile's last rows take fewer tokens than its first, and other tiles have other numbers of them."""
     weight, exact = make(1, 64, 1024)
     x = torch.randn(rows, 1024, dtype=torch.bfloat16)
     out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=config)

@@ -13,6 +13,7 @@ from thunder_moe.kernels.cuda.configs import GemmConfig
 
 SMALL_TILES = GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True)
 LARGE_TILES = GemmConfig("tiled_mma", 2, 1, 2, 2, 2, True)
+WGMMA_TILES = GemmConfig("tiled_wgmma", 6, 1, 1, 1, 2, True)  # of which seven rows take a third
 # Tiles of an expert, stages of their K, and how many of the tiles seven blocks share.
 SHARED_TILES = [
     (1, 15, 1), (2, 15, 2), (3, 15, 3), (4, 15, 0), (7, 15, 0), (8, 15, 8), (12, 15, 12), (14, 15, 0), (17, 15, 10),
@@ -35,8 +36,11 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     ("config", "tiles", "stages", "shared"),
     [
         *((SMALL_TILES, *row) for row in SHARED_TILES),
-        *((LARGE_TILES, *row) for row in SHARED_TILES if row[0] * row[1] <= 30),
-        *(pytest.param(LARGE_TILES, *row, marks=pytest.mark.slow) for row in SHARED_TILES if row[0] * row[1] > 30),
+        *(
+            pytest.param(config, *row, marks=[pytest.mark.slow] if row[0] * row[1] > 30 else [])
+            for config in (LARGE_TILES, WGMMA_TILES)
+            for row in SHARED_TILES
+        ),
     ],
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):

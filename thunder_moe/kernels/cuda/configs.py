@@ -69,7 +69,7 @@ class GemmConfig:
         warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
             64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
-        stream_k: of "tiled_mma", whether blocks share tiles where some of them would have none.
+        stream_k: of the kernels of tiled weights, whether blocks share tiles where some of them would have none.
     """
 
     kernel: str
@@ -115,9 +115,8 @@ class GemmConfig:
 
     def fitted(self, k: int) -> GemmConfig:
         """The same, adapted to a K: stages that divide it, no stream-K where an int32 would overflow."""
-        if self.kernel == "tiled_wgmma":
-            return replace(self, depth=math.gcd(self.depth, k // 64))
-        return replace(self, stream_k=False) if k > _MAX_STREAM_K else self
+        fitted = replace(self, depth=math.gcd(self.depth, k // 64)) if self.kernel == "tiled_wgmma" else self
+        return replace(fitted, stream_k=False) if k > _MAX_STREAM_K else fitted
 
     @property
     def partial_sums(self) -> int:
@@ -173,9 +172,8 @@ class GemmConfig:
             sizes.insert(3, self.warps_k)
         if self.kernel == "tiled_mma":
             flags.append(k % (64 * self.warps_k * self.depth) == 0)
-            sizes.append(self.stream_k)
         if tiled:
-            sizes.append(self.stages)
+            sizes += [self.stream_k, self.stages]
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
         parameters = (dtype == torch.bfloat16, swiglu, *flags, *sizes)
         return f"{name}<{', '.join(str(value).lower() for value in parameters)}>"
@@ -282,6 +280,8 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
             fits = c * r <= _TILED_WGMMA_SUMS[groups] and config.stages >= 3
             if fits and r in row_blocks and point.k % (64 * depth) == 0:
                 yield config
+                if point.live == 1:  # there are few tiles
+                    yield replace(config, stream_k=True)
 
 
 @functools.cache

@@ -114,24 +114,25 @@ struct TileScheduler {
 
 // Of a tile that is cut, each block but the last stores its partial sums in the workspace and releases a semaphore per warp
 // (zero before and after). Blocks start in the order of their indices, so a block that is waited for is running.
-//   partial_sums [blocks][groups][R * C * 4][128]; semaphores [blocks][groups][4]
-template <int R, int C>
+// A tile's last rows may take fewer blocks of tokens, C, than a block has room for, ROOM.
+//   partial_sums [blocks][groups][R * ROOM * 4][128]; semaphores [blocks][groups][4]
+template <int R, int C, int ROOM = C>
 DEVICE void store_partial_sums(const GemmArguments& args, float (&acc)[R][C][4], int group, int groups) {
   const int slot = blockIdx.x * groups + group;
-  float* const to = args.partial_sums + slot * (R * C * 512) + threadIdx.x % 128;
+  float* const to = args.partial_sums + slot * (R * ROOM * 512) + threadIdx.x % 128;
   for_each_sum(acc, [&](float& sum, int i) { to[i * 128] = sum; });
   __syncwarp();
   if (threadIdx.x % 32 == 0) semaphore_release(args.semaphores + 4 * slot + threadIdx.x / 32 % 4);
 }
 
 // Adds the partial sums of the `contributors` blocks in front of this one, in their order.
-template <int R, int C>
+template <int R, int C, int ROOM = C>
 DEVICE void reduce_partial_sums(const GemmArguments& args, float (&acc)[R][C][4], int group, int groups, int contributors) {
   const int slot = (blockIdx.x - contributors) * groups + group, warp = threadIdx.x / 32 % 4;
   for (int i = threadIdx.x % 32; i < contributors; i += 32) semaphore_acquire(args.semaphores + 4 * (slot + i * groups) + warp);
   __syncwarp();
-  const float* const from = args.partial_sums + slot * (R * C * 512) + threadIdx.x % 128;
+  const float* const from = args.partial_sums + slot * (R * ROOM * 512) + threadIdx.x % 128;
 #pragma unroll 4  // independent loads
   for (int i = 0; i < contributors; ++i)
-    for_each_sum(acc, [&](float& sum, int at) { sum += load_l2(from + (i * groups * R * C * 4 + at) * 128); });
+    for_each_sum(acc, [&](float& sum, int at) { sum += load_l2(from + (i * groups * R * ROOM * 4 + at) * 128); });
 }

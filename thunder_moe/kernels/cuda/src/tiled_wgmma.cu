@@ -29,8 +29,8 @@ struct Number {
 
 // Persistent. SCALED: there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a
 // warpgroup (SwiGLU: one of gate, one of up); WG: consumer warpgroups, one more is the producer; K_BLOCKS: blocks of 64 k of a
-// stage, of which K is a multiple.
-template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, int STAGES>
+// stage, of which K is a multiple; STREAM_K: thread blocks may share tiles.
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES>
 __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TmaGemmArguments all) {
   await_previous_kernel();
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // so that the compiler knows it is uniform
   const int features = SWIGLU ? args.n / 2 : args.n;
   const int stages_k = args.k / (kBlock * K_BLOCKS);
-  TileScheduler<false, 6> scheduler((features + kTileRows - 1) / kTileRows, stages_k);
+  TileScheduler<STREAM_K, 6> scheduler((features + kTileRows - 1) / kTileRows, stages_k);
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
   if (threadIdx.x == 128 * WG) {
     prefetch_tensor_map(&all.x);
@@ -70,11 +70,14 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     const bool elected = elect_one();
     for (scheduler.begin(args.tile_counter, tile_start[args.num_experts]); scheduler.valid(); scheduler.advance()) {
       const Tile at = scheduler.find(args, tile_start, row_start, kTokens);
-      WeightCopies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, 0);
+      // With STREAM_K of the stages from `first` to `last`.
+      const int first_k = STREAM_K ? scheduler.first * K_BLOCKS * kBlock : 0, last_k = STREAM_K ? scheduler.last * K_BLOCKS * kBlock : args.k;
+      const WorkItem work = {at, STREAM_K ? scheduler.last - scheduler.first : 0, STREAM_K ? scheduler.contributors() : 0};
+      WeightCopies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, first_k / kBlock);
       if (elected)
 #pragma unroll 1
-        for (int k = 0; k < args.k; k += K_BLOCKS * kBlock) {
-          acquire_stage(footer(), stage.parity, {at, 0, 0}, kEnd);
+        for (int k = first_k; k < last_k; k += K_BLOCKS * kBlock) {
+          acquire_stage(footer(), stage.parity, work, kEnd);
           uint8_t* const to = memory + stage.begin;
           const MbarrierAddress full = mbarrier_address(&footer()->full);
 #pragma unroll
@@ -98,8 +101,10 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   for (;;) {
     mbarrier_wait(mbarrier_address(&footer()->full), stage.parity);
-    const Tile at = read_work_item(footer()).tile;
+    const WorkItem work = read_work_item(footer());
+    const Tile& at = work.tile;
     if (at.expert < 0) return;
+    const int turns = STREAM_K ? work.k_blocks : stages_k;
     const int n0 = at.tile_n * kTileRows + warpgroup * (SWIGLU ? 64 : 64 * R) + warp % 4 * 16;
     RowFactors<R> rows;  // loaded early, used in the epilogue
     rows.template load<SWIGLU, 64>(args, at.expert, n0, g);
@@ -108,7 +113,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
 #pragma unroll
       for (int i = 0; i < 2; ++i) own_scale[i] = scale_of_row(args, at.row0 + threadIdx.x % 128 + 128 * i, at.end);
 
-    // All k of the tile's first 8 * N tokens. `a` double-buffers the left operands of 64 rows by kSteps * 16 k, as registers
+    // All k of the work item and the tile's first 8 * N tokens. `a` double-buffers the left operands of 64 rows by kSteps * 16 k, as registers
     // allow: one half is multiplied while the other is decoded. Tokens beyond the tile's end are multiplied, and not stored.
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
@@ -134,7 +139,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       load(0);
       decode(0);
       int before = kNoStage;  // the offset of the stage before this one
-      for (int turn = 1; turn <= stages_k; ++turn) {
+      for (int turn = 1; turn <= turns; ++turn) {
         const int now = stage.begin;
 #pragma unroll
         for (int i = 0; i < R * K_BLOCKS * kPieces; ++i) {
@@ -146,7 +151,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
           const auto fetch = [&] {  // the next block
             if (block + 1 < R * K_BLOCKS) return load(block + 1);
             stage.advance();
-            if (turn == stages_k) return;
+            if (turn == turns) return;
             mbarrier_wait(mbarrier_address(&footer()->full), stage.parity);
             load(0);
           };
@@ -162,6 +167,10 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       wgmma_wait<0>();
       keep_apart<-N>();
       release(before);
+      if constexpr (STREAM_K) {
+        if (work.contributors < 0) return store_partial_sums<R, N, C>(args, acc, warpgroup, WG);
+        reduce_partial_sums<R, N, C>(args, acc, warpgroup, WG, work.contributors);
+      }
       if constexpr (SCALED) {
         named_barrier_sync(1 + warpgroup, 128);  // the epilogue of the tile before has read row_scale
 #pragma unroll
