@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,8 +242,9 @@ def _weight_pointers(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tupl
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     expert_ids = expert_ids.contiguous()
-    slots, order = expert_ids.numel(), _order(expert_ids, num_experts)
-    wide = expert_ids.dtype == torch.int64
+    slots, wide = expert_ids.numel(), expert_ids.dtype == torch.int64
+    row_slot, offsets = (torch.empty(size, dtype=torch.int32) for size in (slots, num_experts))
+    order = row_slot, offsets, torch.empty(expert_ids.shape, dtype=torch.int32)
     _check(_extension().thunder_moe_route(expert_ids.data_ptr(), wide, slots, num_experts, *map(pointer, order)))
     return order
 
@@ -252,26 +253,49 @@ def router(
     logits: Tensor, bias: Tensor | None, form: RouterForm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, E), (E,) -> scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row, as `moe_router`."""
-    logits = logits.detach().contiguous()
     bias = None if bias is None else bias.detach().float().contiguous()
-    tokens, experts = logits.shape
-    scores = logits.new_empty(tokens, form.top_k, dtype=dtype)
-    ids = torch.empty(tokens, form.top_k, dtype=torch.int64)
-    order = _order(ids, experts)
-    sizes = (tokens, experts, form.top_k, form.score == "sigmoid", form.normalize)
-    groups = (form.num_groups, form.top_groups, form.group_best, form.mask_to_zero)
-    status = _extension().thunder_moe_router(
-        logits.data_ptr(), DTYPE_CODES[logits.dtype], pointer(bias), *sizes, *groups, form.epsilon, form.least_sum,
-        form.scale, scores.data_ptr(), DTYPE_CODES[dtype], ids.data_ptr(), *map(pointer, order),
+    run = _router_of(tuple(logits.shape), form, logits.dtype, dtype)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits.detach().contiguous(), bias)
+    return results
+
+
+@functools.lru_cache(maxsize=4096)
+def _router_of(shape: tuple[int, int], form: RouterForm, dtype: torch.dtype, scores_dtype: torch.dtype) -> Any:
+    """What runs a router on contiguous logits (T, E) of a dtype and a float32 bias, or None."""
+    (tokens, experts), of_slots = shape, (shape[0], form.top_k)
+    run = _extension().thunder_moe_router
+    numbers = (
+        tokens, experts, form.top_k, form.score == "sigmoid", form.normalize, form.num_groups, form.top_groups,
+        form.group_best, form.mask_to_zero, form.epsilon, form.least_sum, form.scale,
     )  # fmt: skip
-    _check(status)
-    return scores, ids, *order
+    codes, empty = (DTYPE_CODES[dtype], DTYPE_CODES[scores_dtype]), torch.empty
+
+    def choose(logits: Tensor, bias: Tensor | None = None, **_: Any) -> tuple[Tensor, ...]:
+        scores, ids = empty(of_slots, dtype=scores_dtype), empty(of_slots, dtype=torch.int64)
+        row_slot, offsets = empty(tokens * form.top_k, dtype=torch.int32), empty(experts, dtype=torch.int32)
+        slot_row = empty(of_slots, dtype=torch.int32)
+        status = run(
+            logits.data_ptr(), codes[0], None if bias is None else bias.data_ptr(), *numbers, scores.data_ptr(),
+            codes[1], ids.data_ptr(), row_slot.data_ptr(), offsets.data_ptr(), slot_row.data_ptr(),
+        )  # fmt: skip
+        if status != 0:
+            _check(status)
+        return scores, ids, row_slot, offsets, slot_row
+
+    return choose
 
 
-def _order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for row_slot, offsets and slot_row of ids (T, A)."""
-    row_slot, offsets = (torch.empty(size, dtype=torch.int32) for size in (ids.numel(), num_experts))
-    return row_slot, offsets, torch.empty(ids.shape, dtype=torch.int32)
+def _prepare_router(
+    logits: Tensor, bias: Tensor | None = None, *, scores_dtype: torch.dtype | None = None, **options: Any
+) -> Any:
+    is_read = logits.is_contiguous() and (bias is None or (bias.is_contiguous() and bias.dtype == torch.float32))
+    if not is_read:
+        return None
+    return _router_of(tuple(logits.shape), RouterForm(**options), logits.dtype, scores_dtype or logits.dtype)
+
+
+# By the operator's name, as `PREPARED` of kernels.cuda.backend.
+PREPARED: dict[str, Callable[..., Any]] = {"moe_router": _prepare_router}
 
 
 def _check(status: int) -> None:
