@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from oracle import relative_error
 from tiny_models import ARCHITECTURES, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -103,6 +104,20 @@ def test_a_quantized_model_with_the_backend(name):
     assert {entry.gemm.weight.split(".experts.")[1] for entry in report} == {"gate_up_proj.qdata", "down_proj.qdata"}
     assert all(entry.reason.endswith(" beforehand") for entry in report)
     assert len(report) % (2 * len(ARCHITECTURES[name][2])) == 0
+
+
+@pytest.mark.parametrize("name", [each for each in COMPILED if "llama4" not in getattr(each, "values", ())])
+def test_batched_mm_with_the_backend(name):
+    """What generate puts in the place of grouped_mm on a GPU gives the numbers of quantize_."""
+    model = tiny_model(name, torch.bfloat16, experts_implementation="batched_mm").requires_grad_(False)
+    compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "aot_eager"})
+    with torch.no_grad():
+        out, stock = compiled(tokens()).logits, model(tokens()).logits
+        expected = quantize_(copy.deepcopy(model))(tokens()).logits
+    assert relative_error(out, expected) < 0.015
+    assert relative_error(stock, expected) > 0.03
+    report = rewrite_report(compiled)
+    assert len(report.rewritten) == len(report) == 2 * len(ARCHITECTURES[name][2])
 
 
 @pytest.fixture
