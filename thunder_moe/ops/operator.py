@@ -21,7 +21,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
 from thunder_moe.formats.checks import require
@@ -81,15 +80,19 @@ class Operator:
         self._saved, self._saved_results = saved, saved_results
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
+        defaults = {name: None if value.default is value.empty else value.default for name, value in parameters.items()}
+        self._defaults = tuple(defaults[name] for name in self._positional)
+        self._options = {name: value for name, value in defaults.items() if name not in self._positional}
         self.positions = tuple(map(self._positional.index, differentiable))
         self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], bool]] = {}
         schema = torch.library.infer_schema(function, mutates_args=())
         overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(self.name, self._run_plain, key)
+        self._overload = overload
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
-            self._differentiably = make_autograd_impl(overload, Info(self._backward, self._setup_context))
+            self._differentiably = _autograd_function(self).apply
             _LIBRARY.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
@@ -117,10 +120,13 @@ class Operator:
         plain = _PLAIN.get(keys.raw_repr())
         if plain is None:
             plain = _is_plain(keys)
-        if plain and not (torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            assert self._differentiably is not None
+            return self._differentiably(keys, options, *args)
+        if plain:
             return self._run_known(args, options)
-        assert self._differentiably is not None
-        return self._differentiably(keys, *args, **options)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
 
     def _run_plain(self, *args: Any, **options: Any) -> Any:
         """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
@@ -167,24 +173,44 @@ class Operator:
         results = tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in described)
         return results if len(results) > 1 else results[0]
 
-    def _setup_context(
-        self, ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-    ) -> None:
+    def _save(self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: Any) -> None:
+        """Keeps for the gradient what it reads; the dispatcher leaves out arguments that have their defaults."""
+        args = args + self._defaults[len(args) :]
         if tuple(self._positional[1:4]) == WEIGHT_NAMES:
-            refuse_weight_gradients(*inputs[1:4])
-        results = output[self._saved_results] if isinstance(output, tuple) else ()
-        ctx.save_for_backward(*inputs[self._saved], *results)
-        ctx.options = keyword_only_inputs
+            refuse_weight_gradients(*args[1:4])
+        results = results[self._saved_results] if isinstance(results, tuple) else ()
+        ctx.save_for_backward(*args[self._saved], *results)
+        ctx.options = self._options | options
 
-    def _backward(self, ctx: Any, grad: Tensor, *_: Tensor) -> Gradients:
+    def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of the arguments, of which the last may have been left out."""
         assert self._gradient is not None
-        # Trailing arguments that were left out have no entry.
-        needs = tuple(any(ctx.needs_input_grad[position : position + 1]) for position in self.positions)
+        needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
         grads = self._gradient(grad, *ctx.saved_tensors, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument
-        return tuple(result)
+        return result
+
+
+def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
+    """What autograd records of a call: (dispatch keys, options, *arguments) -> the operator's results."""
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, keys: torch._C.DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                below = keys & torch._C._after_autograd_keyset
+                results = operator._overload.redispatch(below, *args, **options)
+            operator._save(ctx, args, options, results)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
+            return None, None, *operator._backward(ctx, grad, ctx.needs_input_grad[2:])
+
+    Differentiable.__name__ = Differentiable.__qualname__ = operator.name
+    return Differentiable
 
 
 # By the representation of a set of dispatch keys: whether a backend's key alone is left below autograd's.
