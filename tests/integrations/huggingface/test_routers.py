@@ -346,7 +346,7 @@ def test_comparing_twice_is_one_comparison(monkeypatch):
     assert routers.fused_call(other) == routers.fused_call(layer.gate)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_checkpoints_in_compiled_graphs(name):
     """Their bodies may not change Python objects, as the order of rows of eager layers is passed on."""
     model = quantize_(tiny_model(name)).train()
