@@ -432,13 +432,21 @@ def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monke
     assert len(calls) == 2 * count  # another machine
     assert limits_for("b", torch.float16) == first
     assert len(calls) == 3 * count  # another dtype
-    for broken in ("", "[]", '{"a": {"bfloat16": [1]}}', '{"a": {"bfloat16": "x"}}', '{"a": 3}'):
-        file.write_text(broken)
+    no_rows, too_many = f"[0, {NEVER}, 0, false]", f"[{1 << 70}, {1 << 70}, {1 << 70}, false]"
+    for broken in ("", "[]", '{"a": {"bfloat16": [1]}}', '{"a": {"bfloat16": "x"}}', '{"a": 3}', no_rows, too_many):
+        file.write_text(f'{{"a": {{"bfloat16": {broken}}}}}' if broken in (no_rows, too_many) else broken)
         monkeypatch.setattr(crossover, "_known", {})
         assert limits_for() == first
     monkeypatch.setattr(crossover, "_known", {})
     file = tmp_path / "no" / "such" / "directory.json"
     assert limits_for() == first
+
+
+def test_limits_that_leave_rows_to_no_kernel_are_refused():
+    for options in (dict(mm=0), dict(panel=0), dict(gemv=-1), dict(gemv=1 << 70)):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"{name}: got"):
+            Limits(**options)
 
 
 def test_limits_of_this_machine_are_those_of_its_kernels():

@@ -46,12 +46,21 @@ class Limits:
         panel: one with at least that many takes the panel kernel.
         mm: one with at least that many is dequantized and multiplied by torch.mm.
         All others take the slice kernel.
+
+    Raises:
+        ValueError: a number of rows that none of this can be, which would leave rows to no kernel.
     """
 
     gemv: int = 0
     panel: int = NEVER
     mm: int = NEVER
     fma: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("gemv", 0), ("panel", 1), ("mm", 1)):
+            rows = getattr(self, name)
+            if not least <= rows <= NEVER:
+                raise ValueError(f"{name}: got {rows}, wanted rows from {least} to {NEVER}")
 
 
 @contextlib.contextmanager
@@ -111,7 +120,8 @@ def _read_or_measure(
     numbers = contents.get(machine, {}).get(name, [])
     if len(numbers) == len(fields(Limits)):
         gemv, panel, mm, fma = numbers
-        return Limits(gemv, panel, mm, bool(fma))
+        with contextlib.suppress(ValueError):  # of a file that was damaged
+            return Limits(gemv, panel, mm, bool(fma))
     limits = best_limits(measure(dtype, kernels, seconds))
     logging.getLogger("thunder_moe").info("CPU kernels for %s on %s: %s", name, machine, limits)
     contents.setdefault(machine, {})[name] = list(astuple(limits))
