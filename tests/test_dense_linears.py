@@ -166,6 +166,21 @@ def test_a_tied_head_stays_16_bit_and_tied(caplog):
     assert "stays 16-bit: head: its weight is tied to that of embed" in caplog.text
 
 
+def test_weights_side_by_side_in_one_storage_are_not_tied():
+    model = make()
+    both = torch.randn(2, 64, 64)
+    model.attention.q_proj.weight.data, model.attention.o_proj.weight.data = both
+    model.mlp.gate_proj.weight.data = both.view(128, 64)[64:].repeat(2, 1)
+    quantize_(model, linears=everything)
+    assert type(model.attention.o_proj) is NVFP4Linear
+    model = make()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.attention.q_proj.weight.data = both[0]
+    model.attention.o_proj.weight.data = both.view(128, 64)[32:96]  # overlaps
+    quantize_(model, linears=everything)
+    assert type(model.attention.q_proj) is type(model.attention.o_proj) is nn.Linear
+
+
 def lora(model):
     class LoRA(nn.Module):
         def __init__(self, base):

@@ -364,19 +364,27 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 def _tied(model: nn.Module) -> dict[nn.Module, str]:
     """Why linears stay as they are because of others: another module has the weight too, or their parent reads it."""
-    owners: dict[Any, list[tuple[str, nn.Module]]] = defaultdict(list)
+    owners: dict[Any, list[tuple[int, int, str, nn.Module]]] = defaultdict(list)  # by device or, without data, identity
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            key = id(tensor) if tensor.is_meta else (tensor.device, tensor.untyped_storage().data_ptr())
-            if tensor.numel():
-                owners[key].append((name, module))
+            plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+            if not plain or tensor.is_meta or not tensor.numel():
+                owners[id(tensor)].append((0, 1, name, module))
+            else:
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                begin = tensor.data_ptr()
+                owners[tensor.device].append((begin, begin + (last + 1) * tensor.itemsize, name, module))
     reasons: dict[nn.Module, str] = {}
-    for sharing in owners.values():
-        names = dict.fromkeys(name for name, _ in sharing)
-        if len(names) > 1:
-            for name, module in sharing:
-                others = ", ".join(other for other in names if other != name)
-                reasons[module] = f"its weight is tied to that of {others}"
+    for each in owners.values():
+        together: list[tuple[str, nn.Module]] = []  # those whose memory overlaps
+        end = 0
+        for begin, behind, name, module in sorted(each, key=lambda owner: owner[0]):
+            together = [*together, (name, module)] if begin < end else [(name, module)]
+            end = max(end, behind) if len(together) > 1 else behind
+            names = dict.fromkeys(name for name, _ in together)
+            for own, sharing in together if len(names) > 1 else ():
+                others = ", ".join(other for other in names if other != own)
+                reasons[sharing] = f"its weight is tied to that of {others}"
     for module in model.modules():
         kind: Any = type(module)
         for name in _weights_read(kind):
