@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
 from benchmarks.harness.roofline import Limits, missing, panels, plot_shares, read_peers, summary
 from benchmarks.harness.shapes import CUDA_SHAPES, SHAPES, Load, MoEShape
-from benchmarks.harness.timing import measure
+from benchmarks.harness.timing import describe, measure
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
 
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         "notes": notes,
     }
     path = save(STEM, device, rows, args.output, **more)
-    title = f"One expert GEMM with NVFP4 weights, {device.type}"
+    title = f"One expert GEMM with NVFP4 weights, {describe(device)}"
     image = plot(
         path,
         rows,
