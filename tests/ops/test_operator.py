@@ -2,6 +2,8 @@
 Called by pytest."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -87,6 +89,18 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
             assert not any(result._is_view() for result in results)
             results[0].mul_(2)
             assert results[0].requires_grad == (grad and first.requires_grad)
+
+
+def test_modules_of_operators_can_be_reloaded():
+    code = """
+import importlib, torch
+from thunder_moe.ops import grouped_mm, route, scaled_mm, trainable_grouped_mm
+for module in (route, grouped_mm, scaled_mm, trainable_grouped_mm):
+    importlib.reload(module)
+print(route.moe_route(torch.tensor([[1, 0]]), 2)[1].tolist())
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[1, 2]\n"
 
 
 def test_missing_and_unknown_arguments_are_type_errors():

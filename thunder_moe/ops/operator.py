@@ -21,13 +21,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
 
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import chosen_backend, prepare
 from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
 
-__all__ = ["OPERATORS", "Operator", "define", "differentiable", "operator"]
+__all__ = ["OPERATORS", "Operator", "define", "operator"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,7 +36,6 @@ Shape = tuple[int, ...]
 Gradients = tuple[Tensor | None, ...]
 Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
-_LIBRARY = torch.library.Library("thunder_moe", "FRAGMENT")
 _MAX_KNOWN = 4096  # kinds of arguments that an operator remembers
 
 
@@ -86,14 +86,13 @@ class Operator:
         self.positions = tuple(map(self._positional.index, differentiable))
         self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], bool]] = {}
         schema = torch.library.infer_schema(function, mutates_args=())
-        overload = define(self.name, schema, self._run, self._fake)
+        library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(self.name, self._run_plain, key)
-        self._overload = overload
+            library.impl(self.name, self._run_plain, key)
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
             self._differentiably = _autograd_function(self).apply
-            _LIBRARY.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
+            library.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
         """Of the results; None for that of the first argument."""
@@ -227,27 +226,29 @@ def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
     return plain
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an operator of the namespace thunder_moe at the dispatcher's low level; its overload.
+def define(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> tuple[torch.library.Library, Any]:
+    """Registers an operator of the namespace thunder_moe at the dispatcher's low level.
 
-    `torch.library.custom_op` would do so with three Python functions around the kernel at every call.
+    `torch.library.custom_op` would do so with three Python functions around the kernel at every call. As there, an
+    operator of the same name is replaced, for modules that are reloaded.
 
     Args:
         name: of the operator, without the namespace.
         schema: behind the name; the operator changes no argument, and returns none.
         kernel: for all devices.
         fake: the same for tensors without data.
+
+    Returns:
+        The library that the operator belongs to, and its overload.
     """
-    _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.register_fake(f"thunder_moe::{name}", fake, lib=_LIBRARY)
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    library = get_library_allowing_overwrite("thunder_moe", name)
+    library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.register_fake(f"thunder_moe::{name}", fake, lib=library)
+    library.impl(name, kernel, "CompositeExplicitAutograd")
     untraced(kernel)
-    return getattr(torch.ops.thunder_moe, name).default
-
-
-def differentiable(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """`torch.library.register_autograd` for an operator of `define`."""
-    torch.library.register_autograd(f"thunder_moe::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    return library, getattr(torch.ops.thunder_moe, name).default
 
 
 def untraced(kernel: Any) -> None:

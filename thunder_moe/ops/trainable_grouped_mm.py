@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels import trainable_grouped_mm as kernels
-from thunder_moe.ops.operator import define, differentiable
+from thunder_moe.ops.operator import define
 
 __all__: list[str] = []  # registers the operators
 
@@ -61,10 +61,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
     return grad_a, grad_b, None
 
 
-for _name, _kernel, _of_shapes in (
-    ("trainable_grouped_mm", _forward, _fake),
-    ("trainable_grouped_mm_dgrad", _dgrad, _fake_dgrad),
-    ("trainable_grouped_mm_wgrad", _wgrad, _fake_wgrad),
-):
-    define(_name, torch.library.infer_schema(_kernel, mutates_args=()), _kernel, _of_shapes)
-differentiable("trainable_grouped_mm", _backward, _setup_context)
+def _register(name: str, kernel: Any, fake: Any) -> torch.library.Library:
+    library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=()), kernel, fake)
+    return library
+
+
+_register("trainable_grouped_mm_dgrad", _dgrad, _fake_dgrad)
+_register("trainable_grouped_mm_wgrad", _wgrad, _fake_wgrad)
+torch.library.register_autograd(
+    "thunder_moe::trainable_grouped_mm",
+    _backward,
+    setup_context=_setup_context,
+    lib=_register("trainable_grouped_mm", _forward, _fake),
+)
