@@ -40,6 +40,8 @@ static dim threadIdx, blockIdx, gridDim, blockDim;
 // ---- what hardware is free to choose ----
 
 struct Adversary {
+  void* late_result;  // of the kernel before, or null: NaNs until a thread of the block waits for that kernel
+  int64_t late_bytes;
   int late_copies;    // asynchronous copies are done when they are waited for, not when they are issued
   int late_products;  // likewise wgmma, which then reads its registers and shared memory
   int order;          // of threads between meeting points: 0 ascending, 1 descending, 2 another one each time, 3 ascending, and
@@ -114,10 +116,27 @@ static bool first_of_block() {
 }
 static std::function<void()> kernel_body;
 
+// ---- the kernel before: its result is hidden until a thread of the block waits for it ----
+
+static std::vector<char> result_of_previous_kernel;
+static bool block_has_waited;
+static void hide_result() {
+  block_has_waited = false;
+  if (adversary.late_bytes > 0) std::memset(adversary.late_result, 0xFF, adversary.late_bytes);
+}
+
 static void yield() {
   const int self = threadIdx.x;
   swapcontext(&fibers[self].context, &scheduler);
   threadIdx.x = self;
+}
+
+static void await_previous_kernel() {
+  if (adversary.late_bytes > 0 && !block_has_waited) {
+    yield();  // those that do not wait come first
+    std::memcpy(adversary.late_result, result_of_previous_kernel.data(), adversary.late_bytes);
+  }
+  block_has_waited = true;
 }
 
 static void fiber_main() {
@@ -156,9 +175,12 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
   kernel_body = body;
   gridDim = {grid, y + 1, z + 1};
   blockDim = {threads, 1, 1};
+  const char* const result = static_cast<const char*>(adversary.late_result);
+  result_of_previous_kernel.assign(result, result + adversary.late_bytes);
   for (int block = 0; block < grid; ++block) {
     blockIdx = {block, y, z};
     block_has_begun = false;
+    hide_result();
     fibers = std::vector<Fiber>(threads);
     for (int i = 0; i < threads; ++i) {
       Fiber& fiber = fibers[i];
@@ -185,6 +207,10 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
         std::fprintf(stderr, "cuda_emulator: threads wait at different barriers\n");
         std::abort();
       }
+    }
+    if (!block_has_waited) {
+      std::fprintf(stderr, "cuda_emulator: a block has ended without waiting for the kernel before it\n");
+      std::abort();
     }
     if (!bulk_copies.empty()) {
       std::fprintf(stderr, "cuda_emulator: a block has ended before its bulk copies were done\n");

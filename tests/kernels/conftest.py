@@ -15,7 +15,11 @@ from thunder_moe.kernels.cuda import launch, nvrtc, prepared, router, workspace
 class Adversary(ctypes.Structure):
     """`Adversary` of cuda_emulator.h."""
 
-    _fields_ = tuple((name, ctypes.c_int) for name in ("late_copies", "late_products", "order"))
+    _fields_ = (
+        ("late_result", ctypes.c_void_p),
+        ("late_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("late_copies", "late_products", "order")),
+    )
 
 
 class MatrixMap(ctypes.Structure):
@@ -47,6 +51,16 @@ def adversary():
     return Adversary(late_copies=1, late_products=1, order=2)
 
 
+def late_result(argument):
+    """(address, bytes) of what a kernel takes for the result of the kernel before it; (None, 0) for none."""
+    argument = getattr(argument, "gemm", argument)
+    if getattr(argument, "late_x", False):
+        return argument.x, 2 * argument.rows * argument.k
+    if getattr(argument, "late_rows", False):
+        return argument.rows, 2 * argument.num_rows * argument.n
+    return None, 0
+
+
 @pytest.fixture
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
@@ -60,6 +74,7 @@ def emulated(emulator, adversary, monkeypatch):
             self.launch(stream, self.argument.from_buffer_copy(launch.packer(self.argument).pack(*fields)))
 
         def launch(self, stream, argument):
+            adversary.late_result, adversary.late_bytes = late_result(argument)
             emulator(*self.kernel, argument, adversary)
 
     for name in ("gemm", "combine", "dgrad", "route"):

@@ -4,6 +4,8 @@ Called by kernels.cpu and kernels.cuda; calls torch alone.
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,12 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+@overload
+def floats(tensor: Tensor) -> Tensor: ...
+@overload
+def floats(tensor: None) -> None: ...
+@overload
+def floats(tensor: Tensor | None) -> Tensor | None: ...
 def floats(tensor: Tensor | None) -> Tensor | None:
     """A contiguous tensor of a dtype that the kernels read."""
     if tensor is None:

@@ -82,11 +82,16 @@ def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(layout):
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
 
 
+# They may read before they wait; tests/kernels/cuda/test_layer.py hides from them what they have to wait for.
+EARLY_READERS = {"grouped_mm_tiled_mma", "combine"}
+
+
 @pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("*.cu")), ids=lambda file: file.stem)
 def test_every_kernel_waits_for_the_one_before_it_first(file):
-    bodies = re.split(r"__global__ void [^{;]*\{", file.read_text())[1:]
-    assert bodies
-    assert all(body.lstrip().startswith("await_previous_kernel();") for body in bodies)
+    kernels = re.findall(r"__global__ void [^{;]*?(\w+)\(const[^{;]*\{\s*(.*)", file.read_text())
+    assert kernels
+    for name, first_line in kernels:
+        assert first_line == "await_previous_kernel();" or name in EARLY_READERS
 
 
 def test_says_why_it_cannot_run():

@@ -44,7 +44,10 @@ OTHERS = {
             *(f"router_scatter<{per_lane}>" for per_lane in (1, 5, 16)),
         ],
     ),
-    cuda_arguments.CombineArguments: (cuda._ROUTE, ["combine<true>", "combine<false>"]),
+    cuda_arguments.CombineArguments: (
+        cuda._ROUTE,
+        [f"combine<{dtype}, {slots}>" for dtype in ("true", "false") for slots in (1, 2, 4, 8)],
+    ),
     cuda_arguments.SwigluArguments: (cuda._SWIGLU, ["swiglu<true>", "swiglu<false>"]),
     cuda_arguments.DequantizeArguments: (
         cuda._DEQUANTIZE,
@@ -156,7 +159,7 @@ class RowStartsArguments(ctypes.Structure):
 @pytest.mark.parametrize(
     ("expression", "drifted", "message"),
     [
-        ("combine<true>", CombineArguments, "CombineArguments.top_k"),
+        ("combine<true, 2>", CombineArguments, "CombineArguments.top_k"),
         ("row_starts", RowStartsArguments, "the size of RowStartsArguments"),
     ],
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from torch import Tensor
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels import reference
+from thunder_moe.kernels import by_parts, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.by_parts import Order
 from thunder_moe.kernels.cuda import launch, nvrtc
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
+from thunder_moe.kernels.cuda.layer import LayerLaunch
 from thunder_moe.kernels.cuda.prepared import (
     DEQUANTIZE,
     ELEMENTWISE_THREADS,
@@ -52,6 +55,7 @@ __all__ = [
     "grouped_swiglu",
     "mm",
     "mm_dgrad",
+    "moe_experts",
     "route",
     "router",
     "row_starts",
@@ -113,7 +117,78 @@ def grouped_mm_combine(
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
-    return combine(_gemm(activation, weight, offsets, None, None, bias, None), slot_row, slot_weight)
+    slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)  # before the GEMM: behind it is `combine` alone
+    rows = _gemm(activation, weight, offsets, None, None, bias, None)
+    return combine(rows, slot_row, slot_weight, late_rows=weight.shape[1] % 2 == 0)
+
+
+def moe_experts(
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: NVFP4Weight,
+    down: NVFP4Weight,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: Order | None,
+    weight_on_input: bool,
+    form: GLU,
+    *,
+    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
+) -> Tensor:
+    """The same as `by_parts.moe_experts` of this module, bit for bit, by the chain of layer.py."""
+    features = down.shape[2]
+    split_blocks = gate_up.layout == TILED and features % 64 != 0  # see grouped_swiglu
+    if expert_ids.numel() == 0 or split_blocks or _runs_on_reference(hidden_states, gate_up):
+        return by_parts.moe_experts(
+            sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
+            order, weight_on_input, form,
+        )  # fmt: skip
+    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
+    gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
+    first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
+    run = _layer_launch(
+        x, ids, weights, first.layout, second.layout, first.global_scale.ndim == 2, second.global_scale.ndim == 2,
+        _dtype(gate_up_bias), _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form,
+        configs,
+    )  # fmt: skip
+    if order is not None:
+        order = (order[0].contiguous(), order[1].contiguous(), order[2].contiguous())
+    gate_up_tensors = _tensors(first, run.gate_up.layout)
+    return run(x, ids, weights, gate_up_tensors, _tensors(second, run.down.layout), gate_up_bias, down_bias, order)
+
+
+def _tensors(weight: NVFP4Weight, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of a weight in a layout, contiguous."""
+    qdata, scale, global_scale = weight.to_layout(layout).tensors()
+    return qdata.contiguous(), scale.contiguous(), global_scale.contiguous()
+
+
+def _layer_launch(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up_layout: str, down_layout: str,
+    gate_up_per_row: bool, down_per_row: bool, gate_up_bias: torch.dtype | None, down_bias: torch.dtype | None,
+    num_experts: int, features: int, routes: bool, weight_on_input: bool, form: GLU,
+    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
+) -> LayerLaunch:  # fmt: skip
+    """The launches of `moe_experts` for operands of the dtypes, shapes and layouts of these."""
+    (tokens, top_k), hidden_size = expert_ids.shape, hidden_states.shape[1]
+    dtype, weight_dtype, device = hidden_states.dtype, expert_weights.dtype, hidden_states.device
+    rows, facts = tokens * top_k, _device_facts(device)
+    on_input, on_output = (weight_dtype, None) if weight_on_input else (None, weight_dtype)
+    return LayerLaunch(
+        route_launch((tokens, top_k), num_experts, expert_ids.dtype, device) if routes else None,
+        gemm_launch(
+            rows, num_experts, 2 * features, hidden_size, top_k, dtype, gate_up_layout, gate_up_per_row, on_input,
+            gate_up_bias, form, device, facts, configs[0],
+        ),
+        gemm_launch(
+            rows, num_experts, hidden_size, features, None, dtype, down_layout, down_per_row, None, down_bias, None,
+            device, facts, configs[1],
+        ),
+        combine_launch(rows, tokens, top_k, hidden_size, dtype, on_output, device, True),
+        weight_on_input,
+        device.index,
+    )  # fmt: skip
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
@@ -152,14 +227,14 @@ def mm_dgrad(grad: Tensor, weight: NVFP4Weight) -> Tensor:
         return grad.detach() @ dequantize(weight, grad.dtype)[0]
 
 
-def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
-    """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token."""
+def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, late_rows: bool = False) -> Tensor:
+    """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token; late_rows: see `CombineLaunch`."""
     tokens, top_k = slot_row.shape
     n = rows.shape[1]
     if rows.shape[0] == 0 or tokens == 0 or n == 0:
         return rows.new_zeros(tokens, n)
     slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)
-    run = combine_launch(rows.shape[0], tokens, top_k, n, rows.dtype, _dtype(slot_weight), rows.device)
+    run = combine_launch(rows.shape[0], tokens, top_k, n, rows.dtype, _dtype(slot_weight), rows.device, late_rows)
     return run(rows, slot_row, slot_weight)
 
 
@@ -286,8 +361,7 @@ def _gemm(
         rows, num_experts, n, k, top_k, activation.dtype, weight.layout, weight.global_scale.ndim == 2,
         _dtype(slot_scale), _dtype(bias), form, activation.device, _device_facts(activation.device), config,
     )  # fmt: skip
-    qdata, scale, global_scale = (tensor.contiguous() for tensor in weight.to_layout(run.layout).tensors())
-    return run(activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias)
+    return run(activation, *_tensors(weight, run.layout), offsets, row_slot, slot_scale, bias)
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
@@ -417,7 +491,7 @@ def _prepare_combine(
     if gemm is None or tokens == 0 or not (_is_read(slot_row) and _is_read_as_float(slot_weight)):
         return None
     summed = combine_launch(
-        activation.shape[0], tokens, top_k, n, activation.dtype, _dtype(slot_weight), activation.device
+        activation.shape[0], tokens, top_k, n, activation.dtype, _dtype(slot_weight), activation.device, n % 2 == 0
     )
 
     def run(
@@ -427,6 +501,50 @@ def _prepare_combine(
         return summed(
             gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, bias), slot_row, slot_weight
         )
+
+    return run
+
+
+def _prepare_experts(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
+    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    num_experts, features = gate_up.shape[0], gate_up.shape[2] // 2
+    read = (hidden_states, expert_ids, gate_up.mT, gate_up_scale, down.mT, down_scale, row_slot, offsets, slot_row)
+    if (
+        hidden_states.dtype == torch.float32
+        or num_experts > MAX_EXPERTS
+        or expert_ids.numel() == 0
+        or not {gate_up_layout, down_layout} <= {LINEAR, TILED}
+        or (gate_up_layout == TILED and features % 64 != 0)
+        or not all(map(_is_read, (*read, gate_up_global_scale, down_global_scale)))
+        or not all(map(_is_read_as_float, (expert_weights, gate_up_bias, down_bias)))
+    ):
+        return None
+    chain = _layer_launch(
+        hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, gate_up_global_scale.ndim == 2,
+        down_global_scale.ndim == 2, _dtype(gate_up_bias), _dtype(down_bias), num_experts, features, row_slot is None,
+        weight_on_input, GLU(**form),
+    )  # fmt: skip
+    if (chain.gate_up.layout, chain.down.layout) != (gate_up_layout, down_layout):
+        return None
+
+    def run(
+        hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+        gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+        down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+        row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
+        return chain(
+            hidden_states, expert_ids, expert_weights, (gate_up, gate_up_scale, gate_up_global_scale),
+            (down, down_scale, down_global_scale), gate_up_bias, down_bias, order,
+        )  # fmt: skip
 
     return run
 
@@ -498,6 +616,7 @@ PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
     "f16a_nvfp4weight_scaled_grouped_mm": _prepare_grouped_mm,
     "f16a_nvfp4weight_grouped_swiglu": _prepare_grouped_swiglu,
     "f16a_nvfp4weight_grouped_mm_combine": _prepare_combine,
+    "f16a_nvfp4weight_moe_experts": _prepare_experts,
     "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _prepare_dgrad,
     "f16a_nvfp4weight_scaled_mm": _prepare_mm,
     "moe_route": _prepare_route,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from thunder_moe.kernels.cuda.workspace import semaphore_pool
 __all__ = [
     "CombineLaunch",
     "DgradLaunch",
+    "Gemm",
     "GemmLaunch",
     "RouteLaunch",
     "combine_launch",
@@ -46,6 +48,24 @@ DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
 ROUTE = (COMMON, COMMON.with_name("route.cu"))
 _ROUTE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
+_COMBINE_SLOTS = 8  # at most: slots that a thread of `combine` loads at once
+_FEW_SUMS = 1 << 18  # of `combine`: up to so many go to smaller blocks, which are spread over more multiprocessors
+
+
+class Gemm(NamedTuple):
+    """A grouped GEMM that is ready: `GemmLaunch.launch` launches its kernels and nothing else.
+
+    Attributes:
+        out: (M, N), rounded up to an even number of columns.
+        gather: fields of the struct of the kernel that gathers the rows, if there is one.
+        fields: of the GEMM's struct.
+        kept: tensors whose addresses these hold.
+    """
+
+    out: Tensor
+    gather: tuple[int, ...] | None
+    fields: tuple[Any, ...]
+    kept: tuple[Tensor | None, ...]
 
 
 class GemmLaunch:
@@ -103,6 +123,7 @@ class GemmLaunch:
             self._index, multiprocessors,
         )  # fmt: skip
         self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
+        self._reads_early = plan.config.kernel == "tiled_mma"
         form = form or SWIGLU
         self._numbers = (
             rows, num_experts, n, k, top_k or 1, per_row, _code(slot_scale), _code(bias),
@@ -138,6 +159,29 @@ class GemmLaunch:
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias)
+        gemm = self.prepare(activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias)
+        self.launch(gemm)
+        return gemm.out if self._features == self._shape[1] else gemm.out[:, : self._features].contiguous()
+
+    def prepare(
+        self,
+        activation: Tensor,
+        qdata: Tensor,
+        scale: Tensor,
+        global_scale: Tensor,
+        offsets: Tensor | None,
+        row_slot: Tensor | None,
+        slot_scale: Tensor | None,
+        bias: Tensor | None,
+        *,
+        late_x: bool = False,
+    ) -> Gemm:
+        """What precedes the launch on the current device, which has to be the operands'.
+
+        late_x: the GEMM will be launched right behind another one, which writes the activation and no other operand.
+        Where its kernel makes use of that, both run at once for a while, so they get workspaces apart.
+        """
+        late_x = late_x and self._reads_early
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
         globals_ = global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15:
@@ -145,26 +189,37 @@ class GemmLaunch:
             activation, qdata, scale, global_scale = map(_aligned, (activation, qdata, scale, global_scale))
             x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
         out = activation.new_empty(self._shape)
-        stream = launch.current_stream(index)
         slots = 0 if row_slot is None else row_slot.data_ptr()
-        if self._gather is not None:
-            gathered = activation.new_empty(self._gather_shape)
-            self._gather(stream, x, slots, gathered.data_ptr(), *self._gather_numbers)
-            x = gathered.data_ptr()
         partial_sums = semaphores = tile_counter = 0
+        workspace = sums = rows = gather = None
         if self._workspace:
-            tile_counter = semaphore_pool(self._device).take(self._workspace).data_ptr()
+            workspace = semaphore_pool(self._device).take(self._workspace, overlapping=late_x)
+            tile_counter = workspace.data_ptr()
             if self._partial_sums:
                 semaphores = tile_counter + 4 * CACHE_LINE
                 sums = torch.empty(self._partial_sums, dtype=torch.float32, device=self._device)
                 partial_sums = sums.data_ptr()
+        if self._gather is not None:
+            rows = activation.new_empty(self._gather_shape)
+            gather = x, slots, rows.data_ptr(), *self._gather_numbers
+            x = rows.data_ptr()
         first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
-        self._launcher(
-            stream, *first, x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
+        fields = (
+            *first, x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
             0 if slot_scale is None else slot_scale.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            out.data_ptr(), partial_sums, semaphores, *self._numbers, tile_counter, self._read_once,
+            out.data_ptr(), partial_sums, semaphores, *self._numbers, tile_counter, self._read_once, late_x,
         )  # fmt: skip
-        return out if self._features == self._shape[1] else out[:, : self._features].contiguous()
+        kept = (
+            activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, workspace, sums, rows
+        )  # fmt: skip
+        return Gemm(out, gather, fields, kept)
+
+    def launch(self, gemm: Gemm) -> None:
+        """Launches the kernels of what `prepare` has made."""
+        stream = launch.current_stream(self._index)
+        if self._gather is not None and gemm.gather is not None:
+            self._gather(stream, *gemm.gather)
+        self._launcher(stream, *gemm.fields)
 
 
 class CombineLaunch:
@@ -178,18 +233,21 @@ class CombineLaunch:
         dtype: of the rows.
         slot_weight: the dtype of that operand; None for no operand.
         device: where the operands are.
+        late_rows: the kernel that is launched right before wrote the rows, and none of the other operands.
     """
 
     def __init__(
         self, rows: int, tokens: int, top_k: int, n: int, dtype: torch.dtype, slot_weight: torch.dtype | None,
-        device: torch.device,
+        device: torch.device, late_rows: bool,
     ) -> None:  # fmt: skip
         self._index, self._shape = device.index, (tokens, n)
-        self._numbers = rows, tokens, top_k, n, _code(slot_weight)
-        bf16 = str(dtype == torch.bfloat16).lower()
-        self._launcher = elementwise_launcher(
-            ROUTE, f"combine<{bf16}>", tokens * -(-n // 8), CombineArguments, self._index
-        )
+        self._numbers = rows, tokens, top_k, n, _code(slot_weight), late_rows
+        bf16, slots = str(dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
+        threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
+        self._launcher = launch.launcher(
+            ROUTE, f"combine<{bf16}, {slots}>", threads, 0, tokens * -(-n // (8 * threads)), CombineArguments,
+            self._index,
+        )  # fmt: skip
 
     def __call__(self, rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
         """Rows (M, N), slot_row int32 (T, A) and slot_weight (T, A) -> (T, N)."""

@@ -34,17 +34,19 @@ class SemaphorePool:
         self._device = device
         self._zeros = zeros
         self._used = 0
-        self._of_stream: dict[int, Tensor] = {}
+        self._of_stream: dict[tuple[int, bool], Tensor] = {}
         self._lock = threading.Lock()
 
-    def take(self, size: int = STREAM_SIZE) -> Tensor:
+    def take(self, size: int = STREAM_SIZE, *, overlapping: bool = False) -> Tensor:
         """int32 (at least `size`,) for a kernel that is launched, or captured, on the device's current stream.
 
         Args:
             size: a multiple of 32, a cache line.
+            overlapping: the kernel uses the slice before the one in front of it in the stream has ended, so it gets
+                another than that one, which may not overlap in its turn.
         """
         capturing = _is_capturing(self._device)
-        stream = launch.current_stream(self._device.index)
+        stream = launch.current_stream(self._device.index), overlapping
         if not capturing:
             semaphores = self._of_stream.get(stream)
             if semaphores is not None and semaphores.numel() >= size:

@@ -6,7 +6,6 @@
 #define DEVICE static inline
 #define METHOD inline
 #define OFFSET_OF(type, field) __builtin_offsetof(type, field)
-DEVICE void await_previous_kernel() {}
 #else
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -18,9 +17,13 @@ typedef unsigned long long uint64_t;
 #define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)  // NVRTC 13.0 has no __builtin_offsetof
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 
-// The first statement of every kernel. On SM90 and newer a kernel's blocks start while the kernel before still runs
-// (programmatic dependent launch, requested by kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the
-// next kernel's blocks to start. So behind this line all earlier kernels of the stream have completed.
+// On SM90 and newer a kernel's blocks start while the kernel before still runs (programmatic dependent launch, requested by
+// kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the next kernel's blocks to start. So behind this
+// line all earlier kernels of the stream have completed. It is the first statement of a kernel that touches global memory, but
+// for those that are told which of their operands the kernel before them writes (`late_x`, `late_rows`). What they read in
+// front of this line is what was complete when the kernel before them began, if that one is ours: it allowed them to start
+// behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
+// kernel waits, also one that finds no work: otherwise a kernel could complete before the kernel that it follows.
 DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

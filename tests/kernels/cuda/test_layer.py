@@ -1,0 +1,130 @@
+"""The chain of kernels of a whole layer: equal to its parts, and what overlapping kernels read before they wait.
+Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+
+The emulator hides the result of the kernel before (NaNs) until a thread of a block waits for it, block by block, for
+kernels that are told to read early; and it aborts when a block ends without having waited.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_gemms import DTYPES, TILED_CONFIGS, TILED_SWIGLU_CONFIGS
+from oracle import relative_error
+
+from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.kernels import by_parts
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import configs as cuda_configs
+from thunder_moe.kernels.cuda import prepared, workspace
+
+E, A, BF16 = 6, 2, torch.bfloat16
+TILED = "tiled_64x64"
+
+
+def make_layer(tokens, hidden, inner, layout, top_k=A, dtype=BF16):
+    weights = [quantize(torch.randn(E, n, k)).to_layout(layout) for n, k in ((2 * inner, hidden), (hidden, inner))]
+    biases = torch.randn(E, 2 * inner, dtype=BF16), torch.randn(E, hidden)
+    ids = torch.randint(-1, E + 1, (tokens, top_k))
+    return (torch.randn(tokens, hidden, dtype=dtype), ids, torch.rand(tokens, top_k), *weights, *biases)
+
+
+@pytest.mark.parametrize(("tokens", "weight_on_input"), [(1, False), (9, True), (70, False)])
+def test_equals_its_parts(layout, tokens, weight_on_input):
+    args = make_layer(tokens, 64, 48 if layout == "linear" else 128, layout)
+    for order, form in ((None, SWIGLU), (cuda.route(args[1], E), GLU(1.702, 1.5, 1.0))):
+        more = (order, weight_on_input, form)
+        assert torch.equal(cuda.moe_experts(*args, *more), by_parts.moe_experts(cuda, *args, *more))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("top_k", [1, 3, 9])
+def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
+    args = (*make_layer(5, 64, 64, TILED, top_k, dtype), None, False, SWIGLU)
+    assert torch.equal(cuda.moe_experts(*args), by_parts.moe_experts(cuda, *args))
+
+
+@pytest.mark.parametrize("name", TILED_CONFIGS)
+def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
+    """Every kernel of tiled weights behind another GEMM: more tiles than blocks, and blocks without any."""
+    monkeypatch.setattr(adversary, "late_copies", 0)  # late ones would read what is there by then
+    first = next(iter(TILED_SWIGLU_CONFIGS.values()))
+    args = make_layer(21, 64, 320, TILED)
+    for experts in (E, 1):  # tokens of one expert leave blocks without a tile
+        ids = args[1].clamp(0, experts - 1)
+        operands = (args[0], ids, *args[2:], None, False, SWIGLU)
+        expected = by_parts.moe_experts(cuda, *operands)
+        for blocks in (3, 50):
+            monkeypatch.setattr(cuda, "_device_facts", lambda device, blocks=blocks: (blocks, (9, 0)))
+            out = cuda.moe_experts(*operands, configs=(first, TILED_CONFIGS[name]))
+            assert relative_error(out, expected) < 5e-3  # another configuration adds up in another order
+        pool = workspace.semaphore_pool(out.device)
+        assert not pool.take().any()
+        assert not pool.take(overlapping=True).any()
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("tiled mma, shared", True), ("tiled wgmma, two blocks of rows", False)])
+def test_kernels_that_overlap_have_workspaces_apart(hopper, name, overlap):
+    args = make_layer(3, 64, 64, TILED)
+    row_slot, offsets, _ = cuda.route(args[1], E)
+    gemm = prepared.gemm_launch(
+        6, E, 128, 64, 2, BF16, TILED, False, None, None, SWIGLU, args[0].device, (3, (9, 0)), TILED_CONFIGS[name]
+    )
+    operands = (args[0], *args[3].tensors(), offsets, row_slot, None, None)
+    alone, late = gemm.prepare(*operands).fields, gemm.prepare(*operands, late_x=True).fields
+    assert (late[-1], late[-3] != alone[-3]) == (overlap, overlap)
+    assert not alone[-1]
+
+
+WITHOUT_WAITING = "a block has ended without waiting"
+WAIT = r"        await_previous_kernel\(\);\n"
+MUTANTS = {
+    "a producer copies tokens first": (
+        "tiled_mma.cu",
+        WAIT + r"(      \} else if \(elected\) \{[\s\S]*?)(      __syncwarp\(\);\n    \};)",
+        r"\1      if constexpr (kWaits) await_previous_kernel();\n\2",
+        "assert relative_error",
+    ),
+    "a producer with tiles does not wait": (
+        "tiled_mma.cu", WAIT + r"(      \} else if \(elected\))", r"\1", WITHOUT_WAITING
+    ),
+    "a producer without tiles does not wait": (
+        "tiled_mma.cu", r"(      \} else \{\n)" + WAIT, r"\1", WITHOUT_WAITING
+    ),
+    "combine reads rows first": (
+        "route.cu", r"    if \(late\) await_previous_kernel\(\);\n    late = false;\n", "", "assert torch.equal"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_missing_wait_is_found(name, tmp_path, emulator):
+    """Each runs in a process of its own, since the emulator aborts where a block has not waited."""
+    file, pattern, replacement, message = MUTANTS[name]
+    for source in cuda_configs.COMMON.parent.iterdir():
+        text = source.read_text()
+        if source.name == file:
+            text, changes = re.subn(pattern, replacement, text)
+            assert changes == 1
+        (tmp_path / source.name).write_text(text)
+    test = {
+        "tiled_mma.cu": "test_rows_that_come_late[tiled mma]",
+        "route.cu": "test_equals_its_parts[tiled_64x64-9-True]",
+    }[file]
+    script = f"""
+import pytest, sys
+from pathlib import Path
+from thunder_moe.kernels.cuda import configs, prepared
+folder = Path({str(tmp_path)!r})
+configs.COMMON = folder / "common.cuh"
+prepared.ROUTE = (configs.COMMON, folder / "route.cu")
+sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", {f"{__file__}::{test}"!r}]))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert run.returncode != 0
+    assert message in run.stdout + run.stderr, run.stdout + run.stderr
