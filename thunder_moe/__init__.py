@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         NVFP4Linear,
         SwiGLU,
     )
-    from thunder_moe.ops.experts import moe_experts
+    from thunder_moe.ops.experts import f16a_nvfp4weight_moe_experts, moe_experts
     from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
@@ -54,7 +54,7 @@ _HOMES = {
         "SwiGLU",
     ),
     "formats.nvfp4": ("NVFP4Weight",),
-    "ops.experts": ("moe_experts",),
+    "ops.experts": ("f16a_nvfp4weight_moe_experts", "moe_experts"),
     "ops.grouped_mm": ("f16a_nvfp4weight_scaled_grouped_mm",),
     "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
@@ -80,6 +80,7 @@ __all__ = [
     "dequantize_",
     "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
+    "f16a_nvfp4weight_moe_experts",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "f16a_nvfp4weight_scaled_mm",
     "load_checkpoint",

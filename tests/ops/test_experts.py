@@ -2,6 +2,8 @@
 Called by pytest; judged by tests/oracle.py.
 """
 
+import itertools
+
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, dequantize, moe_experts, relative_error
@@ -162,6 +164,77 @@ def test_opcheck(opcheck, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck_of_the_whole_layer(opcheck, dtype):
+    weights, _ = make()
+    ids, scores = make_routing()
+    biases = torch.randn(E, 2 * INNER, requires_grad=True), torch.randn(E, H, requires_grad=True)
+    hidden = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    args = (hidden, ids, scores.requires_grad_(), *operands(weights[0]), *operands(weights[1]), *biases)
+    operator = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts.default
+    opcheck(operator, args, GPT_OSS)
+    opcheck(operator, (*args, *moe_route(ids, E)), dict(weight_on_input=True))
+
+
+def test_weights_get_no_gradient():
+    weights, _ = make()
+    ids, scores = make_routing()
+    for position, name in ((5, "gate_up_global_scale"), (8, "down_global_scale")):
+        args = [torch.randn(T, H), ids, scores, *operands(weights[0]), *operands(weights[1])]
+        args[position] = args[position].clone().requires_grad_()
+        with pytest.raises(ValueError, match=f"{name}: got a tensor that requires a gradient"):
+            torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts(*args)
+
+
+def by_the_operators(hidden, ids, scores, gate_up, down, gate_up_bias, down_bias, weight_on_input, form):
+    row_slot, offsets, slot_row = moe_route(ids, E)
+    on_input, on_output = (scores, None) if weight_on_input else (None, scores)
+    rows = f16a_nvfp4weight_grouped_swiglu(
+        hidden, *operands(gate_up), offsets, row_slot, on_input, gate_up_bias, **form
+    )
+    return f16a_nvfp4weight_grouped_mm_combine(rows, *operands(down), offsets, slot_row, on_output, down_bias)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "w4a4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_on_input", [False, True])
+def test_equals_its_operators(backend, dtype, weight_on_input):
+    weights, _ = make()
+    ids, scores = make_routing()
+    ids[3, 1], ids[5] = E, -1
+    hidden, biases = torch.randn(T, H, dtype=dtype), (torch.randn(E, 2 * INNER), torch.randn(E, H))
+    given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True), weight_on_input=weight_on_input, **GPT_OSS)
+    with use_backend(backend):
+        expected = by_the_operators(hidden, ids, scores, *weights, *biases, weight_on_input, GPT_OSS)
+        for order in (None, moe_route(ids, E)):
+            assert torch.equal(experts_op(hidden, ids, scores, *weights, order=order, **given), expected)
+
+
+@pytest.mark.parametrize("wanted", itertools.product([False, True], repeat=4))
+def test_any_of_the_gradients(wanted):
+    """Those that are asked for, equal to those of the operators one after the other."""
+    weights, _ = make()
+    ids, scores = make_routing()
+    leaves = [torch.randn(T, H), scores, torch.randn(E, 2 * INNER), torch.randn(E, H)]
+    for on_input in (False, True):
+        results = []
+        for function in (
+            lambda h, s, g, d, on=on_input: experts_op(
+                h, ids, s, *weights, gate_up_bias=g, down_bias=d, order=moe_route(ids, E), weight_on_input=on
+            ),
+            lambda h, s, g, d, on=on_input: by_the_operators(h, ids, s, *weights, g, d, on, {}),
+        ):
+            given = [leaf.clone().requires_grad_(each) for leaf, each in zip(leaves, wanted, strict=True)]
+            out = function(*given)
+            assert out.requires_grad == any(wanted)
+            if any(wanted):
+                out.square().sum().backward()
+            results.append([leaf.grad for leaf in given])
+        for actual, expected, each in zip(*results, wanted, strict=True):
+            assert (actual is not None) == each
+            assert not each or relative_error(actual, expected) < 1e-5
+
+
 def test_refuses():
     weights, _ = make()
     ids, scores = make_routing()
@@ -201,26 +274,35 @@ def test_refuses():
 def test_experts_refuse_operands_that_do_not_fit():
     (gate_up, down), _ = make()
     ids, scores = make_routing()
+    row_slot, offsets, slot_row = moe_route(ids, E)
     good = dict(hidden_states=torch.randn(T, H), expert_ids=ids, expert_weights=scores, gate_up=gate_up, down=down)
     bad = [
         (dict(hidden_states=torch.randn(1, T, H)), r"hidden_states: .*wanted shape \(tokens, hidden_size\)"),
         (dict(hidden_states=torch.randn(T, H + 16)), "hidden_states: .*wanted 48 in dim 1, by gate_up"),
         (dict(hidden_states=torch.randn(2 * T, H)), r"expert_ids: .*wanted shape \(14, top_k\), 14 being the tokens"),
         (dict(hidden_states=torch.randn(T // 2, H)), r"expert_ids: .*wanted shape \(3, top_k\)"),
-        (dict(hidden_states=torch.randn(T, H, dtype=torch.float64)), "activation: .*wanted a dtype of"),
-        (dict(hidden_states=torch.ones(T, H, dtype=torch.int64)), "activation: .*wanted a dtype of"),
+        (dict(hidden_states=torch.randn(T, H, dtype=torch.float64)), "hidden_states: .*wanted a dtype of"),
+        (dict(hidden_states=torch.ones(T, H, dtype=torch.int64)), "hidden_states: .*wanted a dtype of"),
         (dict(hidden_states=torch.empty(T, H, device="meta")), "expert_ids: .*wanted device meta"),
         (dict(expert_ids=ids[0]), r"expert_ids: .*wanted shape \(7, top_k\)"),
         (dict(expert_ids=ids[:-1], expert_weights=scores[:-1]), r"expert_ids: .*wanted shape \(7, top_k\)"),
         (dict(expert_ids=ids.to(torch.uint8)), "expert_ids: .*wanted dtype int32 or int64"),
         (dict(expert_ids=ids.bool()), "expert_ids: .*wanted dtype int32 or int64"),
         (dict(expert_weights=scores[:1]), r"expert_weights: .*wanted shape \(7, 2\), that of expert_ids"),
-        (dict(expert_weights=scores.long()), "slot_weight: .*wanted a floating-point dtype"),
+        (dict(expert_weights=scores.long()), "expert_weights: .*wanted a floating-point dtype"),
         (dict(down=gate_up), r"down: got shape \(5, 64, 48\), wanted \(5, 48, 32\), by gate_up of shape \(5, 64, 48\)"),
         (dict(gate_up=quantize(torch.randn(E, 3, H))), "gate_up: got shape .*wanted an even out_features"),
         (dict(gate_up_bias=torch.randn(E, INNER)), r"bias: .*wanted shape \(5, 64\)"),
         (dict(limit=0.0), "limit: got 0.0, wanted a positive number"),
         (dict(limit=float("nan")), "limit: got nan, wanted a positive number"),
+        (dict(order=(row_slot, None, slot_row)), "offsets: got None, wanted all of .* or none"),
+        (dict(order=(row_slot[1:], offsets, slot_row)), r"row_slot: .*wanted int32 of shape \(14,\)"),
+        (dict(order=(row_slot, offsets.long(), slot_row)), r"offsets: .*wanted int32 of shape \(5,\)"),
+        (dict(order=(row_slot, offsets, slot_row.flatten())), r"slot_row: .*wanted int32 of shape \(7, 2\)"),
+        (dict(order=(row_slot, offsets, slot_row.to("meta"))), "slot_row: .*wanted device cpu"),
+        (dict(order=(row_slot, offsets + 1, slot_row)), "offsets: got a last row end of 15, wanted at most the 14"),
+        (dict(order=(row_slot + 1, offsets, slot_row)), "row_slot: got a value of 14, wanted values from 0 to 13"),
+        (dict(order=(row_slot, offsets, slot_row - 2)), "slot_row: got a value of -2, wanted values from -1 to 13"),
     ]
     for change, message in bad:
         with pytest.raises(ValueError, match=message):

@@ -28,6 +28,13 @@ SCHEMAS = {
     " float up_shift=0.) -> Tensor",
     "f16a_nvfp4weight_grouped_mm_combine": f"(Tensor activation, {WEIGHT}, Tensor slot_row,"
     ' Tensor? slot_weight=None, Tensor? bias=None, *, str layout="linear") -> Tensor',
+    "f16a_nvfp4weight_moe_experts": "(Tensor hidden_states, Tensor expert_ids, Tensor expert_weights,"
+    " Tensor gate_up, Tensor gate_up_scale, Tensor gate_up_global_scale,"
+    " Tensor down, Tensor down_scale, Tensor down_global_scale,"
+    " Tensor? gate_up_bias=None, Tensor? down_bias=None,"
+    " Tensor? row_slot=None, Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False,"
+    ' str gate_up_layout="linear", str down_layout="linear", float alpha=1., float? limit=None,'
+    " float up_shift=0.) -> Tensor",
     "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
     ' str layout="linear") -> Tensor',
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
@@ -66,6 +73,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     ids = torch.tensor([[0, 3], [1, 1], [2, 0]])
     row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(ids, 4)
     x, rows = torch.randn(3, 48), torch.randn(6, 48)
+    down = operands(quantize(torch.randn(4, 48, 16)))
     dense = dense_operands(quantize(torch.randn(1, 32, 48)))
     calls = {
         "moe_route": (ids, 4),
@@ -76,6 +84,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
         "f16a_nvfp4weight_scaled_mm_dgrad": (torch.randn(2, 3, 32), *dense),
         "f16a_nvfp4weight_grouped_swiglu": (x, *weight, offsets, row_slot),
         "f16a_nvfp4weight_grouped_mm_combine": (rows, *weight, offsets, slot_row),
+        "f16a_nvfp4weight_moe_experts": (x, ids, torch.rand(3, 2), *weight, *down),
     }
     assert calls.keys() == OPERATORS.keys()
     for name, args in calls.items():

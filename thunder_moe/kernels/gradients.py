@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thunder_moe.activations import GLU, pre_activation
+from thunder_moe.activations import GLU, pre_activation, swiglu
 from thunder_moe.routing import expert_of_row, gather_rows, live_rows, scale_of_rows
 
-__all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu"]
+__all__ = ["Gemms", "Gradients", "Needs", "grouped_mm_combine", "grouped_swiglu", "moe_experts"]
 
 Gradients = tuple[Tensor | None, ...]
 Needs = Sequence[bool]  # which of the gradients are wanted
@@ -33,14 +33,16 @@ def grouped_swiglu(
     form: GLU,
     gemms: Gemms,
     needs: Needs,
+    gate_up: Tensor | None = None,
 ) -> Gradients:
     """Gradient (M, I) of `grouped_swiglu`'s output -> those of activation, slot_scale and bias.
 
-    Recomputes gate and up, so that nothing of (M, 2I) is kept for it. Rows of no expert have zero gradients.
+    Recomputes gate and up (M, 2I) where they are not given, so that none is kept for it. Rows of no expert have zero
+    gradients.
     """
     (gemm, dgrad), rows = gemms, grad.shape[0]
     row_scale = scale_of_rows(slot_scale, row_slot)
-    gate_up = gemm(gather_rows(activation, row_slot))
+    gate_up = gemm(gather_rows(activation, row_slot)) if gate_up is None else gate_up
     grad_pre = form.gradient(grad, pre_activation(gate_up, offsets, row_scale, bias))  # [M, 2I]
     # Rows past the last group are undefined, and could be NaN: zero gradients must come of them.
     live = live_rows(offsets, rows)
@@ -105,6 +107,43 @@ def grouped_mm_combine(
         out = out[torch.where(live, slot_row.flatten(), 0)] if rows else torch.zeros_like(grad_slot)
         grad_weight = torch.where(live, (out * grad_slot).sum(-1), 0).view(slot_row.shape).to(slot_weight.dtype)
     return grad_activation, grad_weight, grad_bias
+
+
+def moe_experts(
+    grad: Tensor,
+    hidden_states: Tensor,
+    expert_weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    order: tuple[Tensor, Tensor, Tensor],
+    *,
+    weight_on_input: bool,
+    form: GLU,
+    gate_up: Gemms,
+    down: Gemms,
+    needs: Needs,
+) -> Gradients:
+    """Gradient (T, H) of the output of a layer's experts -> those of hidden_states, expert_weights and the biases.
+
+    Recomputes all between hidden_states and the down GEMM, so that nothing of (M, 2I) or (M, I) is kept for it.
+    """
+    row_slot, offsets, slot_row = order
+    on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
+    of_hidden, of_weights, of_gate_up_bias, of_down_bias = needs
+    needs_first = of_hidden, of_weights and weight_on_input, of_gate_up_bias
+    pre = gate_up[0](gather_rows(hidden_states, row_slot))
+    rows = swiglu(pre, offsets, form, scale_of_rows(on_input, row_slot), gate_up_bias)
+    grad_rows, grad_on_output, grad_down_bias = grouped_mm_combine(
+        grad, rows, offsets, slot_row, on_output, down_bias, gemms=down,
+        needs=(any(needs_first), of_weights and not weight_on_input, of_down_bias),
+    )  # fmt: skip
+    grad_hidden = grad_on_input = grad_gate_up_bias = None
+    if grad_rows is not None:
+        grad_hidden, grad_on_input, grad_gate_up_bias = grouped_swiglu(
+            grad_rows, hidden_states, offsets, row_slot, on_input, gate_up_bias, form=form, gemms=gate_up,
+            needs=needs_first, gate_up=pre,
+        )  # fmt: skip
+    return grad_hidden, grad_on_input if weight_on_input else grad_on_output, grad_gate_up_bias, grad_down_bias
 
 
 def _sum_per_slot(of_row: Tensor, row_slot: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ Legend: M rows (tokens * top_k), E experts, N output features, K input features.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -15,6 +17,8 @@ from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import check_weight
 
 __all__ = [
+    "ACTIVATION_DTYPES",
+    "WEIGHT_NAMES",
     "check_index_values",
     "check_offset_values",
     "check_operands",
@@ -126,8 +130,8 @@ def refuse_forward_ad() -> None:
         )
 
 
-def refuse_weight_gradients(*packed: Tensor) -> None:
-    """ValueError when a tensor of the weight (`WEIGHT_NAMES`) requires a gradient, since it would get none."""
-    for name, tensor in zip(WEIGHT_NAMES, packed, strict=True):
+def refuse_weight_gradients(packed: Iterable[tuple[str, Tensor]]) -> None:
+    """ValueError when a tensor of a weight, which comes with its name, requires a gradient: it would get none."""
+    for name, tensor in packed:
         if tensor.requires_grad:
             raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a frozen one; use detach()")

@@ -1,20 +1,197 @@
-"""`moe_experts`: the experts of a layer on quantized weights, from the router's choice to the weighted sum.
-Called by nn, integrations and users; calls the operators moe_route, grouped_swiglu and grouped_mm_combine.
+"""`moe_experts`, the experts of a layer on quantized weights, from the router's choice to the weighted sum, and its
+operator thunder_moe::f16a_nvfp4weight_moe_experts.
+Called by nn, integrations, compiled graphs and users; calls kernels.select and kernels.gradients.
 
 route -> gather, gate_up GEMM, SwiGLU -> down GEMM, weighted combine
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from thunder_moe.activations import GLU
 from thunder_moe.formats.checks import require
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import NVFP4Weight, check_weight
+from thunder_moe.kernels import by_parts, gradients
+from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
-from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_offset_values, check_optional
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands, weight_from_operands
+from thunder_moe.ops.operator import operator
 
-__all__ = ["moe_experts"]
+__all__ = ["f16a_nvfp4weight_moe_experts", "moe_experts"]
+
+GATE_UP_NAMES = ("gate_up", "gate_up_scale", "gate_up_global_scale")
+DOWN_NAMES = ("down", "down_scale", "down_global_scale")
+ORDER_NAMES = ("row_slot", "offsets", "slot_row")
+
+
+def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
+    return ((hidden_states.shape[0], hidden_states.shape[1]),)
+
+
+def _check(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
+    *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, **_: Any,
+) -> None:  # fmt: skip
+    first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
+    check_weight(*first, gate_up_layout, names=GATE_UP_NAMES, transposed=True)
+    check_weight(*second, down_layout, names=DOWN_NAMES, transposed=True)
+    require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
+    experts, half, features = gate_up.shape
+    tokens, hidden_size, device = hidden_states.shape[0], 2 * half, hidden_states.device
+    if hidden_states.shape[1] != hidden_size:
+        require(False, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up")
+    if hidden_states.dtype not in ACTIVATION_DTYPES:
+        require(False, "hidden_states", hidden_states, f"a dtype of {ACTIVATION_DTYPES}")
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens:
+        wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
+        require(False, "expert_ids", expert_ids, wanted)
+    require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", expert_ids, "dtype int32 or int64")
+    order = dict(zip(ORDER_NAMES, (row_slot, offsets, slot_row), strict=True))
+    for name, tensor in dict(expert_ids=expert_ids, gate_up=gate_up, down=down, **order).items():
+        if tensor is not None and tensor.device != device:
+            require(False, name, tensor, f"device {device}, that of hidden_states")
+    if expert_weights.shape != expert_ids.shape:
+        wanted = f"shape {tuple(expert_ids.shape)}, that of expert_ids"
+        require(False, "expert_weights", expert_weights, wanted)
+    check_optional("expert_weights", expert_weights, tuple(expert_ids.shape), hidden_states)
+    if features % 2:
+        got = (experts, features, hidden_size)
+        raise ValueError(f"gate_up: got shape {got}, wanted an even out_features: gate rows, then up rows")
+    if down.shape != (experts, features // 4, hidden_size) or features % 4:
+        by, fits = (experts, features, hidden_size), (experts, hidden_size, features // 2)
+        got = (down.shape[0], down.shape[2], 2 * down.shape[1])
+        raise ValueError(f"down: got shape {got}, wanted {fits}, by gate_up of shape {by}")
+    check_optional("gate_up_bias", gate_up_bias, (experts, features), hidden_states)
+    check_optional("down_bias", down_bias, (experts, hidden_size), hidden_states)
+    missing = [name for name, tensor in order.items() if tensor is None]
+    if missing and len(missing) < len(order):
+        raise ValueError(f"{missing[0]}: got None, wanted all of {ORDER_NAMES} or none of them")
+    shapes: tuple[tuple[int, ...], ...] = ((expert_ids.numel(),), (experts,), tuple(expert_ids.shape))
+    for (name, tensor), shape in zip(order.items(), shapes, strict=True):
+        if tensor is not None and (tensor.dtype != torch.int32 or tensor.shape != shape):
+            require(False, name, tensor, f"int32 of shape {shape}, as moe_route gives it")
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit: got {limit}, wanted a positive number or None")
+
+
+def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor | None, **_: Any) -> None:
+    require(expert_ids.numel() < 2**31, "expert_ids", expert_ids, "less than 2**31 ids: rows are int32")
+    row_slot, offsets, slot_row = (*arguments[9:12], None, None, None)[:3]
+    if row_slot is None or offsets is None or slot_row is None or offsets.device.type != "cpu":
+        return
+    rows = row_slot.shape[0]
+    check_offset_values(offsets, rows, "row_slot")
+    check_index_values("row_slot", row_slot, 0, rows, "the slots t * A + a")
+    check_index_values("slot_row", slot_row, -1, int(offsets[-1]), "the rows of the experts, or -1 for none")
+
+
+def _gradient(
+    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
+    *, needs: gradients.Needs, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
+    **form: Any,
+) -> gradients.Gradients:  # fmt: skip
+    if row_slot is None or offsets is None or slot_row is None:
+        row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.shape[0])
+    return gradients.moe_experts(
+        grad, hidden_states, expert_weights, gate_up_bias, down_bias, (row_slot, offsets, slot_row),
+        weight_on_input=weight_on_input, form=GLU(**form), needs=needs,
+        gate_up=gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout),
+        down=gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout),
+    )  # fmt: skip
+
+
+@operator(
+    shapes=_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("hidden_states", "expert_weights", "gate_up_bias", "down_bias"),
+    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
+)
+def f16a_nvfp4weight_moe_experts(
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_global_scale: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None,
+    offsets: Tensor | None = None,
+    slot_row: Tensor | None = None,
+    *,
+    weight_on_input: bool = False,
+    gate_up_layout: str = LINEAR,
+    down_layout: str = LINEAR,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+) -> Tensor:
+    """``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
+
+    The same numbers, bit for bit, as `moe_route`, `f16a_nvfp4weight_grouped_swiglu` and
+    `f16a_nvfp4weight_grouped_mm_combine` give one after the other; on a CUDA device their kernels overlap.
+    Differentiable in `hidden_states`, `expert_weights` and the biases (the backward recomputes gate, up and what comes
+    of them).
+
+    Args:
+        hidden_states: (T, H) bfloat16, float16 (or float32).
+        expert_ids: int32 or int64 (T, A); ids outside [0, E) contribute nothing.
+        expert_weights: floating point (T, A).
+        gate_up: (E, H // 2, 2I), transposed view of qdata whose rows are the I of gate, then the I of up.
+        gate_up_scale: float8_e4m3fn block scales, (E, 2I, H // 16) when linear.
+        gate_up_global_scale: float32 (E,) or (E, 2I).
+        down: (E, I // 2, H), likewise.
+        down_scale: likewise, (E, H, I // 16) when linear.
+        down_global_scale: float32 (E,) or (E, H).
+        gate_up_bias: floating point (E, 2I).
+        down_bias: floating point (E, H).
+        row_slot: int32 (M,) with M = T * A; with the next two the order of rows for expert_ids, as `moe_route` gives
+            it, where the caller has it already.
+        offsets: int32 (E,).
+        slot_row: int32 (T, A).
+        weight_on_input: expert_weights multiply the experts' input (Llama 4), not their output.
+        gate_up_layout: of gate_up, one of `thunder_moe.formats.layouts.LAYOUTS`.
+        down_layout: of down.
+        alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
+        limit: likewise.
+        up_shift: likewise.
+
+    Returns:
+        (T, H) in the dtype of hidden_states.
+
+    Raises:
+        ValueError: an operand has the wrong rank, shape, dtype or device, or a part of the order is missing; on a CPU
+            also for an order whose values are out of range. The message names the argument.
+    """
+    first = weight_from_operands(gate_up, gate_up_scale, gate_up_global_scale, gate_up_layout)
+    second = weight_from_operands(down, down_scale, down_global_scale, down_layout)
+    order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
+    backend = select(hidden_states.device)
+    run = getattr(backend, "moe_experts", None) or by_parts.of(backend)
+    out: Tensor = run(
+        hidden_states, expert_ids, expert_weights, first, second, gate_up_bias, down_bias, order, weight_on_input,
+        GLU(alpha, limit, up_shift),
+    )  # fmt: skip
+    return out
 
 
 def moe_experts(
@@ -30,7 +207,7 @@ def moe_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
-    order: tuple[Tensor, Tensor, Tensor] | None = None,
+    order: by_parts.Order | None = None,
 ) -> Tensor:
     """Runs each token through its experts and sums what they give, weighted by the router.
 
@@ -55,44 +232,14 @@ def moe_experts(
 
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device.
+        TypeError: gate_up or down is no `NVFP4Weight`.
     """
-    _check(hidden_states, expert_ids, expert_weights, gate_up, down)
-    ops = torch.ops.thunder_moe
-    row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0]) if order is None else order
-    on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
-    rows = ops.f16a_nvfp4weight_grouped_swiglu(
-        hidden_states, *operands(gate_up), offsets, row_slot, on_input, gate_up_bias,
-        layout=gate_up.layout, alpha=alpha, limit=limit, up_shift=up_shift,
-    )  # fmt: skip
-    out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
-        rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
-    )
-    return out
-
-
-def _check(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight
-) -> None:
-    """Checks under the names of `moe_experts` what the operators would report under theirs, or could not see."""
     for name, weight in (("gate_up", gate_up), ("down", down)):
         if not isinstance(weight, NVFP4Weight):
             raise TypeError(f"{name}: got {type(weight).__name__}, wanted an NVFP4Weight, as `quantize` gives it")
-    experts, features, hidden_size = gate_up.shape
-    require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
-    tokens, device = hidden_states.shape[0], hidden_states.device
-    require(
-        hidden_states.shape[1] == hidden_size, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up"
-    )
-    # The messages with sizes are made only when needed: a symbolic size in a string would be made a constant, and
-    # compiled code compiled again for each number of tokens.
-    if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens:
-        wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
-        require(False, "expert_ids", expert_ids, wanted)
-    require(expert_ids.device == device, "expert_ids", expert_ids, f"device {device}, that of hidden_states")
-    if expert_weights.shape != expert_ids.shape:
-        require(False, "expert_weights", expert_weights, f"shape {tuple(expert_ids.shape)}, that of expert_ids")
-    if features % 2:
-        raise ValueError(f"gate_up: got shape {gate_up.shape}, wanted an even out_features: gate rows, then up rows")
-    if down.shape != (experts, hidden_size, features // 2):
-        wanted = f"{(experts, hidden_size, features // 2)}, by gate_up of shape {gate_up.shape}"
-        raise ValueError(f"down: got shape {down.shape}, wanted {wanted}")
+    out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts(
+        hidden_states, expert_ids, expert_weights, *operands(gate_up), *operands(down), gate_up_bias, down_bias,
+        *(order or (None, None, None)), weight_on_input=weight_on_input, gate_up_layout=gate_up.layout,
+        down_layout=down.layout, alpha=alpha, limit=limit, up_shift=up_shift,
+    )  # fmt: skip
+    return out

@@ -54,6 +54,7 @@ class Operator:
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the arguments that the gradient reads.
         saved_results: the positions of the results that it reads.
+        frozen: the names of arguments, where it has them, that may not require a gradient when a gradient is recorded.
 
     Attributes:
         name: of the operator, without the namespace.
@@ -73,6 +74,7 @@ class Operator:
         differentiable: Sequence[str],
         saved: slice,
         saved_results: slice,
+        frozen: Sequence[str],
     ) -> None:
         self.name, self.signature = function.__name__, inspect.signature(function)
         self.shapes, self.check, self.check_values, self._dtype = shapes, check, check_values, dtype
@@ -84,6 +86,7 @@ class Operator:
         self._defaults = tuple(defaults[name] for name in self._positional)
         self._options = {name: value for name, value in defaults.items() if name not in self._positional}
         self.positions = tuple(map(self._positional.index, differentiable))
+        self._frozen = [(name, self._positional.index(name)) for name in frozen if name in self._positional]
         self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], bool]] = {}
         schema = torch.library.infer_schema(function, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
@@ -175,8 +178,7 @@ class Operator:
     def _save(self, ctx: Any, args: tuple[Any, ...], options: dict[str, Any], results: Any) -> None:
         """Keeps for the gradient what it reads; the dispatcher leaves out arguments that have their defaults."""
         args = args + self._defaults[len(args) :]
-        if tuple(self._positional[1:4]) == WEIGHT_NAMES:
-            refuse_weight_gradients(*args[1:4])
+        refuse_weight_gradients((name, args[position]) for name, position in self._frozen)
         results = results[self._saved_results] if isinstance(results, tuple) else ()
         ctx.save_for_backward(*args[self._saved], *results)
         ctx.options = self._options | options
@@ -279,6 +281,7 @@ def operator(
     differentiable: Sequence[str] = (),
     saved: slice = slice(None),
     saved_results: slice = slice(0),
+    frozen: Sequence[str] = WEIGHT_NAMES,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates the function of an operator: registers it, and gives a function that calls the operator.
 
@@ -296,6 +299,7 @@ def operator(
             differentiable=differentiable,
             saved=saved,
             saved_results=saved_results,
+            frozen=frozen,
         )
         registered = getattr(torch.ops.thunder_moe, described.name)
 

@@ -296,7 +296,7 @@ def test_export_of_a_quantized_block(moe, x):
     quantized = quantize_(copy.deepcopy(moe)).requires_grad_(False)
     program = torch.export.export(quantized, (x,), dynamic_shapes=({1: torch.export.Dim("tokens", min=2, max=64)},))
     names = [str(node.target) for node in program.graph.nodes]
-    assert "thunder_moe.f16a_nvfp4weight_grouped_swiglu.default" in names
+    assert "thunder_moe.f16a_nvfp4weight_moe_experts.default" in names
     for tokens in (8, 5):
         assert relative_error(program.module()(x[:, :tokens]), decoded(moe)(x[:, :tokens])) < 0.01
 

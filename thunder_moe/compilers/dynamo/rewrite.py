@@ -36,7 +36,11 @@ _PARTS = ("fp4_weight", "scale", "global_scale")
 _GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
 _GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
 _COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
-_QUANTIZED = {getattr(_OPS, name).default: decision for name, decision in QUANTIZED.items()}
+# The positions of the weights among an operator's arguments, and the decision on each.
+_QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
+    getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
+}
+_QUANTIZED[_OPS.f16a_nvfp4weight_moe_experts.default] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,9 +305,8 @@ def _quantized_before(scope: Scope, weights: Weights) -> list[Decision]:
     found = []
     for node in scope.graph.nodes:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        if target in _QUANTIZED:
-            gemm = quantized_gemm(node, weights)
-            found.append((gemm, _QUANTIZED[target], "quantized beforehand"))
+        for position, decision in _QUANTIZED.get(target, ()):
+            found.append((quantized_gemm(node, weights, position), decision, "quantized beforehand"))
     return found
 
 

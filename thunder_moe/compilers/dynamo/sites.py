@@ -225,9 +225,10 @@ def _reason_against_fusing(scope: Scope, block: SwiGLUNodes, parts: set[fx.Node]
     return scope.program.reason_against_fusing(positions, handed_on | read, read if differentiable else None)
 
 
-def quantized_gemm(node: Any, weights: Weights) -> GroupedGemm:
-    """Names and sizes of a call of one of the package's NVFP4 operators."""
-    rows, fp4_weight = (value_of(argument) for argument in node.args[:2])
+def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
+    """Names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or tokens;
+    `position` is that of the GEMM's weight among them."""
+    rows, fp4_weight = value_of(node.args[0]), value_of(node.args[position])
     experts, half, n = fp4_weight.shape
     source = weights.sharing(fp4_weight)
     name = qualified_name(source) if source is not None else None

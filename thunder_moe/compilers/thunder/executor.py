@@ -28,6 +28,7 @@ from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
     grouped_mm,
+    moe_experts,
     moe_route,
     moe_router,
     nvfp4_combine,
@@ -77,6 +78,7 @@ moe_executor._lookasides.update(
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,
+        torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts: _lookaside(moe_experts),
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
             for symbol in (moe_route, moe_router, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm)

@@ -48,6 +48,7 @@ __all__ = [
     "check_memory",
     "declare_changed",
     "grouped_mm",
+    "moe_experts",
     "moe_route",
     "moe_router",
     "nvfp4_combine",
@@ -183,6 +184,28 @@ _swiglu_backward, _combine_backward, _dense_backward = (
 def _nvfp4_grad(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
     out = nvfp4_grouped_mm(a, *args, **options)
     put_grad(a, _nvfp4_dgrad(get_grad(out), *args[:4], layout=options["layout"]))
+    return out
+
+
+def moe_experts(
+    hidden_states: TensorProxy, expert_ids: TensorProxy, expert_weights: TensorProxy,
+    gate_up: TensorProxy, gate_up_scale: TensorProxy, gate_up_global_scale: TensorProxy,
+    down: TensorProxy, down_scale: TensorProxy, down_global_scale: TensorProxy,
+    gate_up_bias: TensorProxy | None = None, down_bias: TensorProxy | None = None,
+    row_slot: TensorProxy | None = None, offsets: TensorProxy | None = None, slot_row: TensorProxy | None = None,
+    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
+) -> TensorProxy:  # fmt: skip
+    """The operator f16a_nvfp4weight_moe_experts in a trace: its parts, which reports show and nvFuser may take."""
+    if row_slot is None or offsets is None or slot_row is None:
+        row_slot, offsets, slot_row = moe_route(expert_ids, gate_up.shape[0])
+    on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
+    rows = nvfp4_grouped_swiglu(
+        hidden_states, gate_up, gate_up_scale, gate_up_global_scale, offsets, row_slot, on_input, gate_up_bias,
+        layout=gate_up_layout, **form,
+    )  # fmt: skip
+    out: TensorProxy = nvfp4_combine(
+        rows, down, down_scale, down_global_scale, offsets, slot_row, on_output, down_bias, layout=down_layout
+    )
     return out
 
 
