@@ -11,7 +11,7 @@ from dense_calls import DenseCalls as Calls
 from oracle import KERNEL_TOLERANCE, dequantize, relative_error
 from torch import nn
 
-from thunder_moe import NVFP4Linear, to_layout_
+from thunder_moe import NVFP4Linear, simulate_w4a4, to_layout_
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.linear import NVFP4LinearPart, NVFP4LinearStack
@@ -230,6 +230,39 @@ def test_a_stack_never_uses_the_result_of_another_state():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.q(x)
     assert model.k(x).dtype == torch.float32
+
+
+def test_a_stack_never_uses_the_result_of_other_weights():
+    model, x = Attention(), torch.randn(3, 64)
+
+    def load():
+        model.load_state_dict(model.state_dict() | {"qkv.global_scale": model.qkv.global_scale * 2})
+
+    changes = [lambda: model.qkv.bias.mul_(2), load, lambda: model.qkv.set_weight(quantize(torch.randn(1, 112, 64)))]
+    with torch.no_grad():
+        for change in changes:
+            model.q(x)
+            change()
+            assert relative_error(model.k(x), model.qkv(x)[..., 64:96]) < 1e-5
+        model.q(x)
+        with simulate_w4a4():
+            assert relative_error(model.k(x), model.qkv(x)[..., 64:96]) < 1e-5
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_code_that_changes_the_input_between_parts_is_seen_in_compiled_graphs(parts):
+    model, x = Attention(), torch.randn(3, 64)
+
+    def function(x):
+        q = model.q(x)
+        x.mul_(2)
+        if parts:
+            torch._dynamo.graph_break()
+        return q, model.k(x), model.v(x)
+
+    with torch.no_grad():
+        results = torch.compile(function, fullgraph=not parts, backend="eager")(x.clone())
+    assert same(results, model.expected(x, 2 * x, 2 * x))
 
 
 def test_a_hook_that_changes_the_input_is_seen():

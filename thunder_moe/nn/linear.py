@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, layout_of_rank
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
 
@@ -165,14 +165,27 @@ class NVFP4LinearStack(NVFP4Linear):
 
     It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. The first part that
     is called computes the outputs of all, which wait for the other parts until the last one has taken its own. They are
-    used only for the same, unchanged input tensor; for another one the others compute their own rows. Compiled graphs
-    cannot ask whether a tensor was changed: whoever makes a stack has to know that the module changes it nowhere in
-    between (`dense_linears.read_together` does), and a part that has hooks shares nothing.
+    used only for the same, unchanged input tensor, weights and modes; for others the parts compute their own rows.
+    Tensors of inference mode cannot say whether they were changed: whoever makes a stack has to know that the module
+    changes its input nowhere in between (`dense_linears.read_together` does), and a part that has hooks shares nothing.
     """
 
     def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
-        super().__init__(weight, bias, **options)
         self._waiting = _Waiting()
+        super().__init__(weight, bias, **options)
+
+    def set_weight(self, weight: NVFP4Weight) -> None:
+        self._waiting.result = None
+        super().set_weight(weight)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._waiting.result = None
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._waiting.result = None
+        super()._apply(fn, recurse)
+        return self
 
     def part(self, x: Tensor, index: int, *, shared: bool = True) -> Tensor:
         """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
@@ -185,12 +198,12 @@ class NVFP4LinearStack(NVFP4Linear):
         out: Tensor
         if index == 0 and shared:
             out = self(x)
-        elif shared and latest is not None and (found := _result_for(x, latest)) is not None:
+        elif shared and latest is not None and (found := _result_for(x, latest, self)) is not None:
             out = found
         else:
             return self.rows(x, begin, sizes[index])
         if not last:
-            waiting.result = _remember(x, out)
+            waiting.result = _remember(x, out, self)
         return out.narrow(-1, begin, sizes[index])
 
 
@@ -253,27 +266,54 @@ def traced_by_thunder() -> bool:
     return False
 
 
-def _remember(x: Tensor, out: Tensor) -> tuple[Any, ...]:
+def _remember(x: Tensor, out: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
     """What `_result_for` knows a result by."""
     if torch.compiler.is_compiling():
-        return (x, out)
-    return (weakref.ref(x), _version(x), *_modes(x), out)
+        return (x, out, _traced_input("") if torch.compiler.is_dynamo_compiling() else "")
+    return (weakref.ref(x), _state(x, stack), out)
 
 
-def _result_for(x: Tensor, latest: Sequence[Any]) -> Tensor | None:
-    """The result that `latest` holds, if it is that of this tensor in its present state."""
+def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Tensor | None:
+    """The result that `latest` holds, if it is that of this tensor, these weights and modes in their present state."""
+    out: Tensor
     if torch.compiler.is_compiling():
-        return latest[1] if len(latest) == 2 and latest[0] is x else None
-    if len(latest) != 5 or latest[0]() is not x or latest[1:4] != (_version(x), *_modes(x)):
+        if not isinstance(latest[2], str) or latest[0] is not x:
+            return None
+        if torch.compiler.is_dynamo_compiling() and (latest[2] == "" or latest[2] != _traced_input(latest[2])):
+            return None
+        out = latest[1]
+        return out
+    if isinstance(latest[2], str) or latest[0]() is not x or latest[1] != _state(x, stack):
         return None
-    out: Tensor = latest[4]
+    out = latest[2]
     return out
+
+
+def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
+    """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
+    device, bias = x.device.type, stack._parameters.get("bias")  # by the dict: attributes of modules are slow
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    codes, of_bias = id(stack._buffers.get("qdata")), None if bias is None else _version(bias)
+    return _version(x), torch.is_grad_enabled(), autocast, chosen_backend(), codes, id(bias), of_bias
 
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _modes(x: Tensor) -> tuple[bool, torch.dtype | None]:
-    device = x.device.type
-    return torch.is_grad_enabled(), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+def _input_in_graph(known: str) -> str:
+    """Runs while dynamo traces: what the graph's last dense layer reads, or the input that is `known`, by the graph,
+    the node's name and how often the trace has changed it in place so far; "" where there is none."""
+    graph = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.graph
+    operator = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
+    for node in reversed(graph.nodes):
+        if node.target in (operator, operator.default):
+            read = node.args[0]
+            found = f"{id(graph)} {read.name} "
+            if known.startswith(found) or not known:
+                return f"{found}{read.meta['example_value']._version}"
+    return ""
+
+
+_constant: Any = torch.compiler.assume_constant_result
+_traced_input: Callable[[str], str] = _constant(_input_in_graph)
