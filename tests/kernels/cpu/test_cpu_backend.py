@@ -368,6 +368,31 @@ def test_without_mkldnn_the_panel_kernel_is_not_taken():
         torch.testing.assert_close(cpu.grouped_mm_dgrad(grad, weight, offsets), expected[1])
 
 
+ONEDNN = """
+import torch
+from thunder_moe.kernels.cpu import backend as cpu
+from thunder_moe.kernels.cpu.crossover import Limits, limits_are
+from thunder_moe.formats.nvfp4 import quantize
+weight, offsets = quantize(torch.ones(1, 16, 32)), torch.tensor([300], dtype=torch.int32)
+rows = torch.ones(300, 32, dtype=torch.bfloat16)
+for limits in (Limits(panel=1), cpu._limits(torch.bfloat16)):
+    with limits_are(limits):
+        assert (cpu.grouped_mm(rows, weight, offsets) == 32).all()
+        assert (cpu.grouped_mm_dgrad(rows[:, :16].contiguous(), weight, offsets) == 16).all()
+print(sorted(cpu._kernels(torch.bfloat16, True)))
+"""
+
+
+def test_without_the_instructions_for_brgemm_the_panel_kernel_is_not_taken():
+    """The file of limits, which other processes share, may name panels."""
+    cpu._limits(torch.bfloat16)
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    run = subprocess.run([sys.executable, "-c", ONEDNN], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "'slice'" in run.stdout
+    assert "'panel'" not in run.stdout
+
+
 def times(dots, fma, slices, panel):
     """Seconds as straight lines: (fixed, per row) of each kernel; dots and fma up to 32 rows."""
     lines = {"dots": dots, "fma": fma, "slice": slices, "panel": panel}
@@ -409,15 +434,16 @@ def test_limits_survive_one_wrong_time():
 
 def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monkeypatch):
     monkeypatch.setattr(crossover, "_known", {})
-    file, calls = tmp_path / "crossover.json", []
+    file, calls, broken = tmp_path / "crossover.json", [], ["", "[]", '{"a": 3}']
     kernels = {"slice": Limits(), "fma": Limits(gemv=NEVER, fma=True), "panel": Limits(panel=1)}
 
     def seconds(dtype, rows, limits):
         calls.append(rows)
         return 1.0 + (rows if limits == kernels["fma"] else 5 if limits == kernels["panel"] else 100)
 
-    def limits_for(machine="a", dtype=torch.bfloat16):
-        return crossover.limits_for(dtype, kernels, seconds, file, machine)
+    def limits_for(machine="a", dtype=torch.bfloat16, without=None):
+        present = {name: limits for name, limits in kernels.items() if name != without}
+        return crossover.limits_for(dtype, present, seconds, file, machine)
 
     first = limits_for()
     assert (first.gemv, first.fma) == (4, True)
@@ -432,9 +458,15 @@ def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monke
     assert len(calls) == 2 * count  # another machine
     assert limits_for("b", torch.float16) == first
     assert len(calls) == 3 * count  # another dtype
-    no_rows, too_many = f"[0, {NEVER}, 0, false]", f"[{1 << 70}, {1 << 70}, {1 << 70}, false]"
-    for broken in ("", "[]", '{"a": {"bfloat16": [1]}}', '{"a": {"bfloat16": "x"}}', '{"a": 3}', no_rows, too_many):
-        file.write_text(f'{{"a": {{"bfloat16": {broken}}}}}' if broken in (no_rows, too_many) else broken)
+    assert limits_for("b", without="panel").panel == NEVER
+    assert len(calls) > 3 * count  # other kernels
+    assert limits_for("b") == first
+    name = "torch.bfloat16: fma, panel, slice"
+    assert name in file.read_text()
+    for numbers in ("[1]", '"x"', f"[0, {NEVER}, 0, false]", f"[{1 << 70}, {1 << 70}, {1 << 70}, false]"):
+        broken.append(f'{{"a": {{"{name}": {numbers}}}}}')
+    for text in broken:
+        file.write_text(text)
         monkeypatch.setattr(crossover, "_known", {})
         assert limits_for() == first
     monkeypatch.setattr(crossover, "_known", {})
@@ -451,7 +483,7 @@ def test_limits_that_leave_rows_to_no_kernel_are_refused():
 
 def test_limits_of_this_machine_are_those_of_its_kernels():
     for dtype in TOLERANCE:
-        limits, kernels = cpu._limits(dtype), cpu._kernels(dtype)
+        limits, kernels = cpu._limits(dtype), cpu._kernels(dtype, torch._C._get_mkldnn_enabled())
         assert limits.gemv == 0 or ("fma" if limits.fma else "dots") in kernels
         assert limits.panel == NEVER or "panel" in kernels
         assert limits.mm == NEVER or "mm" in kernels

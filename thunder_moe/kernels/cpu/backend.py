@@ -320,32 +320,34 @@ _MEASURED = (256, 2048)  # (N, K) of the weight with which kernels are timed: 0.
 
 def _limits(dtype: torch.dtype) -> Limits:
     """Which kernel serves how many rows, of those that this CPU, the dtype and torch's flags have."""
-    limits = limits_by_hand() or _measured_limits(dtype)
-    if limits.panel != NEVER and not torch._C._get_mkldnn_enabled():  # torch.backends.mkldnn.flags(enabled=False)
-        return dataclasses.replace(limits, panel=NEVER)
-    return limits
+    onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags(enabled=False)
+    limits = limits_by_hand()
+    if limits is None:
+        return _measured_limits(dtype, onednn)
+    return limits if "panel" in _kernels(dtype, onednn) else dataclasses.replace(limits, panel=NEVER)
 
 
 @functools.cache
-def _measured_limits(dtype: torch.dtype) -> Limits:
-    return limits_for(dtype, _kernels(dtype), _seconds, _built_file().with_name("crossover.json"), _cpu_name())
+def _measured_limits(dtype: torch.dtype, onednn: bool) -> Limits:
+    file = _built_file().with_name("crossover.json")
+    return limits_for(dtype, _kernels(dtype, onednn), _seconds, file, _cpu_name())
 
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
     """Whether panels serve the gradient: wherever they run, at any number of rows, unless limits by hand forbid it."""
-    limits = limits_by_hand() or _kernels(dtype).get("panel", Limits())
-    return limits.panel != NEVER and "panel" in _kernels(dtype) and torch._C._get_mkldnn_enabled()
+    limits = limits_by_hand() or Limits(panel=1)
+    return limits.panel != NEVER and "panel" in _kernels(dtype, torch._C._get_mkldnn_enabled())
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype) -> dict[str, Limits]:
-    """name -> limits with which all rows take that kernel."""
+def _kernels(dtype: torch.dtype, onednn: bool) -> dict[str, Limits]:
+    """name -> limits with which all rows take that kernel, while torch may use oneDNN or not."""
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
     if dtype != torch.float32 and built & _DOTS:
         kernels["dots"] = Limits(gemv=NEVER)
     if built & _FMA:
         kernels["fma"] = Limits(gemv=NEVER, fma=True)
-    if dtype != torch.float32 and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
+    if dtype != torch.float32 and onednn and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
         kernels["panel"] = Limits(panel=1)
     elif dtype == torch.bfloat16 and "bf16" in _cpu_flags():  # Arm's BFMMLA, which the kernels do not use
         kernels["mm"] = Limits(mm=1)

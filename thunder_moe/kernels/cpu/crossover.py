@@ -32,7 +32,7 @@ ROUNDS = 5
 TIE = 1.02
 
 _lock = threading.Lock()
-_known: dict[torch.dtype, Limits] = {}
+_known: dict[str, Limits] = {}
 _forced: Limits | None = None
 
 
@@ -98,16 +98,18 @@ def limits_for(
         file: where limits are kept, by machine and dtype.
         machine: the CPU's name.
     """
-    limits = _known.get(dtype)
+    name = f"{dtype}: {', '.join(sorted(kernels))}"  # oneDNN's may be absent, by a flag or an environment variable
+    limits = _known.get(name)
     if limits is None:
         with _lock:
-            limits = _known.get(dtype)
+            limits = _known.get(name)
             if limits is None:
-                limits = _known[dtype] = _read_or_measure(dtype, kernels, seconds, file, machine)
+                limits = _known[name] = _read_or_measure(name, dtype, kernels, seconds, file, machine)
     return limits
 
 
 def _read_or_measure(
+    name: str,
     dtype: torch.dtype,
     kernels: Mapping[str, Limits],
     seconds: Callable[[torch.dtype, int, Limits], float],
@@ -116,7 +118,7 @@ def _read_or_measure(
 ) -> Limits:
     if len(kernels) == 1:
         return next(iter(kernels.values()))
-    name, contents = str(dtype).removeprefix("torch."), _read(file)
+    contents = _read(file)
     numbers = contents.get(machine, {}).get(name, [])
     if len(numbers) == len(fields(Limits)):
         gemv, panel, mm, fma = numbers
