@@ -507,6 +507,35 @@ def check_two_streams_and_a_graph(weights, exact, tolerance):
         assert relative_error(captured.cpu(), wanted) < tolerance
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_overlapping_kernels_of_a_layer_equal_its_parts(kernel_layout, tokens):
+    """Two layers in one graph, replayed with other routings: a kernel that read too early would see an older one."""
+    layers = [
+        [quantize(torch.randn(8, n, k)).to("cuda").to_layout(kernel_layout) for n, k in ((1024, 512), (512, 512))]
+        for _ in range(2)
+    ]
+    x, ids = torch.randn(tokens, 512, device="cuda", dtype=BF16), torch.randint(0, 8, (tokens, 2), device="cuda")
+    scores = torch.rand(tokens, 2, device="cuda")
+    moe_experts(x, ids, scores, *layers[0])  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first = moe_experts(x, ids, scores, *layers[0])
+        second = moe_experts(x, ids, scores, *layers[1])
+    for _ in range(50):
+        ids.copy_(torch.randint(-1, 9, (tokens, 2)))
+        x.normal_()
+        graph.replay()
+        row_slot, offsets, slot_row = moe_route(ids, 8)
+        for out, (gate_up, down) in zip((first, second), layers, strict=True):
+            rows = f16a_nvfp4weight_grouped_swiglu(x, *operands(gate_up), offsets, row_slot, layout=gate_up.layout)
+            torch.cuda.synchronize()  # the parts one after the other
+            parts = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_mm_combine(
+                rows, *operands(down), offsets, slot_row, scores, layout=down.layout
+            )
+            assert torch.equal(out, parts)
+
+
 def test_more_than_two_to_the_31_weights(kernel_layout):
     check_many_weights(cuda, kernel_layout)
 
