@@ -80,7 +80,7 @@ def stored(thing):
 
 
 class Called(TorchDispatchMode):
-    """Counts the calls of the routing operators."""
+    """Counts the calls of the routing operators; experts without an order of rows sort the slots, as moe_route does."""
 
     def __init__(self):
         super().__init__()
@@ -89,6 +89,12 @@ class Called(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "thunder_moe" and "moe_rout" in str(function):
             self.names.append(function._schema.name.partition("::")[2])
+        if (
+            function.namespace == "thunder_moe"
+            and "moe_experts" in str(function)
+            and not any(argument is not None for argument in args[11:14])
+        ):
+            self.names.append("moe_route")
         return function(*args, **kwargs or {})
 
 

@@ -25,6 +25,7 @@ from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import calls, user_line
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.safety import Program
+from thunder_moe.ops.experts import moe_experts  # noqa: F401  (registers the operator)
 from thunder_moe.ops.route import moe_route  # noqa: F401  (registers the operator)
 from thunder_moe.ops.router import moe_router  # noqa: F401  (registers the operator)
 
@@ -38,7 +39,9 @@ _SUM = {torch.sum, aten.sum.dim_IntList, "sum"}
 _ADD = {operator.add, operator.iadd, torch.add, aten.add.Tensor, "add"}
 _DIV = {operator.truediv, operator.itruediv, torch.div, aten.div.Tensor, "div", "div_"}
 _MUL = {operator.mul, operator.imul, torch.mul, aten.mul.Tensor, "mul"}
-_ROUTE, _ROUTER = ({operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router))
+_ROUTE, _ROUTER, _EXPERTS = (
+    {operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router, _OPS.f16a_nvfp4weight_moe_experts)
+)
 _SAME_IDS = {
     torch.reshape,
     aten.view.default,
@@ -110,13 +113,24 @@ def fuse_router(router: Router) -> None:
 
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
-    """Lets calls of `moe_route` for the ids of a `moe_router` read that one's order of rows.
+    """Lets calls of `moe_route`, and experts that sort by themselves, read the order of rows of the `moe_router` whose
+    ids they are given.
 
     Args:
         graph: behind all other rewrites.
         program: of the graph before them.
     """
     for node in graph.nodes:
+        if calls(node, _EXPERTS) and len(node.args) == 14 and node.args[11:] == (None, None, None):
+            given, experts = node.args[1], value_of(node.args[3]).shape[0]
+            call = _router_of(given, experts, program)
+            if call is not None:
+                with graph.inserting_before(node):
+                    order = [graph.call_function(operator.getitem, (call, part)) for part in (2, 3, 4)]
+                    if _source_of_ids(given, experts) is not given:  # slot_row has the shape of the ids
+                        order[2] = graph.call_method("view_as", (order[2], given))
+                node.args = (*node.args[:11], *order)
+            continue
         if (
             not calls(node, _ROUTE)
             or len(node.args) != 2
@@ -124,20 +138,26 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
         ):
             continue
         given, experts = node.args
-        ids = _source_of_ids(given, experts)
-        call: Any = ids.args[0] if calls(ids, {operator.getitem}) and ids.args[1] == 1 else None
-        logits = value_of(call.args[0]) if calls(call, _ROUTER) else None
-        if logits is None or logits.shape[1] != experts or _is_changed(program, ids):
+        call = _router_of(given, experts, program)
+        if call is None:
             continue
         for user in list(node.users):
             with graph.inserting_before(user):
                 part = graph.call_function(operator.getitem, (call, 2 + user.args[1]))
-                if user.args[1] == 2 and given is not ids:  # slot_row has the shape of the ids
+                if user.args[1] == 2 and _source_of_ids(given, experts) is not given:  # the shape of the ids
                     part = graph.call_method("view_as", (part, given))
             part.meta = dict(user.meta)
             user.replace_all_uses_with(part)
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def _router_of(given: Any, experts: Any, program: Program) -> Any:
+    """The call of `moe_router` whose ids these are, unchanged; None for others."""
+    ids = _source_of_ids(given, experts)
+    call: Any = ids.args[0] if calls(ids, {operator.getitem}) and ids.args[1] == 1 else None
+    logits = value_of(call.args[0]) if calls(call, _ROUTER) else None
+    return None if logits is None or logits.shape[1] != experts or _is_changed(program, ids) else call
 
 
 def _source_of_ids(ids: Any, experts: Any) -> Any:
