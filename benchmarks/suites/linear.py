@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -159,10 +159,11 @@ def _interleaved(calls: dict[str, list[Call]], args: argparse.Namespace) -> dict
     while len(next(iter(seconds.values()))) < args.rounds and time.perf_counter() - start < args.budget * len(clocks):
         for name, clock in clocks.items():
             seconds[name].append(clock())
-    return {
-        name: Timing(median(each), (min(each), max(each)), len(each), "a row of calls with other weights")
-        for name, each in seconds.items()
-    }
+    timings = {}
+    for name, each in seconds.items():
+        first, middle, third = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
+        timings[name] = Timing(middle, (first, third), len(each), "a row of calls with other weights")
+    return timings
 
 
 def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:

@@ -1,5 +1,5 @@
 """Whether a dense layer is faster with a 4-bit weight than in 16 bits on a device: a rule from measurements.
-Called by dense_linears and integrations.huggingface; calls kernels.select.
+Called by dense_linears; calls kernels.select.
 """
 
 from __future__ import annotations
