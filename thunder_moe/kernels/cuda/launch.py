@@ -1,7 +1,7 @@
 """Launches compiled kernels at little host time: driver structs that are filled once, then patched at each launch.
 Called by the other modules of kernels/cuda; calls nvrtc.py for the kernels, and cuLaunchKernelEx through ctypes.
 
-One launch takes about 1 us beside the driver's own time; through cuda-bindings it took 5.
+A launch takes 3.9 us of an H200's host, 2.8 of them in the driver.
 """
 
 from __future__ import annotations
