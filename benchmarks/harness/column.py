@@ -35,9 +35,9 @@ from thunder_moe.kernels.dense import why_slower
 
 __all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
 
-# Of the logits' relative error, per token: the median (bf16 roundings in another order), and the share of tokens beyond
-# APART, which the router sends to another expert because of such a rounding.
-TOLERANCE, APART, MOST_APART = 0.05, 0.2, 0.25
+# Of the logits' relative error, per token: the median (bf16 roundings in another order: 0.06 for GPT-OSS in bf16), and
+# the share of tokens beyond APART, which the router sends to another expert because of such a rounding.
+TOLERANCE, APART, MOST_APART = 0.1, 0.2, 0.25
 CHECK_LAYERS, CHECK_BATCH, CHECK_CONTEXT, CHECK_PROMPT, CHECK_KEPT = 2, 64, 24, 200, 64
 PROFILE_ROWS = 25
 

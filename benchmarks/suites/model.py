@@ -199,6 +199,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         ("build + quantize: s", lambda row: "{build_seconds:.1f} + {quantize_seconds:.1f}".format(**row["load"])),
         ("first calls (compiling): s", lambda row: f"{_first_calls(row):.0f}"),
         ("error of the logits", lambda row: f"{row['relative_error']:.1g}"),
+        ("tokens apart", lambda row: f"{100 * row['tokens_apart']:.0f} %"),
     ):
         found = [_try(text, row) for row in rows]
         if set(found) != {"-"}:
