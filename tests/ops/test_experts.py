@@ -210,7 +210,7 @@ def test_equals_its_operators(backend, dtype, weight_on_input):
             assert torch.equal(experts_op(hidden, ids, scores, *weights, order=order, **given), expected)
 
 
-@pytest.mark.parametrize("wanted", itertools.product([False, True], repeat=4))
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4)))
 def test_any_of_the_gradients(wanted):
     """Those that are asked for, equal to those of the operators one after the other."""
     weights, _ = make()
