@@ -5,10 +5,14 @@ The emulator hides the result of the kernel before (NaNs) until a thread of a bl
 kernels that are told to read early; and it aborts when a block ends without having waited.
 """
 
+import functools
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import by_parts
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import prepared, workspace
+from thunder_moe.kernels.cuda import layer, prepared, workspace
 
 E, A, BF16 = 6, 2, torch.bfloat16
 TILED = "tiled_64x64"
@@ -78,6 +82,30 @@ def test_kernels_that_overlap_have_workspaces_apart(hopper, name, overlap):
     alone, late = gemm.prepare(*operands).fields, gemm.prepare(*operands, late_x=True).fields
     assert (late[-1], late[-3] != alone[-3]) == (overlap, overlap)
     assert not alone[-1]
+
+
+def test_threads_that_share_a_stream_launch_one_chain_after_the_other(emulated):
+    launched, all_are_ready = [], threading.Barrier(4)
+
+    class Slow:
+        def prepare(self, x, *operands, late_x=False):
+            if late_x:
+                all_are_ready.wait()
+            return SimpleNamespace(out=x)
+
+        def launch(self, gemm):
+            time.sleep(0.005)
+            launched.append(threading.current_thread().name)
+
+    chain = layer.LayerLaunch(None, Slow(), Slow(), lambda rows, *rest: rows, False, None)
+    run = functools.partial(chain, None, None, None, (), (), None, None, (None, None, None))
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert launched[::2] == launched[1::2]
+    assert len(set(launched)) == len(threads)
 
 
 WITHOUT_WAITING = "a block has ended without waiting"

@@ -12,6 +12,7 @@ with weights while the gate_up GEMM still runs, and waits before it reads rows (
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from thunder_moe.kernels.cuda.prepared import CombineLaunch, GemmLaunch, RouteLa
 __all__ = ["LayerLaunch"]
 
 Weight = tuple[Tensor, Tensor, Tensor]  # qdata, scale, global_scale
+# Two threads may use one stream. Were a chain's GEMMs launched between another's, the two down GEMMs would follow each
+# other, and begin with the same tile counter.
+_GEMMS = threading.Lock()
 
 
 class LayerLaunch(NamedTuple):
@@ -69,6 +73,7 @@ class LayerLaunch(NamedTuple):
         on_input, on_output = (expert_weights, None) if self.weight_on_input else (None, expert_weights)
         first = self.gate_up.prepare(hidden_states, *gate_up, offsets, row_slot, on_input, gate_up_bias)
         second = self.down.prepare(first.out, *down, offsets, None, None, down_bias, late_x=True)
-        self.gate_up.launch(first)
-        self.down.launch(second)
+        with _GEMMS:
+            self.gate_up.launch(first)
+            self.down.launch(second)
         return self.combine(second.out, slot_row, on_output)
