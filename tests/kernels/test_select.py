@@ -2,6 +2,9 @@
 Called by pytest.
 """
 
+import shutil
+import sys
+
 import pytest
 import torch
 
@@ -23,6 +26,12 @@ def _fresh():
     yield
     for function in (module._best, module._load):
         function.cache_clear()
+
+
+@pytest.mark.skipif(sys.platform == "win32" or shutil.which("c++") is None, reason="no C++ compiler")
+def test_the_kernels_compile_where_there_is_a_compiler():
+    """The tests of the kernels are skipped where they cannot run; this one fails instead."""
+    assert cpu.unavailable_reason() is None
 
 
 def test_prefers_the_compiled_kernels_on_a_cpu():
