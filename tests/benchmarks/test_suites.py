@@ -188,7 +188,7 @@ def test_layer_runs_the_chosen_columns(tmp_path, capsys):
 def test_compile_overhead_runs_end_to_end(tmp_path, capsys):
     rows = main(["compile", *TINY, "--tokens", "3", "--calls", "2", "--output", str(tmp_path)])
     assert [row["column"] for row in rows] == COMPILE_COLUMNS
-    # router, gate, up, down; gate and up are one in NVFP4; quantize_ has the router's linear layer, moe_router, the experts
+    # router, gate, up, down; gate and up are one in NVFP4; quantize_: the router's linear, moe_router, the experts
     assert [row["kernels"] for row in rows] == [4, 4, 3, 3]
     for row in rows:
         assert row["kernel_seconds"] > 0
