@@ -199,7 +199,7 @@ class Straight(torch.autograd.Function):
         return None, grad, None, None
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("first", ["inference", "training"])
 def test_a_training_forward_under_no_grad_is_one(inner, first):
     module = Block(program("return F.silu(mm(x, self.a, o)) * mm(x, self.b, o)"), exact=False).requires_grad_()

@@ -56,6 +56,7 @@ def run(model, compiled):
     return logits, rewrite_report(compiled)
 
 
+@pytest.mark.slow
 def test_a_whole_model_with_the_recipe_of_hugging_face():
     model = make_model("qwen3_moe", **FAMILIES["qwen3_moe"])
     check(model, *run(model, thunder.compile(model, **RECIPES["Hugging Face"](), plugins="nvfp4-moe")))

@@ -287,6 +287,7 @@ def generate(model, prompt, mask, **options):
     return out.sequences, torch.stack(out.logits)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_models(name, cache, seen):
@@ -344,7 +345,9 @@ def test_compiled_with_a_static_cache(name):
     assert error(logits, expected_logits.double()) < 1e-5
 
 
-@pytest.mark.parametrize("order", ["thunder_moe, transformers", "transformers, thunder_moe"])
+@pytest.mark.parametrize(
+    "order", ["thunder_moe, transformers", pytest.param("transformers, thunder_moe", marks=pytest.mark.slow)]
+)
 def test_is_known_once_both_are_imported(order):
     code = (
         f"import sys, {order}\n"
