@@ -111,7 +111,8 @@ def quantize_(
     another call quantizes the rest.
     """
     pack = partial(quantize, scale_search=scale_search)
-    pack(torch.zeros(1, 1, BLOCK_SIZE))  # a wrong name is an error before any change
+    # A wrong name is an error before any change.
+    pack(torch.zeros(1, 1, BLOCK_SIZE, dtype=torch.float32, device="cpu"))
     _require_layout(layout)
     if not (isinstance(linears, bool) or callable(linears)):
         raise TypeError(f"linears: got {linears!r}, wanted a bool, or a function of a module and its name")

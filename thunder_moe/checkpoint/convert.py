@@ -112,7 +112,8 @@ def convert(
         raise TypeError(f"linears: got {linears!r}, wanted a bool, None, or a function of a path")
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination)
-    quantize(torch.zeros(1, 1, 16), scale_search=scale_search)  # a wrong name is an error before any work
+    # A wrong name is an error before any work.
+    quantize(torch.zeros(1, 1, 16, dtype=torch.float32, device="cpu"), scale_search=scale_search)
     try:
         device = torch.device(device)
     except RuntimeError as error:
