@@ -564,3 +564,12 @@ def test_auto_is_linear_on_a_cpu():
     assert layouts(quantized) == ["linear"] * 2
     to_layout_(quantized, "tiled_64x64")
     assert layouts(to_layout_(quantized)) == ["linear"] * 2
+
+
+def test_the_default_dtype_is_not_that_of_a_weight():
+    torch.set_default_dtype(torch.float64)
+    try:
+        quantized = quantize_(torch.nn.Sequential(GroupedLinear(2, 64, 64, dtype=torch.float32)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert type(quantized[0]).__name__ == "NVFP4GroupedLinear"
