@@ -1,0 +1,198 @@
+"""The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
+Called by kernels.training.select; calls activations and routing.
+
+Every function takes operands of any strides. Rows past the last row end may hold anything: they contribute nothing, and
+results are zero there, or, in a buffer of the caller's, stay as they were. Sums over rows are float32 in a fixed order.
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features, I intermediate_size; offsets int32 (E,)
+row ends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.activations import GLU
+from thunder_moe.routing import expert_of_row, live_rows, row_groups
+
+__all__ = [
+    "add_bias",
+    "bias_grad",
+    "bias_scale_grad",
+    "dgrad",
+    "grouped_mm",
+    "scaled_srelu",
+    "scaled_srelu_gradient",
+    "scaled_swiglu",
+    "scaled_swiglu_gradient",
+    "wgrad",
+]
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+    """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
+    m, n = rows.shape[0], weight.shape[1]
+    result = rows.new_empty(m, n) if out is None else out
+    groups = row_groups(offsets, m)
+    for expert, begin, end in groups:
+        torch.mm(rows[begin:end], weight[expert].t(), out=result[begin:end])
+    if out is None:
+        result[groups[-1][2] if groups else 0 :].zero_()
+    return result
+
+
+def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gradient (M, N) of the output, (E, N, K) -> gradient (M, K) of the rows."""
+    return grouped_mm(grad, weight.transpose(1, 2), offsets, out)
+
+
+def wgrad(
+    rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False
+) -> Tensor:
+    """Rows (M, K), gradient (M, N) of the output -> gradient (E, N, K) of the weight, in the rows' dtype.
+
+    Args:
+        out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
+        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
+            of what `out` holds, whatever that is.
+    """
+    result = rows.new_zeros(offsets.shape[0], grad.shape[1], rows.shape[1]) if out is None else out
+    if out is not None and not accumulate:
+        out.zero_()
+    for expert, begin, end in row_groups(offsets, rows.shape[0]):
+        of_expert, inputs = grad[begin:end].t(), rows[begin:end]
+        if out is None:
+            torch.mm(of_expert, inputs, out=result[expert])
+        else:
+            result[expert].addmm_(of_expert.float(), inputs.float())
+    return result
+
+
+def add_bias(
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each -> (M, N).
+
+    `out` may be y itself.
+    """
+    wide = y.float()
+    if bias is not None:
+        of_row = bias[expert_of_row(offsets, y.shape[0])].float()
+        wide = wide + (of_row if bias_scale is None else of_row * bias_scale.float()[:, None])
+    if scales is not None:
+        wide = wide * scales.float()[:, None]
+    live = live_rows(offsets, y.shape[0])
+    if out is None:
+        return torch.where(live, wide, 0).to(y.dtype)
+    return out.copy_(torch.where(live, wide.to(out.dtype), out))
+
+
+def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Gradient (M, N) of the output, times scale (M,) -> float32 (E, N): the sum of each expert's rows."""
+    result = grad.new_zeros(offsets.shape[0], grad.shape[1], dtype=torch.float32)
+    for expert, begin, end in row_groups(offsets, grad.shape[0]):
+        of_expert = grad[begin:end].float()
+        if scale is not None:
+            of_expert = of_expert * scale[begin:end].float()[:, None]
+        torch.sum(of_expert, 0, out=result[expert])
+    return result
+
+
+def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of the output, bias (E, N) -> float32 (M,): the product of each row with its expert's bias."""
+    of_row = bias[expert_of_row(offsets, grad.shape[0])].float()
+    return torch.where(live_rows(offsets, grad.shape[0]), grad.float() * of_row, 0).sum(-1)
+
+
+def scaled_swiglu(
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    form: GLU,
+    interleave: int | None = None,
+) -> Tensor:
+    """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once.
+
+    Args:
+        interleave: s, where gate and up take turns of s columns: ``y.view(M, I // s, 2, s)``; None: the gate's I
+            columns come first.
+        offsets: row ends, past which the result is zero; None: all rows are live.
+    """
+    out = form(*_gate_up(y, interleave))
+    return _scaled(out, scales, offsets, y.dtype)
+
+
+def scaled_swiglu_gradient(
+    grad: Tensor,
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    form: GLU,
+    interleave: int | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for of y, in its dtype, and of scales (M,),
+    in theirs."""
+    gate, up = _gate_up(y, interleave)
+    wide = grad.float()
+    of_y = of_scales = None
+    if needs[0]:
+        scaled = wide if scales is None else wide * scales.float()[:, None]
+        of_y = form.gradient(scaled, torch.cat([gate, up], -1))
+        if interleave is not None:
+            of_y = of_y.unflatten(-1, (2, -1, interleave)).transpose(1, 2).flatten(1)
+        of_y = _live(of_y, offsets).to(y.dtype)
+    if needs[1] and scales is not None:
+        of_scales = _live(wide * form(gate, up), offsets).sum(-1).to(scales.dtype)
+    return of_y, of_scales
+
+
+def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+    """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
+    return _scaled(y.float().relu().square(), scales, offsets, y.dtype)
+
+
+def scaled_srelu_gradient(
+    grad: Tensor,
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
+    wide, positive = grad.float(), y.float().relu()
+    of_y = of_scales = None
+    if needs[0]:
+        scaled = wide if scales is None else wide * scales.float()[:, None]
+        of_y = _live(2 * scaled * positive, offsets).to(y.dtype)
+    if needs[1] and scales is not None:
+        of_scales = _live(wide * positive.square(), offsets).sum(-1).to(scales.dtype)
+    return of_y, of_scales
+
+
+def _gate_up(y: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
+    """float32 gate and up (M, I)."""
+    wide = y.float()
+    if interleave is not None:
+        wide = wide.unflatten(-1, (-1, 2, interleave)).transpose(1, 2).flatten(1)
+    gate, up = wide.chunk(2, -1)
+    return gate, up
+
+
+def _scaled(out: Tensor, scales: Tensor | None, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is not None:
+        out = out * scales.float()[:, None]
+    return _live(out, offsets).to(dtype)
+
+
+def _live(tensor: Tensor, offsets: Tensor | None) -> Tensor:
+    return tensor if offsets is None else torch.where(live_rows(offsets, tensor.shape[0]), tensor, 0)
