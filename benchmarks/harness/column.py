@@ -1,22 +1,22 @@
 """Measures one column of the model suite: one model, in one form, in a process of its own.
 Started by suites/model.py as `python -m benchmarks.harness.column SPEC FILE`; calls harness/{models,decode,timing}.py.
 
-FILE receives a JSON object per line as results come in, each a part of the column's row.
+FILE receives a JSON object per line as results come in, each a part of the column's row. With `turns` the process says
+{"ready": true} there when all is compiled, and measures once its standard input has a line: then nothing else runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import gc
 import json
 import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,10 @@ class Spec:
         inner: the compiler, "inductor" or "aot_eager".
         rounds, budget: as `timing.measure` takes them.
         seed: of the weights.
-        profile: whether one decode step of each batch is profiled.
-        lock: a file; who holds its lock measures alone. Processes may compile at the same time.
+        profile: whether one decode step of each batch and one prefill of each length is profiled.
         part: "all", or of a column that several processes measure: "load", "check", "measure".
         weights: a file by which "load" shares its model with the others.
-        quiet: a file that is there when no process compiles any more; what depends on the host waits for it.
+        turns: whether it waits for its turn before it measures.
     """
 
     model: str
@@ -113,10 +112,9 @@ class Spec:
     budget: float = 1.0
     seed: int = 0
     profile: bool = False
-    lock: str | None = None
     part: str = "all"
     weights: str | None = None
-    quiet: str | None = None
+    turns: bool = False
 
 
 @dataclass
@@ -128,9 +126,11 @@ class _Column:
     form: Form = field(init=False)
     device: torch.device = field(init=False)
     _shared_bytes: int = field(default=0, init=False)
+    _turn: Callable[[], None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.form, self.device = COLUMNS[self.spec.column], torch.device(self.spec.device)
+        self._turn = _turn(self.spec, self.emit)
 
     def run(self) -> None:
         part = self.spec.part
@@ -142,23 +142,27 @@ class _Column:
             self._serve()
 
     def _run(self, model: nn.Module) -> None:
-        while self.spec.quiet is not None and not Path(self.spec.quiet).exists():
-            time.sleep(0.05)
-        if self.form.generates and self.spec.generate is not None:
-            self._cell("generate", "", lambda: {"tokens_per_second": self._generate(model)})
         if self.spec.batches:
             forward = self._compile(model)
             step = self._cell("cache", "", lambda: DecodeStep(model, max(self.spec.batches), self.spec.context))
             for batch in self.spec.batches:
                 if isinstance(step, DecodeStep):
-                    self._cell("decode", str(batch), lambda batch=batch: self._decode(model, forward, step, batch))  # type: ignore[misc]
+                    self._cell("decode", str(batch), partial(self._decode, model, forward, step, batch))
                 else:
                     self.emit({"decode": {str(batch): step}})
             del step
             torch._dynamo.reset()
-        forward = self._compile(model)
-        for tokens in self.spec.prompts:
-            self._cell("prefill", str(tokens), lambda tokens=tokens: self._prefill(model, forward, tokens))  # type: ignore[misc]
+        if self.spec.prompts:
+            forward = self._compile(model)
+            prompts = {tokens: self._prompt(model, tokens) for tokens in self.spec.prompts}
+            first = {
+                tokens: self._guarded(partial(self._first_prefill, forward, ids)) for tokens, ids in prompts.items()
+            }
+            for tokens, ids in prompts.items():
+                self._cell("prefill", str(tokens), partial(self._prefill, forward, ids, first[tokens]))
+            torch._dynamo.reset()
+        if self.form.generates and self.spec.generate is not None:
+            self._cell("generate", "", lambda: {"tokens_per_second": self._generate(model)})
 
     def _serve(self) -> None:
         """Loads the weights and shares them until the process's input ends."""
@@ -170,10 +174,8 @@ class _Column:
         sys.stdin.read()
 
     def _attach(self) -> nn.Module:
-        """The model of another process, whose memory it is, as soon as that has loaded it."""
+        """The model of another process, whose memory it is."""
         assert self.spec.weights is not None
-        while not Path(self.spec.weights).exists():
-            time.sleep(0.05)
         model: Any = pickle.loads(Path(self.spec.weights).read_bytes())
         if self.spec.attention != "sdpa":
             model.set_attn_implementation(self.spec.attention)
@@ -182,15 +184,20 @@ class _Column:
         return model  # type: ignore[no-any-return]
 
     def _cell(self, kind: str, key: str, work: Callable[[], Any]) -> Any:
-        """Runs a cell and emits its result; out of memory is one."""
-        try:
-            self._reset_peak()
-            result = work()
-        except torch.OutOfMemoryError:
-            result = {"error": "out of memory"}
+        """Runs a cell and emits its result."""
+        self._reset_peak()
+        result = self._guarded(work)
         if isinstance(result, dict):
             result |= self._peak()
             self.emit({kind: {key: result} if key else result})
+        return result
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns; that memory does not suffice is a result."""
+        try:
+            result = work()
+        except torch.OutOfMemoryError:
+            result = {"error": "out of memory"}
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -261,14 +268,17 @@ class _Column:
                 finish(module, name)
                 quantizing += self._clock() - start
 
-        with _alone(self.spec.lock):
-            self._reset_peak()
-            start = self._clock()
-            model = build(
-                self.spec.model, self.device, layers=self.spec.layers, attention=self.spec.attention,
-                seed=self.spec.seed, finish=timed,
-            )  # fmt: skip
-            seconds = self._clock() - start
+        if self.device.type == "cuda":
+            torch.zeros((), device=self.device)  # makes the context
+        if self.spec.part == "load":
+            self._turn()
+        self._reset_peak()
+        start = self._clock()
+        model = build(
+            self.spec.model, self.device, layers=self.spec.layers, attention=self.spec.attention,
+            seed=self.spec.seed, finish=timed,
+        )  # fmt: skip
+        seconds = self._clock() - start
         config: Any = model.config
         self.emit({
             "load": {"build_seconds": seconds - quantizing, "quantize_seconds": quantizing, **self._peak()},
@@ -289,8 +299,8 @@ class _Column:
 
     def _generate(self, model: nn.Module) -> float:
         prompt_tokens, new_tokens = self.spec.generate or (1, 1)
-        with _alone(self.spec.lock):
-            return generate_tokens_per_second(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        self._turn()
+        return generate_tokens_per_second(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
 
     def _decode(self, model: nn.Module, forward: Callable[..., Any], step: DecodeStep, batch: int) -> dict[str, Any]:
         # One graph for all batches but 1, on which torch specializes.
@@ -305,16 +315,27 @@ class _Column:
             result["profile"] = self._profile(lambda: step(forward), step.rewind)
         return result
 
-    def _prefill(self, model: nn.Module, forward: Callable[..., Any], tokens: int) -> dict[str, Any]:
+    def _prompt(self, model: nn.Module, tokens: int) -> Tensor:
+        """Random ids (1, tokens)."""
         generator = torch.Generator(device=self.device).manual_seed(0)
         config: Any = model.config
         ids = torch.randint(1, config.vocab_size, (1, tokens), device=self.device, generator=generator)
         if len(self.spec.prompts) > 1:
             torch._dynamo.maybe_mark_dynamic(ids, 1)
-        first_call, _ = self._first_call(lambda: prefill(forward, ids))
+        return ids
+
+    def _first_prefill(self, forward: Callable[..., Any], ids: Tensor) -> dict[str, Any]:
+        return {"first_call_seconds": self._first_call(lambda: prefill(forward, ids))[0]}
+
+    def _prefill(self, forward: Callable[..., Any], ids: Tensor, first: dict[str, Any]) -> dict[str, Any]:
+        if "error" in first:
+            return first
         # Nobody captures a graph for each length of a prompt: plain calls.
         timing = self._measure(lambda: prefill(forward, ids), graph=False)
-        return {**asdict(timing), "first_call_seconds": first_call}
+        result: dict[str, Any] = {**asdict(timing), **first}
+        if self.spec.profile:
+            result["profile"] = self._profile(lambda: prefill(forward, ids))
+        return result
 
     def _first_call(self, function: Callable[[], Tensor]) -> tuple[float, Tensor]:
         """Compiles, at the same time as other processes do."""
@@ -325,21 +346,19 @@ class _Column:
     def _measure(self, function: Callable[[], Any], before: Callable[[], None] | None = None, *, graph: bool) -> Timing:
         how: dict[str, Any] = dict(rounds=self.spec.rounds, min_rounds=min(3, self.spec.rounds), slow=600.0)
         how |= dict(budget=self.spec.budget, own_graphs=() if graph else ("function",), before=before)
-        with _alone(self.spec.lock):
-            timings = measure({"function": function}, device=self.device, **how)
+        self._turn()
+        timings = measure({"function": function}, device=self.device, **how)
         timing = timings["function"]
         return timing if graph or self.device.type == "cpu" else replace(timing, method="plain calls")
 
-    def _profile(self, function: Callable[[], Any], before: Callable[[], None]) -> list[dict[str, Any]]:
+    def _profile(self, function: Callable[[], Any], before: Callable[[], None] | None = None) -> list[dict[str, Any]]:
         """Kernels (operators on a CPU) of one plain call, those that take most time first."""
         from torch.profiler import ProfilerActivity, profile
 
         cuda = self.device.type == "cuda"
-        before()
-        with (
-            _alone(self.spec.lock),
-            profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found,
-        ):
+        if before is not None:
+            before()
+        with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as found:
             function()
             if cuda:
                 torch.cuda.synchronize()
@@ -369,15 +388,23 @@ class _Column:
         return {"peak_bytes": self._shared_bytes + torch.cuda.max_memory_allocated()}
 
 
-@contextlib.contextmanager
-def _alone(lock: str | None) -> Iterator[None]:
-    """While no other process of the run measures."""
-    if lock is None:
-        yield
-        return
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _turn(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    """A function that returns when it is this process's turn; the turn lasts until the process ends.
+
+    Raises:
+        EOFError: from the function: the process that gives turns has ended.
+    """
+    waits = spec.turns
+
+    def turn() -> None:
+        nonlocal waits
+        if waits:
+            emit({"ready": True})
+            if not sys.stdin.readline():
+                raise EOFError("the benchmark has ended")
+            waits = False
+
+    return turn
 
 
 def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
@@ -392,8 +419,8 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
         ValueError: the model has no experts.
     """
     if spec.column == "limits":
-        with _alone(spec.lock):
-            limits = Limits.measured(torch.device(spec.device))
+        _turn(spec, emit)()
+        limits = Limits.measured(torch.device(spec.device))
         emit({"read_bytes_per_second": limits.read_bytes_per_second})
     else:
         _Column(spec, emit).run()

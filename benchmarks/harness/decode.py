@@ -53,11 +53,12 @@ class DecodeStep:
         with torch.no_grad():  # allocates the layers, with the shapes that the attention of this model has
             model(self._ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         # New tensors: those of transformers are marked static, and torch.compile would guard on their addresses.
-        self.keys_values = [
-            tuple(torch.empty_like(states).normal_(generator=generator) for states in (layer.keys, layer.values))
-            for layer in self.cache.layers
-        ]
+        self.keys_values = []
         for layer in self.cache.layers:
+            layer.keys, layer.values = (
+                torch.empty_like(states).normal_(generator=generator) for states in (layer.keys, layer.values)
+            )
+            self.keys_values.append((layer.keys, layer.values))
             layer.cumulative_length = torch.zeros_like(layer.cumulative_length)
         self.choose(batch)
 

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError(f"whole models need pip install 'thunder_moe[transformers]': {error}") from error
 
-__all__ = ["CONFIGS", "REAL", "build", "config_of", "num_experts", "skeleton"]
+__all__ = ["CONFIGS", "REAL", "build", "config_of", "has_sdpa", "num_experts", "skeleton"]
 
 _AUTO: Any = AutoModelForCausalLM  # its methods have no annotations
 
@@ -106,6 +106,12 @@ def skeleton(source: str, layers: int | None = None) -> nn.Module:
     with torch.device("meta"):
         model: nn.Module = _AUTO.from_config(config_of(source, layers), dtype=torch.bfloat16)
     return model
+
+
+def has_sdpa(source: str) -> bool:
+    """Whether transformers has scaled_dot_product_attention for a model, which otherwise runs with "eager" alone."""
+    model: Any = skeleton(source, 1)
+    return bool(model.config._attn_implementation != "eager")
 
 
 def build(

@@ -1,18 +1,19 @@
 """Runs the columns of the model suite, each in processes of its own, one after the other or several at the same time.
 Called by suites/model.py; starts harness/column.py, calls harness/models.py for how much memory a model takes.
 
-With more than one job the parts of a column (each batch, the prefills, the check) are processes that compile at the
-same time. On CUDA they share the weights, which another process has loaded; a lock lets them measure one by one.
+Nothing is timed while anything else of the run compiles or computes: a process that is ready to measure says so and
+waits for its turn. With more than one job the parts of a column (each batch, the prefills, the check) are processes
+that compile at the same time. On CUDA they share the weights, which another process has loaded. Once all that may run
+at the same time are ready or have ended, they measure one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import getpass
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.column import COLUMNS, Spec
 from benchmarks.harness.decode import SPARE, tensor_bytes
-from benchmarks.harness.models import config_of, skeleton
+from benchmarks.harness.models import config_of, has_sdpa, skeleton
 
 __all__ = ["WORKER", "run_columns"]
 
@@ -47,26 +48,35 @@ class _Task:
     results: TextIO | None = None
     log: Path | None = None
     ended: bool = False
+    ready: bool = False  # waits for its turn
     weights: str | None = None  # of a loader: the file by which it shares them
 
     @property
     def name(self) -> str:
-        what = {"measure": self.spec.batches or self.spec.prompts, "load": "loading", "check": "check", "all": ""}
-        return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what[self.spec.part]))))
+        cells = self.spec.batches or self.spec.prompts or "generate"
+        what = {"measure": cells, "load": "loading", "check": "check", "all": ""}[self.spec.part]
+        return " ".join(filter(None, map(str, (self.spec.model, self.spec.column, what))))
 
     @property
-    def quiet(self) -> bool:
-        """Whether it waits until nothing compiles, because eager code depends on the host."""
-        compiled = self.spec.column == "limits" or COLUMNS[self.spec.column].compiled
-        return self.spec.part == "measure" and (not compiled or self.spec.generate is not None)
+    def bytes(self) -> float:
+        """About what it needs on its device."""
+        return _bytes(self.spec)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is a loader whose weights are there."""
+        return self.spec.part == "load" and "load" in self.row
+
+    @property
+    def busy(self) -> bool:
+        """Whether it compiles or computes."""
+        return not (self.ended or self.ready or self.serves)
 
     def start(self, directory: Path, index: int, jobs: int) -> None:
         results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
         results.touch()
         self.results = results.open()
-        spec = replace(self.spec, lock=_lock(self.spec.device))
-        if self.quiet:
-            spec = replace(spec, quiet=str(directory / "quiet"))
+        spec = replace(self.spec, turns=True)
         loader = self if spec.part == "load" else self.loader
         if loader is not None:
             loader.weights = loader.weights or str(directory / f"{index}.weights")
@@ -75,7 +85,7 @@ class _Task:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
         if jobs > 1:  # inductor's default is one compiler for each core and process
-            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // (2 * jobs))))
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, _cores() // (2 * jobs))))
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
@@ -90,6 +100,7 @@ class _Task:
         for line in self.results:
             part: Row = json.loads(line)
             cells += "decode" in part or "prefill" in part
+            self.ready = part.pop("ready", self.ready)
             for key, value in part.items():
                 if isinstance(value, dict) and isinstance(self.row.get(key), dict):
                     self.row[key] |= value
@@ -109,6 +120,15 @@ class _Task:
         how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
         self.row.setdefault("error", f"{how}: {lines[-1] if lines else 'no output'}")
         print(f"\n{self.name}:", *lines[-30:], sep="\n", file=sys.stderr)
+
+    def give_turn(self) -> None:
+        """Lets it measure; it is busy then."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.ready = False
+        with contextlib.suppress(BrokenPipeError):  # it has died: the next poll says how
+            self.process.stdin.write(b"turn\n")
+            self.process.stdin.flush()
 
     def close(self) -> None:
         """Lets a loader end."""
@@ -144,7 +164,7 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
         tqdm(total=cells, unit="cell") as bar,
     ):
         try:
-            for index, group in enumerate(groups):  # the eager code of a model is timed when nothing compiles
+            for index, group in enumerate(groups):
                 (Path(directory) / str(index)).mkdir()
                 _run(group, jobs, Path(directory) / str(index), bar)
         except KeyboardInterrupt:  # what there is, is written
@@ -164,28 +184,37 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
 
 
 def _groups(specs: Sequence[Spec], *, split: bool) -> Iterator[list[_Task]]:
-    """The processes of each model, in the order in which they are started: compiled parts, checks, eager parts."""
-    for _, group in itertools.groupby(specs, key=lambda spec: (spec.model, spec.layers)):
-        columns = list(group)
+    """The processes that run together, in the order in which they are started: loaders, checks, parts of columns.
+
+    Columns of a model are in one group as far as memory allows, so that a group needs one time of compilation.
+    """
+    for _, columns in itertools.groupby(specs, key=lambda spec: (spec.model, spec.layers)):
         if not split:
             yield [_Task(spec) for spec in columns]
             continue
-        loaders: dict[str, _Task] = {}
-        compiled, checks, eager = list[_Task](), list[_Task](), list[_Task]()
+        group: list[Spec] = []
         for spec in columns:
-            row: Row = {}
-            loader = None
-            if spec.device == "cuda":
-                key = json.dumps(COLUMNS[spec.column].quantize)
-                if key not in loaders:
-                    loaders[key] = _Task(replace(spec, part="load", attention="sdpa", batches=(), prompts=()))
-                    compiled.append(loaders[key])
-                loader = loaders[key]
-            checks.append(_Task(replace(spec, part="check", batches=()), row))
-            for part in _parts(spec):
-                task = _Task(part, row, loader)
-                (eager if task.quiet else compiled).append(task)
-        yield [*compiled, *checks, *eager]
+            if group and sum(task.bytes for task in _tasks([*group, spec])) > _capacity(spec.device):
+                yield _tasks(group)
+                group = []
+            group.append(spec)
+        yield _tasks(group)
+
+
+def _tasks(specs: Sequence[Spec]) -> list[_Task]:
+    """The processes of columns of one model."""
+    loaders: dict[str, _Task] = {}
+    checks, parts = list[_Task](), list[_Task]()
+    for spec in specs:
+        row: Row = {}
+        loader = None
+        if spec.device == "cuda":
+            key = json.dumps(COLUMNS[spec.column].quantize)
+            empty = replace(spec, part="load", attention="sdpa", batches=(), prompts=())
+            loader = loaders.setdefault(key, _Task(empty))
+        checks.append(_Task(replace(spec, part="check", batches=()), row))
+        parts += [_Task(part, row, loader) for part in _parts(spec)]
+    return [*loaders.values(), *checks, *parts]
 
 
 def _parts(spec: Spec) -> Iterator[Spec]:
@@ -203,44 +232,64 @@ def _parts(spec: Spec) -> Iterator[Spec]:
 
 
 def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> None:
-    """Runs processes until all have ended."""
+    """Runs processes until all have ended: starts what may run together, then lets it measure one by one, and again."""
     waiting, running = list(tasks), list[_Task]()
     capacity = _capacity(tasks[0].spec.device)
+    measuring = False
     while waiting or running:
-        if not any(other.spec.part != "load" and not other.quiet for other in (*waiting, *running)):
-            (directory / "quiet").touch()
         for task in list(waiting):
-            if 0 < capacity < _bytes(replace(task.spec, part="load")):
-                task.row["error"] = f"out of memory: {_bytes(replace(task.spec, part='load')) / 1e9:.0f} GB of weights"
-            elif task.loader is not None and "error" in task.loader.row:
-                task.row["error"] = task.loader.row["error"]
-            if "error" in task.row and task.process is None:
-                task.ended = True
+            if reason := _obstacle(task, capacity):
+                task.row["error"], task.ended = reason, True
                 waiting.remove(task)
-                continue
-            needed = sum(_bytes(other.spec) for other in (*running, task))
-            busy = sum(other.spec.part != "load" and not other.quiet for other in running)
-            # The first one runs whatever it needs: if it does not fit, its cells say so.
-            idle = all(other.spec.part == "load" and any(w.loader is other for w in waiting) for other in running)
-            if not idle and (busy >= jobs or needed > capacity):
-                break  # the order is kept, or a large one would wait for ever
-            waiting.remove(task)
-            running.append(task)
-            task.start(directory, tasks.index(task), jobs)
-            bar.set_description(f"{len(running)} running, {task.name}")
+        while not measuring and waiting and _may_start(waiting[0], waiting, running, jobs, capacity):
+            running.append(waiting.pop(0))
+            running[-1].start(directory, tasks.index(running[-1]), jobs)
+        ready = [task for task in running if task.ready]
+        if not any(task.busy for task in running):
+            measuring = bool(ready)
+            if measuring:
+                ready[0].give_turn()
+                _describe(bar, f"measuring {ready[0].name}")
+        elif not measuring:
+            _describe(bar, f"compiling, {len(ready)} of {sum(not task.serves for task in running)} ready")
         for task in list(running):
-            if task.loader is not None and "error" in task.loader.row:  # it would wait for ever
+            if task.loader is not None and "error" in task.loader.row:  # it has lost its weights
                 task.kill()
                 task.row["error"], task.ended = task.loader.row["error"], True
-                running.remove(task)
-                continue
-            if cells := task.poll():
+            elif cells := task.poll():
                 bar.update(cells)
             if task.ended:
                 running.remove(task)
-            elif task.spec.part == "load" and not any(other.loader is task for other in (*waiting, *running)):
+            elif task.serves and not any(other.loader is task for other in (*waiting, *running)):
                 task.close()
         time.sleep(0.05)
+
+
+def _obstacle(task: _Task, capacity: float) -> str | None:
+    """Why a process need not be started."""
+    weights = _bytes(replace(task.spec, part="load"))
+    if 0 < capacity < weights:
+        return f"out of memory: {weights / 1e9:.0f} GB of weights"
+    errors = [task.row.get("error"), task.loader and task.loader.row.get("error")]
+    if errors[0] is not None and not errors[0].startswith("wrong"):  # another part's, not the check's
+        errors[0] = None
+    return errors[0] or errors[1]
+
+
+def _describe(bar: tqdm[Any], text: str) -> None:
+    if bar.desc != f"{text}: ":
+        bar.set_description(text)
+
+
+def _may_start(task: _Task, waiting: Sequence[_Task], running: Sequence[_Task], jobs: int, capacity: float) -> bool:
+    """Whether the first of those that wait may be started beside those that run."""
+    if task.loader is not None and not task.loader.serves:
+        return False
+    # The first one runs whatever it needs: if it does not fit, its cells say so.
+    if all(other.serves and any(part.loader is other for part in waiting) for other in running):
+        return True
+    parts = sum(other.spec.part != "load" for other in running)
+    return (task.spec.part == "load" or parts < jobs) and sum(other.bytes for other in (*running, task)) <= capacity
 
 
 def _rows(specs: Sequence[Spec], tasks: Sequence[_Task]) -> Iterator[Row]:
@@ -266,13 +315,12 @@ def _column_of(spec: Spec) -> tuple[str, int | None, str, str]:
     return spec.model, spec.layers, spec.column, spec.attention
 
 
-def _lock(device: str) -> str:
-    """The file whose lock the process has that measures on a device, also of other runs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else device
-    name = f"thunder_moe-benchmarks-{getpass.getuser()}-{re.sub('[^0-9A-Za-z]', '_', visible)}.lock"
-    return str(Path(tempfile.gettempdir()) / name)
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@functools.cache
 def _capacity(device: str) -> float:
     """Bytes that the processes of one moment may need together."""
     if device != "cuda":
@@ -285,7 +333,6 @@ def _capacity(device: str) -> float:
 
 
 def _bytes(spec: Spec) -> float:
-    """About what a process needs on its device."""
     if spec.column == "limits" or spec.device == "cpu":
         return 0.0
     weights, keys, squares, layers = _model_bytes(spec.model, spec.layers)
@@ -306,6 +353,5 @@ def _model_bytes(source: str, layers: int | None) -> tuple[float, float, float, 
     heads, head_dim = config.num_key_value_heads, getattr(config, "head_dim", None)
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     number = int(config.num_hidden_layers)
-    model: Any = skeleton(source, layers)
-    squares = 6.0 * config.num_attention_heads if model.config._attn_implementation == "eager" else 0.0
-    return float(tensor_bytes(model)), float(4 * heads * head_dim * number), squares, number
+    squares = 0.0 if has_sdpa(source) else 6.0 * config.num_attention_heads
+    return float(tensor_bytes(skeleton(source, layers))), float(4 * heads * head_dim * number), squares, number

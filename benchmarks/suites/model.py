@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.column import COLUMNS, Spec
-from benchmarks.harness.models import CONFIGS, REAL
+from benchmarks.harness.models import CONFIGS, REAL, has_sdpa
 from benchmarks.harness.processes import run_columns
 from benchmarks.harness.report import comma_list, markdown, one_of, parser, plot_lines, positive, save
 
@@ -112,7 +112,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="processes that compile at the same time, as far as memory allows: with more than one each graph of a "
         "column is a process; they measure one after the other (default: %(default)s)",
     )  # fmt: skip
-    result.add_argument("--profile", action="store_true", help="the kernels of one decode step of each batch")
+    result.add_argument(
+        "--profile",
+        action="store_true",
+        help="the kernels of one decode step of each batch and of one prefill of each length",
+    )
     result.add_argument("--seed", type=int, default=0, help="of weights (default: %(default)s)")
     result.add_argument(
         "--inner", choices=("inductor", "aot_eager"), default="inductor",
@@ -164,7 +168,8 @@ def _specs(args: argparse.Namespace) -> Iterator[Spec]:
     device = args.device.type
     for text in args.models:
         model, layers = _layers(text)
-        for attention in args.attention:
+        # A model without SDPA has one attention.
+        for attention in args.attention if has_sdpa(model) else ["sdpa"]:
             for column in args.columns:
                 yield Spec(
                     model, column, device, layers=layers or args.layers, attention=attention, batches=args.batch,
@@ -251,12 +256,14 @@ def _first_calls(row: dict[str, Any]) -> float:
 
 
 def _profiles(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The kernels of decode steps."""
+    """The kernels of decode steps and prefills."""
     for row in rows:
-        for batch, cell in row.get("decode", {}).items():
-            if "profile" in cell:
+        for kind, of in (("decode", "batch"), ("prefill", "prompt of")):
+            for key, cell in row.get(kind, {}).items():
+                if "profile" not in cell:
+                    continue
                 total = sum(event["microseconds"] for event in cell["profile"])
-                yield f"\n{row['model']}, {row['column']}, attention {row['attention']}, batch {batch}: {total:,.0f} us"
+                yield f"\n{row['model']}, {row['column']}, attention {row['attention']}, {of} {key}: {total:,.0f} us"
                 lines = [
                     [f"{event['microseconds']:,.0f}", f"{100 * event['microseconds'] / total:.1f}", str(event["count"]),
                      event["kernel"][:100]]

@@ -388,32 +388,47 @@ import json, os, sys, time
 spec, path = json.loads(sys.argv[1]), sys.argv[2]
 def emit(**part):
     open(path, "a").write(json.dumps(part) + "\\n")
+def log(what):
+    open("LOG", "a").write(f"{what} {spec['column']} {spec['part']} {spec['batches']} {spec['prompts']}\\n")
+def turn():
+    log("ready")
+    emit(ready=True)
+    assert sys.stdin.readline()
+    log("measures")
+    time.sleep(0.15)
+log("starts")
 if spec["column"] == "limits":
-    sys.exit(emit(read_bytes_per_second=1e9))
+    turn()
+    emit(read_bytes_per_second=1e9)
 if spec["part"] == "load":
+    turn()
     if spec["column"] == "quantize_":
-        sys.exit(emit(error="out of memory"))
+        sys.exit((log("ends"), emit(error="out of memory"))[1])
+    open(spec["weights"], "w").write(spec["column"])
+    log("serves")
     emit(load={"build_seconds": 1.0}, layers=2, attention="sdpa", model_bytes=8)
-    time.sleep(0.2)
-    open(spec["weights"] + "x", "w").write(spec["column"])
-    os.rename(spec["weights"] + "x", spec["weights"])
     sys.stdin.read()
-    open("LOG", "a").write("end of loader\\n")
 if spec["part"] == "check":
     emit(relative_error=0.01)
 if spec["part"] == "measure":
-    for file in (spec["weights"], spec["quiet"]):
-        while file and not os.path.exists(file):
-            time.sleep(0.01)
-    open("LOG", "a").write(f"{spec['column']} {spec['batches']} {spec['prompts']} {open(spec['weights']).read()}\\n")
+    assert ("bf16" in open(spec["weights"]).read()) == ("bf16" in spec["column"])
+    time.sleep(0.1)
+    if spec["batches"] == [8] and spec["column"] == "compiled bf16":
+        log("ends")
+        sys.exit("died while it compiled")
+    turn()
+    if spec["prompts"] == [16] and spec["column"] == "compiled bf16":
+        log("ends")
+        sys.exit("died while it measured")
     emit(attention=spec["attention"])
     for batch in spec["batches"]:
         emit(decode={str(batch): {"median": 0.1 * batch}})
+log("ends")
 """
 
 
-@pytest.mark.parametrize("capacity", [0.0, 1e15])
-def test_parts_of_columns_share_one_loaders_weights(config, tmp_path, monkeypatch, capacity):
+@pytest.mark.parametrize(("capacity", "jobs"), [(0.0, 3), (1e15, 2), (1e15, 9)])
+def test_a_process_measures_when_no_other_computes(config, tmp_path, monkeypatch, capacity, jobs):
     log = tmp_path / "log"
     (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(log)))
     monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
@@ -422,21 +437,30 @@ def test_parts_of_columns_share_one_loaders_weights(config, tmp_path, monkeypatc
     specs = [
         Spec(config(), name, "cuda", batches=(1, 8), prompts=(16,), attention="thunder_moe_sdpa") for name in columns
     ]
-    limits, (compiled, eager, quantized) = processes.run_columns(specs, jobs=3)
+    limits, (compiled, eager, quantized) = processes.run_columns(specs, jobs=jobs)
     assert limits["read_bytes_per_second"] == 1e9
     for row in (compiled, eager):
         assert row["load"] == {"build_seconds": 1.0}
         assert row["relative_error"] == 0.01
-        assert list(row["decode"]) == ["1", "8"]
         assert row["attention"] == "thunder_moe_sdpa"
-        assert "error" not in row
+    assert list(compiled["decode"]) == ["1"]
+    assert compiled["error"] in (
+        "ended with status 1: died while it compiled",
+        "ended with status 1: died while it measured",
+    )
+    assert list(eager["decode"]) == ["1", "8"]
+    assert "error" not in eager
     assert quantized["error"] == "out of memory"
-    lines = log.read_text().splitlines()
-    assert lines[-1] == "end of loader"
-    wanted = [*(f"compiled bf16 {part} compiled bf16" for part in ("[1] []", "[8] []", "[] [16]")),
-              "eager bf16 [1, 8] [16] compiled bf16"]  # fmt: skip
-    assert sorted(lines[:-1]) == sorted(wanted)
-    assert lines[-2] == wanted[-1], "eager code is timed when nothing compiles"
+    state, measured = {}, 0
+    for line in log.read_text().splitlines():
+        what, _, name = line.partition(" ")
+        if what == "measures":
+            assert {other for key, other in state.items() if key != name} <= {"ready", "ends", "serves"}, line
+            measured += 1
+        if what == "starts":
+            assert "measures" not in state.values(), line
+        state[name] = what
+    assert measured == 1 + (3 if capacity == 0 else 2) + 3
 
 
 def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
