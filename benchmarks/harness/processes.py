@@ -249,9 +249,9 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
             measuring = bool(ready)
             if measuring:
                 ready[0].give_turn()
-                _describe(bar, f"measuring {ready[0].name}")
+                _say(bar, f"measuring {ready[0].name}")
         elif not measuring:
-            _describe(bar, f"compiling, {len(ready)} of {sum(not task.serves for task in running)} ready")
+            _say(bar, f"compiling, {len(ready)} of {sum(not task.serves for task in running)} ready")
         for task in list(running):
             if task.loader is not None and "error" in task.loader.row:  # it has lost its weights
                 task.kill()
@@ -270,13 +270,13 @@ def _obstacle(task: _Task, capacity: float) -> str | None:
     weights = _bytes(replace(task.spec, part="load"))
     if 0 < capacity < weights:
         return f"out of memory: {weights / 1e9:.0f} GB of weights"
-    errors = [task.row.get("error"), task.loader and task.loader.row.get("error")]
-    if errors[0] is not None and not errors[0].startswith("wrong"):  # another part's, not the check's
-        errors[0] = None
-    return errors[0] or errors[1]
+    if task.loader is not None and "error" in task.loader.row:
+        return str(task.loader.row["error"])
+    error = str(task.row.get("error"))  # of another part of the column
+    return error if error.startswith("wrong") else None
 
 
-def _describe(bar: tqdm[Any], text: str) -> None:
+def _say(bar: tqdm[Any], text: str) -> None:
     if bar.desc != f"{text}: ":
         bar.set_description(text)
 

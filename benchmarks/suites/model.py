@@ -1,5 +1,5 @@
 """Times whole Hugging Face models, eager and compiled, in bf16 and with NVFP4 weights: the package's main benchmark.
-Called by `python -m benchmarks model`; calls harness/{processes,models,report}.py.
+Called by `python -m benchmarks model`; calls harness/{processes,models,model_report}.py.
 
     eager bf16         the model as it is
     compiled bf16      torch.compile(model, fullgraph=True), as in all columns below
@@ -26,20 +26,21 @@ the default on CUDA, of small models for a CPU, a config.json, or the directory 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness.column import COLUMNS, Spec
+from benchmarks.harness.model_report import FULL, legend, merged, plot, profiles, tables
 from benchmarks.harness.models import CONFIGS, REAL, has_sdpa
 from benchmarks.harness.processes import run_columns
-from benchmarks.harness.report import comma_list, markdown, one_of, parser, plot_lines, positive, save
+from benchmarks.harness.report import comma_list, markdown, one_of, parser, positive, save
 
 STEM = "model"
-_FULL = "out of memory"
 # device -> models, batches, prompts, context, prompt and new tokens of generate()
 DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
     "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
@@ -60,6 +61,16 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         SystemExit: bad arguments, or a column failed: with status 1 after everything else was measured and written.
     """
     args = _arguments(argv)
+    if args.merge:
+        try:
+            report = merged(args.merge)
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"argument --merge: {error}") from error
+        path = args.output / args.merge[0].name
+        args.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        _show(path, report["rows"])
+        return list(report["rows"])
     limits, rows = run_columns(list(_specs(args)), args.jobs)
     for row in rows:
         row["model"] = _name(row["model"])
@@ -70,20 +81,26 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 cell["floor_share"] = cell["step_bytes"] / bandwidth / cell["median"]
     how = dict(read_bytes_per_second=bandwidth, inner=args.inner, context=args.context, generate=args.generate)
     path = save(STEM, args.device, rows, args.output, **how)
-    for title, cells in _tables(rows):
-        print(f"\n{title}\n\n{markdown(cells)}")
-    for text in _profiles(rows):
-        print(text)
-    print(path)
-    if image := _plot(path, rows):
-        print(image)
+    _show(path, rows)
     every = [limits | {"model": "", "column": "limits"}, *rows]
-    failed = [row for row in every if not row.get("error", _FULL).startswith(_FULL)]
+    failed = [row for row in every if not row.get("error", FULL).startswith(FULL)]
     for row in failed:
         print(f"FAILED: {row['model']}, {row['column']}: {row['error']}", file=sys.stderr)
     if failed:
         raise SystemExit(1)
     return rows
+
+
+def _show(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Prints a report that is in a file, and plots it beside the file."""
+    for title, cells in tables(rows):
+        print(f"\n{title}\n\n{markdown(cells)}")
+    print(f"\n{legend(rows)}")
+    for text in profiles(rows):
+        print(text)
+    print(path)
+    if image := plot(path, rows):
+        print(image)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -121,6 +138,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--inner", choices=("inductor", "aot_eager"), default="inductor",
         help="what compiles the graphs: aot_eager needs no C++ compiler (default: %(default)s)",
+    )  # fmt: skip
+    result.add_argument(
+        "--merge", type=Path, nargs="+", metavar="JSON", default=[],
+        help="measure nothing: write reports as one into --output, under the name of the first, and print its tables",
     )  # fmt: skip
     args = result.parse_args(argv)
     models, batches, prompts, context, generate = DEFAULTS[args.device.type]
@@ -176,113 +197,3 @@ def _specs(args: argparse.Namespace) -> Iterator[Spec]:
                     context=args.context, prompts=args.prompts, generate=tuple(args.generate) or None, inner=args.inner,
                     rounds=args.rounds, budget=args.budget, seed=args.seed, profile=args.profile,
                 )  # fmt: skip
-
-
-def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    """A table for each model and attention: a column for each row."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row["attention"]), []).append(row)
-    for (model, attention), group in groups.items():
-        layers = next((f"{row['layers']} of {row['all_layers']}" for row in group if "layers" in row), "no")
-        yield f"{model}, {layers} layers, attention {attention}", _table(group)
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    lines: list[tuple[str, str, str, Callable[[dict[str, Any]], str]]] = []
-    for batch in dict.fromkeys(key for row in rows for key in row.get("decode", {})):
-        lines.append((f"decode, batch {batch}: ms (% of floor)", "decode", batch, _decode))
-        lines.append(("tokens/s", "decode", batch, lambda cell, batch=batch: f"{int(batch) / cell['median']:,.0f}"))  # type: ignore[misc]
-    for tokens in dict.fromkeys(key for row in rows for key in row.get("prefill", {})):
-        lines.append((f"first token behind {tokens}: ms", "prefill", tokens, _milliseconds))
-    cells = [["", *(row["column"] for row in rows)]]
-    cells += [[name, *(_text(row, kind, key, text) for row in rows)] for name, kind, key, text in lines]
-    for name, text in (
-        ("eager generate: tokens/s", lambda row: f"{row['generate']['tokens_per_second']:.1f}"),
-        ("weights: GB", lambda row: f"{row['model_bytes'] / 1e9:.1f}"),
-        ("most memory: GB", lambda row: f"{peak_bytes(row) / 1e9:.1f}"),
-        ("build + quantize: s", lambda row: "{build_seconds:.1f} + {quantize_seconds:.1f}".format(**row["load"])),
-        ("first calls (compiling): s", lambda row: f"{_first_calls(row):.0f}"),
-        ("error of the logits", lambda row: f"{row['relative_error']:.1g}"),
-        ("tokens apart", lambda row: f"{100 * row['tokens_apart']:.0f} %"),
-    ):
-        found = [_try(text, row) for row in rows]
-        if set(found) != {"-"}:
-            cells.append([name, *found])
-    return cells
-
-
-def _text(row: dict[str, Any], kind: str, key: str, text: Callable[[dict[str, Any]], str]) -> str:
-    """A cell, or why it has no number."""
-    cell = row.get(kind, {}).get(key)
-    if cell is None:
-        error = row.get("error")
-        return "-" if error is None else error if error.startswith(_FULL) else error.split(":")[0][:20]
-    return cell["error"] if "error" in cell else text(cell)
-
-
-def _try(text: Callable[[dict[str, Any]], str], row: dict[str, Any]) -> str:
-    try:
-        return text(row)
-    except (KeyError, ValueError):  # not measured
-        return "-"
-
-
-def _milliseconds(cell: dict[str, Any]) -> str:
-    milliseconds = cell["median"] * 1e3
-    mark = " (no graph)" if "not captured" in cell["method"] else ""
-    return (f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}") + mark
-
-
-def _decode(cell: dict[str, Any]) -> str:
-    share = f" ({100 * cell['floor_share']:.0f} %)" if "floor_share" in cell else ""
-    return _milliseconds(cell) + share
-
-
-def peak_bytes(row: dict[str, Any]) -> int:
-    """Most bytes that a process of a column had allocated on its device, with weights that it shares.
-
-    Raises:
-        ValueError: none of its cells knows.
-    """
-    cells = [row.get("load", {}), row.get("generate", {})]
-    cells += [*row.get("decode", {}).values(), *row.get("prefill", {}).values()]
-    return max(int(cell["peak_bytes"]) for cell in cells if "peak_bytes" in cell)
-
-
-def _first_calls(row: dict[str, Any]) -> float:
-    cells = [*row["decode"].values(), *row.get("prefill", {}).values()]
-    return float(sum(cell["first_call_seconds"] for cell in cells))
-
-
-def _profiles(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The kernels of decode steps and prefills."""
-    for row in rows:
-        for kind, of in (("decode", "batch"), ("prefill", "prompt of")):
-            for key, cell in row.get(kind, {}).items():
-                if "profile" not in cell:
-                    continue
-                total = sum(event["microseconds"] for event in cell["profile"])
-                yield f"\n{row['model']}, {row['column']}, attention {row['attention']}, {of} {key}: {total:,.0f} us"
-                lines = [
-                    [f"{event['microseconds']:,.0f}", f"{100 * event['microseconds'] / total:.1f}", str(event["count"]),
-                     event["kernel"][:100]]
-                    for event in cell["profile"]
-                ]  # fmt: skip
-                yield markdown([["us", "%", "calls", "kernel"], *lines])
-
-
-def _plot(path: Path, rows: Sequence[dict[str, Any]]) -> Path | None:
-    """Decode tokens per second by batch, a panel for each model and attention."""
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        points = [(float(b), int(b) / cell["median"]) for b, cell in row.get("decode", {}).items() if "median" in cell]
-        if points:
-            layers = "" if row["layers"] == row["all_layers"] else f" {row['layers']} of {row['all_layers']} layers,"
-            panels.setdefault(f"{row['model']},{layers} {row['attention']}", {})[row["column"]] = points
-    if not panels:
-        return None
-    return plot_lines(
-        path.with_suffix(".png"), panels, x="batch", y="decode [tokens/s]", reference=None,
-        title="Whole models: tokens per second of decode steps",
-    )  # fmt: skip

@@ -268,14 +268,14 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
     table = {line[0]: line[1:] for line in lines}
     assert table[""] == ["eager bf16", "compiled bf16", "thunder_moe", "quantize_"]
     assert table["decode, batch 1: ms (% of floor)"] == ["4 (25 %)", "killed by signal 9", "out of memory", "wrong"]
-    assert table["tokens/s"] == [
+    assert table["tokens/s (x)"] == [
         "out of memory",
         "killed by signal 9",
         "out of memory",
         "wrong",
     ]  # the last line, of batch 8
-    assert table["first token behind 128: ms"][0] == "250"
-    assert table["eager generate: tokens/s"] == ["12.3", "-", "-", "-"]
+    assert table["first token behind 128: ms (x)"][0] == "250"
+    assert table["eager generate: tokens/s (x)"] == ["12.3", "-", "-", "-"]
     assert table["most memory: GB"][0] == "7.0"
     assert table["build + quantize: s"][0] == "1.0 + 2.0"
     assert table["40"] == ["100.0", "3", "gemm"]
@@ -483,3 +483,60 @@ def test_models_have_layers_of_their_own(config, workers, tmp_path):
     assert all("decode" not in row for row in rows)
     assert suite._layers("qwen3-30b-a3b:12") == ("qwen3-30b-a3b", 12)
     assert suite._layers("C:/models") == ("C:/models", None)
+
+
+def report(path, *rows, model="m"):
+    """The file of a report with rows of (column, decode, more)."""
+    every = []
+    for column_name, cells, more in rows:
+        decode = {
+            batch: {"median": median, "quartiles": quartiles, "method": "cuda graph", "first_call_seconds": 9}
+            for batch, (median, quartiles) in cells.items()
+        }
+        row = {"model": model, "layers": 2, "all_layers": 2, "attention": "sdpa", "column": column_name, **more}
+        every.append({**row, "decode": decode} if decode else row)
+    path.write_text(json.dumps({"benchmark": "model", "environment": {"of": path.name}, "rows": every}))
+    return str(path)
+
+
+def test_reports_are_merged(tmp_path, capsys):
+    quiet, noisy = {"1": (0.008, [0.0079, 0.0081])}, {"8": (0.02, [0.015, 0.021])}
+    first = report(
+        tmp_path / "model_cuda.json", ("compiled bf16", quiet, {}), ("quantize_", {"1": (0.004, [0.004, 0.004])}, {})
+    )
+    second = report(
+        tmp_path / "b.json",
+        ("quantize_", noisy, {"generate": {"tokens_per_second": 30.0}}),
+        ("eager bf16", {}, {"generate": {"tokens_per_second": 20.0}}),
+    )
+    other = report(tmp_path / "c.json", ("compiled bf16", quiet, {}), model="other")
+    out = tmp_path / "out"
+    rows = main(["model", "--device", "cpu", "--merge", first, second, other, "--output", str(out)])
+    assert [(row["model"], row["column"], row["run"]) for row in rows] == [
+        ("m", "compiled bf16", 0), ("m", "quantize_", 0), ("m", "eager bf16", 1), ("other", "compiled bf16", 2)
+    ]  # fmt: skip
+    content = json.loads((out / "model_cuda.json").read_text())
+    assert [run["environment"]["of"] for run in content["runs"]] == ["model_cuda.json", "b.json", "c.json"]
+    assert (out / "model_cuda.png").exists()
+    text = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line[:1] == "|"]
+    table = [line for line in lines if len(line) == 4]
+    assert table[0] == ["", "compiled bf16", "quantize_", "eager bf16"]
+    assert table[2:5] == [
+        ["decode, batch 1: ms (% of floor)", "8", "4", "-"],
+        ["tokens/s (x)", "125", "250 (2.00)", "-"],
+        ["decode, batch 8: ms (% of floor)", "-", "20 [15, 21]", "-"],
+    ]
+    assert ["eager generate: tokens/s (x)", "-", "30.0 (1.50)", "20.0"] in table
+    assert "at most 2.5% of the median apart, but for 1 DISTURBED cells" in text
+    again = main(["model", "--device", "cpu", "--merge", str(out / "model_cuda.json"), "--output", str(out)])
+    assert again == rows
+
+
+def test_merging_says_what_is_wrong(tmp_path):
+    one = report(tmp_path / "a.json", ("quantize_", {"1": (0.004, [0.004, 0.004])}, {}))
+    with pytest.raises(SystemExit, match=r"a\.json: m, quantize_, decode 1 is in an earlier file too"):
+        main(["model", "--device", "cpu", "--merge", one, one, "--output", str(tmp_path)])
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(SystemExit, match="wanted a report of `python -m benchmarks model`"):
+        main(["model", "--device", "cpu", "--merge", str(tmp_path / "b.json"), "--output", str(tmp_path)])
