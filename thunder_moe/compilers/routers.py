@@ -362,7 +362,8 @@ class _Matcher:
         total = next((operation for operation in readers if graph.kind(operation) == "sum"), None)
         if total is None:
             return False
-        given, operations, options = graph.given(total), [total], dict(normalize=True)
+        given, operations = graph.given(total), [total]
+        options: dict[str, Any] = dict(normalize=True)
         (divide,) = readers - {total}
         dims = (*_LAST, [-1], (-1,), [1], (1,))
         if given.get("dim") not in dims or given.get("keepdim") is not True or given.get("dtype") is not None:
@@ -378,7 +379,13 @@ class _Matcher:
             tensor = given.get("input")
             if kind == "add" and _is_number(tensor):
                 tensor, number = number, tensor
-            if tensor is not divisor or not _is_number(number) or number < 0 or given.get("max") is not None:
+            if (
+                tensor is not divisor
+                or number is None
+                or not _is_number(number)
+                or number < 0
+                or given.get("max") is not None
+            ):
                 return False
             options[name] = float(number)
             operations.append(operation)
@@ -437,12 +444,22 @@ class _Matcher:
         return self.graph.given(operation)["input"]
 
     def behind_detach(self, tensor: Any, *, add: bool = True) -> Any:
-        while self.graph.kind(self.graph.maker(tensor)) == "detach":
+        """What a tensor is behind views of the same shape, and detached from."""
+        graph = self.graph
+        while (kind := graph.kind(operation := graph.maker(tensor))) in ("detach", "view"):
+            source = graph.given(operation)["input"]
+            if kind == "view" and not self.same_shape(source, tensor):
+                break
             if add:
-                self.detached = True
-                self.add_choosing(self.graph.maker(tensor))
-            tensor = self.graph.given(self.graph.maker(tensor))["input"]
+                self.detached |= kind == "detach"
+                self.add_choosing(operation)
+            tensor = source
         return tensor
+
+    def same_shape(self, first: Any, second: Any) -> bool:
+        """Whether both are (any, E): a view of one is the other then."""
+        examples = self.graph.example(first), self.graph.example(second)
+        return all(each is not None and len(each.shape) == 2 and each.shape[1] == self.experts for each in examples)
 
     def add_choosing(self, *operations: Any) -> None:
         self.found.operations |= dict.fromkeys(operations)

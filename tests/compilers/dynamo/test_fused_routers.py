@@ -114,6 +114,13 @@ def afmoe(logits):
     return (scores / (scores.sum(dim=-1, keepdim=True) + 1e-20) * 3).type_as(logits), ids
 
 
+def longcat(logits):
+    scores = logits.float().softmax(-1)
+    with torch.no_grad():
+        ids = torch.topk(scores.view(-1, E) + BIAS.unsqueeze(0), k=A, dim=-1, sorted=False)[1]
+    return (scores.gather(1, ids) * 6.0).to(logits.dtype), ids
+
+
 def llama4(logits):
     values, ids = torch.topk(logits, A, dim=1)
     return torch.sigmoid(values.float()).to(logits.dtype), ids
@@ -141,6 +148,7 @@ FUSED = {
     minimax: dict(score="sigmoid", normalize=True),
     moonlight: dict(score="sigmoid", normalize=True, least_sum=2.0, scale=0.5),
     afmoe: dict(score="sigmoid", normalize=True, epsilon=1e-20, scale=3.0),
+    longcat: dict(score="softmax", normalize=False, scale=6.0),
     llama4: dict(score="sigmoid", normalize=False),
     cohere2: dict(score="sigmoid", normalize=True, scale=0.25),
     sigmoids_chosen: dict(score="sigmoid", normalize=False),

@@ -92,18 +92,18 @@ _KINDS: dict[str, tuple[tuple[str, ...], set[Any]]] = {
     ),
     "clamp": (("input", "min", "max"), {torch.clamp, torch.clamp_min, aten.clamp.default, "clamp", "clamp_min"}),
     "detach": (("input",), {torch.detach, aten.detach.default, "detach"}),
-    # Judged by what comes of them: whatever else they are given counts as read here.
-    "cast": (("input", ...), {"to", "type", "type_as", "float", "half", "bfloat16", "bool", aten._to_copy.default}),
+    "cast": (("input",), {"to", "type", "type_as", "float", "half", "bfloat16", "bool", aten._to_copy.default}),
     "view": (
-        ("input", ...),
+        ("input",),
         {torch.reshape, torch.unsqueeze, torch.flatten, torch.unflatten, "view", "reshape", "unsqueeze", "flatten"}
         | {"unflatten", "contiguous", aten.view.default, aten.reshape.default, aten.unsqueeze.default},
     ),
-    "expand": (("input", ...), {"expand", "expand_as", aten.expand.default}),
+    "expand": (("input",), {"expand", "expand_as", aten.expand.default}),
 }  # fmt: skip
 _KIND_OF = {target: kind for kind, (_, targets) in _KINDS.items() for target in targets}
 _IN_PLACE = {operator.iadd, operator.itruediv, operator.imul, aten.scatter_.value}
 _IN_PLACE |= {name for name in _KIND_OF if isinstance(name, str) and name.endswith("_")}
+_BY_RESULT = ("cast", "view", "expand", "zeros")  # judged by their results, whatever else they are given
 _NAMES = {"self": "input", "axis": "dim", "src": "value", "keepdims": "keepdim"}
 
 
@@ -135,7 +135,7 @@ class _Graph:
         if kind is None:
             return {"input": node.args[0]} if _inserts_dims(node) else None
         names = _KINDS[kind][0]
-        if names[-1] is ... or kind == "zeros":
+        if kind in _BY_RESULT:
             return {"input": node.args[0]} if node.args else None
         if node.target is F.softmax:  # its third argument is a stack level
             names = ("input", "dim", "_stacklevel", "dtype")
@@ -164,7 +164,8 @@ class _Graph:
         if writers:
             return self._as_read(max(writers, key=self.positions.__getitem__), reader)
         if calls(value, {operator.getitem}) and self._is_result(value):
-            return self.result(value.args[0], value.args[1]) or value
+            index: Any = value.args[1]
+            return self.result(value.args[0], index) or value
         return value
 
     def result(self, operation: Any, index: int = 0) -> Any:
@@ -221,7 +222,7 @@ def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
     found = []
     graph = _Graph(scope)
     for node in scope.graph.nodes:
-        if not calls(node, _TOPK) or graph.result(node, 1) is None and graph.result(node) is None:
+        if not calls(node, _TOPK) or (graph.result(node, 1) is None and graph.result(node) is None):
             continue
         match = match_router(graph, node)
         if match is None:
