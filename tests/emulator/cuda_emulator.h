@@ -30,6 +30,7 @@ using std::max;
 using std::min;
 
 struct uint2 { uint32_t x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim { int x, y, z; };
 static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -247,6 +248,8 @@ static int __shfl_up_sync(uint32_t, int value, int delta) {
 static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
   return exchange(value)[threadIdx.x % 32 ^ mask];
 }
+
+static float shuffle_xor(float value, int mask) { return exchange(value)[threadIdx.x % 32 ^ mask]; }
 
 static int __shfl_sync(uint32_t, int value, int from) { return exchange(value)[from % 32]; }
 
@@ -531,6 +534,14 @@ static void ldmatrix_x4(uint32_t (&out)[4], const uint4* row) {
   __syncwarp();  // nobody goes on to overwrite what another lane still reads
 }
 
+static void ldmatrix_x4_transposed(uint32_t (&out)[4], const uint4* row) {
+  const uint4* const* rows = exchange(row);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const auto element = [&](int line, int column) { return static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(rows[line])[column]); };
+  for (int j = 0; j < 4; ++j) out[j] = element(8 * j + 2 * t, g) | element(8 * j + 2 * t + 1, g) << 16;
+  __syncwarp();
+}
+
 static void wgmma_fence() {}
 static void wgmma_commit() { fibers[threadIdx.x].products.commit(); }
 template <int PENDING>
@@ -561,6 +572,30 @@ static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint
       }
       acc[c][i] += sum;
     }
+}
+
+// Boxes [64 rows][64 columns] with 128-byte swizzle that are read transposed; adding 128 moves by 16 rows.
+static MatrixDescriptor row_descriptor(const uint8_t* box) { return reinterpret_cast<const uint4*>(box); }
+
+template <bool BF16, int C>
+static void multiply_rows(float (&acc)[C][4], const uint4* a, const uint4* b, bool add) {
+  const auto element = [](const uint4* boxes, int row, int column) {
+    const uint4& unit = boxes[column / 64 * 512 + row * 8 + (column % 64 / 8 ^ row % 8)];
+    return widen<BF16>(reinterpret_cast<const uint16_t*>(&unit)[column % 8]);
+  };
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32 % 4;
+  for (int c = 0; c < C; ++c)
+    for (int i = 0; i < 4; ++i) {
+      float sum = 0;
+      for (int row = 0; row < 16; ++row) sum += element(a, row, 16 * warp + g + 8 * (i / 2)) * element(b, row, 8 * c + 2 * t + i % 2);
+      acc[c][i] = add ? acc[c][i] + sum : sum;
+    }
+}
+
+template <bool BF16, int C>
+static void wgmma_rows(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
+  if (adversary.late_products) fibers[threadIdx.x].products.open.push_back([&acc, a, b, add] { multiply_rows<BF16>(acc, a, b, add); });
+  else multiply_rows<BF16>(acc, a, b, add);
 }
 
 template <bool BF16, int N, int C>

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ctypes
 
 __all__ = [
+    "ActivationArguments",
+    "BiasArguments",
     "CombineArguments",
     "DequantizeArguments",
     "GatherArguments",
@@ -17,6 +19,8 @@ __all__ = [
     "RowStartsArguments",
     "SwigluArguments",
     "TmaGemmArguments",
+    "TmaWgradArguments",
+    "WgradArguments",
 ]
 
 
@@ -122,4 +126,49 @@ class QuantizeArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "codes", "scales", "scale_map")),
         *((name, ctypes.c_void_p) for name in ("amax", "qdata", "scale", "global_scale")),
         *((name, ctypes.c_int) for name in ("n", "k", "blocks_per_expert")),
+    )
+
+
+class ActivationArguments(ctypes.Structure):
+    """In activation.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("y", "scales", "offsets", "grad", "out", "grad_scales")),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("features", "num_experts", "wide_offsets", "scales_dtype", "interleave")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
+    )
+
+
+class BiasArguments(ctypes.Structure):
+    """In bias.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("rows_in", "offsets", "scale", "bias", "partial_sums", "out", "scales")),
+        *((name, ctypes.c_int) for name in ("rows", "num_experts", "n")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("wide_offsets", "scale_dtype", "scales_dtype", "keep_tail", "block_columns")
+        ),
+    )
+
+
+class WgradArguments(ctypes.Structure):
+    """In wgrad.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("grad", "x", "offsets", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "first_expert", "num_experts", "n", "k")),
+        *((name, ctypes.c_int) for name in ("wide_offsets", "accumulate")),
+        ("padding_", ctypes.c_byte * 4),
+    )
+
+
+class TmaWgradArguments(ctypes.Structure):
+    """In wgrad_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("grad", "x")),
+        ("of", WgradArguments),
+        ("padding_", ctypes.c_byte * (-ctypes.sizeof(WgradArguments) % 64)),
     )

@@ -78,6 +78,12 @@ DEVICE void ldmatrix_x4(uint32_t (&out)[4], const uint4* row) {
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
 }
 
+// The same of transposed matrices: rows 2 t and 2 t + 1, column g.
+DEVICE void ldmatrix_x4_transposed(uint32_t (&out)[4], const uint4* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(shared_address(row)) : "memory");
+}
+
 // ---- loads from global memory, and asynchronous copies by the threads (cp.async) ----
 
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

@@ -1,0 +1,150 @@
+// The gradient of the experts' weights, added to or written into float32 (E, N, K): grad^T x of each expert's rows, by wgmma (SM90).
+// Compiled at run time by kernels/cuda/wgrad.py behind wgmma.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+//
+// Persistent. Rows are what is summed over, and both operands lie row by row: the tensor cores read both transposed. One warp has
+// the copy engine fill a ring of stages of 64 rows; two warpgroups each multiply 64 columns of grad by all TILE_K columns of x.
+// With few rows an expert it is bound by reading and writing the result, which is prefetched into L2.
+
+struct TmaWgradArguments {
+  TensorMap grad, x;  // (M, N) and (M, K) in boxes of 64 rows by 64 columns
+  WgradArguments of;
+};
+
+#if !defined(CUDA_EMULATOR) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Like matrix_descriptor, of boxes [64 rows][64 columns] that are read transposed: 1024 bytes from 8 rows to the next 8, a box of
+// 8192 bytes from 64 columns to the next 64.
+DEVICE MatrixDescriptor row_descriptor(const uint8_t* box) {
+  return static_cast<uint64_t>((shared_address(box) & 0x3FFFF) >> 4) | static_cast<uint64_t>(8192 >> 4) << 16 |
+         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+}
+
+#define WGMMA_ROWS_TYPED(N, TYPE, REGISTERS, A, B, FLAG, ...)                                                            \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " FLAG ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               " {" REGISTERS "}, " A ", " B ", add, 1, 1, 1, 1;\n}"                                                     \
+               : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define WGMMA_ROWS(N, REGISTERS, A, B, FLAG, ...)                                         \
+  do {                                                                                    \
+    if constexpr (BF16) WGMMA_ROWS_TYPED(N, "bf16.bf16", REGISTERS, A, B, FLAG, __VA_ARGS__); \
+    else WGMMA_ROWS_TYPED(N, "f16.f16", REGISTERS, A, B, FLAG, __VA_ARGS__);              \
+  } while (false)
+
+// acc += (add) or = 16 rows of 64 columns of `a`, transposed, times those of 8 C columns of `b`, asynchronously.
+template <bool BF16, int C>
+DEVICE void wgmma_rows(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
+  if constexpr (C == 16) WGMMA_ROWS(128, R64, "%64", "%65", "%66", ACC16(0));
+  else if constexpr (C == 24) WGMMA_ROWS(192, R96, "%96", "%97", "%98", ACC16(0), ACC8(16));
+  else if constexpr (C == 32) WGMMA_ROWS(256, R128, "%128", "%129", "%130", ACC16(0), ACC16(16));
+  else static_assert(C < 0, "no wgmma instance for this number of columns");
+}
+#endif
+
+#if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kStageRows = 64, kBox = kStageRows * 128;  // bytes of a box
+constexpr int kTileN = 128;
+constexpr int kShortTile = 8;  // stages: shorter tiles' results are prefetched one tile ahead
+
+DEVICE int stages_of(const WgradTile& tile) { return (tile.end - tile.row + kStageRows - 1) / kStageRows; }
+
+// The warpgroup's 64 rows of a tile of the result.
+template <int TILE_K>
+DEVICE void prefetch_result(const WgradArguments& args, const WgradTile& tile, int warpgroup) {
+  constexpr int kLines = TILE_K / 32;  // of 128 bytes
+  for (int i = threadIdx.x % 128; i < 64 * kLines; i += 128) {
+    const int n = tile.n + 64 * warpgroup + i / kLines, k = tile.k + i % kLines * 32;
+    if (n < args.n && k < args.k) prefetch(args.out + tile.out + static_cast<int64_t>(n) * args.k + k);
+  }
+}
+
+template <bool BF16, int TILE_K, int STAGES>
+__global__ void __launch_bounds__(384, 1) wgrad_wgmma(const __grid_constant__ TmaWgradArguments all) {
+  await_previous_kernel();
+  constexpr int kBoxes = TILE_K / 64, kStage = (2 + kBoxes) * kBox;  // [2] boxes of grad, [kBoxes] of x
+  const WgradArguments& args = all.of;
+  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage]
+  __shared__ ExpertOrder order;
+  __shared__ Mbarrier full[STAGES], empty[STAGES];
+  uint8_t* const stages = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), 2);
+    fence_mbarrier_init();
+  }
+  const int tiles = order_experts(args, order) * tiles_of_expert<kTileN, TILE_K>(args);
+
+  if (warpgroup < 0) {
+    shrink_registers<40>();
+    if (threadIdx.x / 32 == 0 && elect_one()) {
+      int stage = 0, parity = 0;
+      for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+        const WgradTile tile = wgrad_tile<kTileN, TILE_K>(args, order, index);
+        for (int row = tile.row; row < tile.end; row += kStageRows) {
+          const MbarrierAddress arrived = mbarrier_address(&full[stage]);
+          uint8_t* const to = stages + stage * kStage;
+          mbarrier_wait(mbarrier_address(&empty[stage]), parity ^ 1);
+          mbarrier_arrive_expect_tx(arrived, kStage);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) tma_load_box(to + i * kBox, &all.grad, tile.n + 64 * i, row, arrived);
+#pragma unroll
+          for (int i = 0; i < kBoxes; ++i) tma_load_box(to + (2 + i) * kBox, &all.x, tile.k + 64 * i, row, arrived);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      }
+    }
+    return;
+  }
+
+  grow_registers<232>();
+  float acc[TILE_K / 8][4];
+  int stage = 0, parity = 0;
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  if (args.accumulate && static_cast<int>(blockIdx.x) < tiles) prefetch_result<TILE_K>(args, wgrad_tile<kTileN, TILE_K>(args, order, blockIdx.x), warpgroup);
+  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const WgradTile tile = wgrad_tile<kTileN, TILE_K>(args, order, index);
+    const int count = stages_of(tile);
+    if (args.accumulate && index + static_cast<int>(gridDim.x) < tiles) {
+      const WgradTile next = wgrad_tile<kTileN, TILE_K>(args, order, index + gridDim.x);
+      if (stages_of(next) <= kShortTile) prefetch_result<TILE_K>(args, next, warpgroup);
+    }
+    if (count == 0) {
+#pragma unroll
+      for (int i = 0; i < TILE_K / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[i][j] = 0.0f;
+    }
+    int before = -1;  // the stage whose products may still be under way
+    for (int i = 0; i < count; ++i) {
+      const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
+      const uint8_t* const b = stages + stage * kStage + 2 * kBox;
+      const int valid = tile.end - tile.row - i * kStageRows;
+      if (args.accumulate && count > kShortTile && i == count - kShortTile) prefetch_result<TILE_K>(args, tile, warpgroup);
+      mbarrier_wait(mbarrier_address(&full[stage]), parity);
+      if (valid < kStageRows && valid % 16 != 0) {  // the rows that follow are another expert's, or padding, NaN perhaps
+        const int rows = 16 - valid % 16, words = rows * 8;  // of 16 bytes, in each box
+        for (int at = threadIdx.x % 128; at < (1 + kBoxes) * words; at += 128) {
+          const int box = at / words;
+          uint8_t* const from = const_cast<uint8_t*>(box == 0 ? a : b + (box - 1) * kBox);
+          reinterpret_cast<uint4*>(from + valid * 128)[at - box * words] = make_uint4(0, 0, 0, 0);
+        }
+        fence_proxy_async();
+        named_barrier_sync(1 + warpgroup, 128);
+      }
+      const MatrixDescriptor of_a = row_descriptor(a), of_b = row_descriptor(b);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kStageRows / 16; ++step)
+        if (16 * step < valid) wgmma_rows<BF16>(acc, of_a + step * 128, of_b + step * 128, i > 0 || step > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
+      before = stage;
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
+
+    const int n = tile.n + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + g;
+    float* const out = args.out + tile.out + static_cast<int64_t>(n) * args.k + tile.k + 2 * t;
+    store_sums(args, acc, out, n, tile.k + 2 * t);
+  }
+}
+#endif

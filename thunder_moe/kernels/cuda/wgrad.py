@@ -1,0 +1,104 @@
+"""The gradient of experts' weights into a float32 tensor, added or written, by the kernels of src/wgrad_*.cu.
+Called by kernels/training; calls launch.py and nvrtc.py beside it.
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
+from thunder_moe.kernels.cuda import backend, nvrtc
+from thunder_moe.kernels.cuda.arguments import TmaWgradArguments, WgradArguments
+from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.slow_paths import warn_once
+
+__all__ = ["KERNELS", "MMA", "WGMMA", "wgrad"]
+
+_PTX, _WGRAD = COMMON.with_name("ptx.cuh"), COMMON.with_name("wgrad.cuh")
+WGMMA = (COMMON, _PTX, COMMON.with_name("wgmma.cuh"), _WGRAD, COMMON.with_name("wgrad_wgmma.cu"))
+MMA = (COMMON, _PTX, _WGRAD, COMMON.with_name("wgrad_mma.cu"))
+KERNELS = ("wgmma", "mma", "any")
+MAX_EXPERTS = 1024  # kMostExperts
+_WGMMA_TILE, _STAGE_ROWS = 128, 64  # kTileN, kStageRows
+_STAGES = {256: 4, 192: 5, 128: 6}  # of a tile of so many columns of K
+_MMA_TILE, _MMA_SHARED = 128, 4 * 2 * 32 * 128 * 2  # kMmaTile; kMmaStages of both operands
+_ANY_TILE = 64
+_Map = ctypes.c_byte * 128
+
+
+def wgrad(
+    x: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, accumulate: bool, *, kernel: str | None = None,
+    columns: int | None = None,
+) -> None:  # fmt: skip
+    """Rows (M, K), gradient (M, N), offsets (E,) -> out (E, N, K): adds each expert's grad.T @ x to it, or writes it.
+
+    Args:
+        x, grad: of one dtype, float32, bfloat16 or float16; M, N and K positive.
+        offsets: int32 or int64 row ends.
+        out: float32, contiguous.
+        accumulate: add. Where nothing is added, `out` is not read, and experts without rows get zeros.
+        kernel: of `KERNELS`, by default the fastest that takes the operands: "wgmma" (SM90) and "mma" take 16-bit rows
+            of 16-byte multiples.
+        columns: of K in a tile of "wgmma": 256, 192 or 128.
+    """
+    x, grad, offsets = x.detach().contiguous(), grad.detach().to(x.dtype).contiguous(), offsets.contiguous()
+    multiprocessors, capability = backend._device_facts(x.device)
+    kernel = kernel or _kernel(x, grad, out, capability)
+    if kernel != "any":
+        x, grad = _aligned(x), _aligned(grad)
+    (rows, k), n = x.shape, grad.shape[1]
+    tile_n = tile_k = _ANY_TILE
+    bf16, threads, shared = str(x.dtype == torch.bfloat16).lower(), 256, 0
+    sources: tuple[Path, ...] = MMA
+    name = f"wgrad_any<{DTYPE_CODES[x.dtype]}>"
+    if kernel == "wgmma":
+        tile_n, tile_k = _WGMMA_TILE, columns or _columns(k)
+        stages = _STAGES[tile_k]
+        sources, threads, name = WGMMA, 384, f"wgrad_wgmma<{bf16}, {tile_k}, {stages}>"
+        shared = 1024 + stages * (tile_n + tile_k) * 2 * _STAGE_ROWS
+    elif kernel == "mma":
+        tile_n = tile_k = _MMA_TILE
+        name, shared = f"wgrad_mma<{bf16}>", _MMA_SHARED
+    for first in range(0, offsets.shape[0], MAX_EXPERTS):
+        of_part = out[first : first + MAX_EXPERTS]
+        experts = of_part.shape[0]
+        argument: Any = WgradArguments(
+            *map(pointer, (grad, x, offsets, of_part)), rows, first, experts, n, k, offsets.dtype == torch.int64,
+            accumulate,
+        )  # fmt: skip
+        if kernel == "wgmma":
+            argument = TmaWgradArguments(_map(grad), _map(x), argument)
+        tiles = (min(experts, rows) if accumulate else experts) * -(-n // tile_n) * -(-k // tile_k)
+        backend._launch(sources, name, threads, shared, tiles, argument, x.device, multiprocessors)
+
+
+def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -> str:
+    k, n = x.shape[1], grad.shape[1]
+    if x.dtype == torch.float32 or k % 8 or n % 8 or out.data_ptr() % 16:
+        if x.dtype != torch.float32:
+            what = f"a weight of out_features {n} and in_features {k}, which are no multiples of 8"
+            warn_once(
+                ("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: pad the weight"
+            )
+        return "any"
+    return "wgmma" if capability == (9, 0) else "mma"
+
+
+def _map(rows: Tensor) -> Any:
+    return _Map.from_buffer_copy(nvrtc.tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _columns(k: int) -> int:
+    """The tile that wastes least, of those the widest."""
+    return min((256, 192, 128), key=lambda tile: (-(-k // tile) * tile, -tile))
