@@ -31,6 +31,7 @@ __all__ = [
     "prepare",
     "quantize",
     "resolve_layout",
+    "runs_on_cuda",
     "select",
     "simulate_w4a4",
     "use_backend",
@@ -97,7 +98,7 @@ def preferred_layout(device: torch.device, n: int, k: int) -> str:
     capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they are
     quantized; `use_backend` makes no difference, since every backend takes every layout.
     """
-    if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
+    if not runs_on_cuda(device):
         return LINEAR
     return preferred_on(torch.cuda.get_device_capability(device), n, k)
 
@@ -105,6 +106,11 @@ def preferred_layout(device: torch.device, n: int, k: int) -> str:
 def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:
     """What "auto" means for (E, n, k) weights on a device, `preferred_layout`; other layouts are what they say."""
     return preferred_layout(device, n, k) if layout == "auto" else layout
+
+
+def runs_on_cuda(device: torch.device) -> bool:
+    """Whether the CUDA kernels can run on a device."""
+    return device.type == "cuda" and _load("cuda", _indexed(device))[1] is None
 
 
 def lay_out(weight: NVFP4Weight, layout: str) -> NVFP4Weight:
@@ -133,7 +139,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
 
 def _cuda_quantizer(device: torch.device) -> Any:
     """kernels.cuda.quantizer where it can run, else None."""
-    if device.type != "cuda" or _load("cuda", _indexed(device))[1] is not None:
+    if not runs_on_cuda(device):
         return None
     return importlib.import_module("thunder_moe.kernels.cuda.quantizer")
 

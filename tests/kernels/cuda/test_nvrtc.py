@@ -15,7 +15,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer, router
+from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -52,6 +52,29 @@ OTHERS = {
     cuda_arguments.DequantizeArguments: (
         cuda._DEQUANTIZE,
         ["dequantize<true>", "dequantize<false>", "dequantize_tiled<true>", "dequantize_tiled<false>"],
+    ),
+    cuda_arguments.ActivationArguments: (
+        training.ACTIVATION,
+        [
+            *(f"activation_{way}<1, true, {pack}, 32>" for way in ("forward", "backward") for pack in (-1, 0, 1)),
+            "activation_forward<0, false, 0, 256>",
+            "activation_backward<2, true, 4, 256>",
+        ],
+    ),
+    cuda_arguments.BiasArguments: (
+        training.BIAS,
+        [
+            *(f"bias_grad_chunks<{dtype}, {vector}>" for dtype, vector in ((0, "true"), (1, "true"), (2, "false"))),
+            "bias_grad_reduce",
+            "bias_scale_grad<1, 0, true>",
+            "add_bias<1, 1, true>",
+            "add_bias<0, -1, false>",
+            "zero_past_end<1>",
+        ],
+    ),
+    cuda_arguments.WgradArguments: (
+        wgrad.MMA,
+        ["wgrad_mma<true>", "wgrad_mma<false>", *(f"wgrad_any<{dtype}>" for dtype in range(3))],
     ),
     cuda_arguments.QuantizeArguments: (
         quantizer._SOURCES,
@@ -125,6 +148,10 @@ def test_other_kernels_compile(kept, capability):
         for argument, (sources, expressions) in OTHERS.items()
         for expression in expressions
     }
+    if capability == (9, 0):
+        argument = cuda_arguments.TmaWgradArguments
+        for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
+            found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
     for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
         if capability == (9, 0):
             found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
@@ -136,8 +163,8 @@ def test_every_kernel_and_struct_is_compiled_above():
     gemms = ["grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"]
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
-    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows"})
-    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments"}
+    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows", "wgrad_wgmma"})
+    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaWgradArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

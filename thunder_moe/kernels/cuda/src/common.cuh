@@ -39,6 +39,7 @@ DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // 
 }
 
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 
 DEVICE float half_to_float(uint16_t bits) {
   float out;

@@ -1,0 +1,260 @@
+"""The CUDA kernels of training, run by the emulator on a CPU, and on a GPU: activations, biases, gradients of weights.
+Called by pytest, with -m gpu on a GPU; judged by float64 formulas and autograd of plain torch.
+"""
+
+import pytest
+import torch
+
+from thunder_moe.activations import GLU
+from thunder_moe.kernels.cuda import training, wgrad
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+FORMS = [GLU(), GLU(alpha=1.702, limit=1.5, up_shift=1.0)]
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the kernels run: the CPU in the emulator, or a GPU."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        return "cuda"
+    request.getfixturevalue("emulated")
+    return "cpu"
+
+
+def error(got, expected):
+    """Relative Frobenius error."""
+    got, expected = got.double().cpu(), expected.double().cpu()
+    assert got.shape == expected.shape
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def swiglu64(y, scales, form, interleave):
+    s = interleave or y.shape[1] // 2
+    gate, up = y.reshape(len(y), -1, 2, s).unbind(2)
+    gate, up = gate.flatten(1), up.flatten(1)
+    if form.limit is not None:
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return gate * torch.sigmoid(form.alpha * gate) * (up + form.up_shift) * scales[:, None]
+
+
+def srelu64(y, scales, form, interleave):
+    return y.relu().square() * scales[:, None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "features", "interleave", "form"),
+    [
+        (torch.bfloat16, 48, None, FORMS[0]),
+        (torch.bfloat16, 48, 1, FORMS[1]),
+        pytest.param(torch.float16, 64, 2, FORMS[0], marks=pytest.mark.slow),
+        pytest.param(torch.float32, 32, 4, FORMS[1], marks=pytest.mark.slow),
+        (torch.float32, 64, 32, FORMS[1]),
+        (torch.float16, 36, 3, FORMS[0]),
+        pytest.param(torch.bfloat16, 5, None, FORMS[1], marks=pytest.mark.slow),
+        (torch.float16, 48, None, None),
+        pytest.param(torch.float32, 7, None, None, marks=pytest.mark.slow),
+    ],
+)
+def test_activations(device, dtype, features, interleave, form):
+    torch.manual_seed(0)
+    rows, end = 21, 17
+    width = features if form is None else 2 * features
+    y = torch.randn(rows, width, device=device).to(dtype)
+    grad = torch.randn(rows, features, device=device).to(dtype)
+    if form is not None and form.limit is not None:
+        y[0, :6], y[1, :6] = form.limit, -form.limit  # gradients pass at equality
+    scales = torch.rand(rows, device=device).to(torch.float32 if features % 2 else dtype)
+    offsets = torch.tensor([3, 3, end], device=device, dtype=torch.int64 if features % 3 else torch.int32)
+    y[end:], grad[end:] = float("nan"), float("inf")
+
+    exact, exact_scales = y[:end].double().requires_grad_(), scales[:end].double().requires_grad_()
+    expected = (swiglu64 if form else srelu64)(exact, exact_scales, form, interleave)
+    expected.backward(grad[:end].double())
+    if form is None:
+        out = training.scaled_srelu(y, scales, offsets)
+        grad_y, grad_scales = training.scaled_srelu_gradient(grad, y, scales, offsets)
+    else:
+        out = training.scaled_swiglu(y, scales, offsets, form=form, interleave=interleave)
+        grad_y, grad_scales = training.scaled_swiglu_gradient(
+            grad, y, scales, offsets, form=form, interleave=interleave
+        )
+    assert (out.dtype, grad_y.dtype, grad_scales.dtype) == (dtype, dtype, scales.dtype)
+    assert error(out[:end], expected.detach()) < TOLERANCE[dtype]
+    assert error(grad_y[:end], exact.grad) < TOLERANCE[dtype]
+    assert error(grad_scales[:end], exact_scales.grad) < TOLERANCE[scales.dtype]
+    for tail in (out[end:], grad_y[end:], grad_scales[end:]):
+        assert torch.equal(tail, torch.zeros_like(tail))
+
+
+def test_activations_without_scales_and_offsets_of_strided_operands(device):
+    torch.manual_seed(0)
+    y = torch.randn(64, 9, device=device).bfloat16().t()
+    grad = torch.ones((), device=device, dtype=torch.bfloat16).expand(9, 32)
+    exact = y.double().requires_grad_()
+    expected = swiglu64(exact, torch.ones(9, device=device), GLU(), None)
+    expected.sum().backward()
+    out = training.scaled_swiglu(y, form=GLU())
+    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, form=GLU())
+    assert error(out, expected.detach()) < 4e-3
+    assert error(grad_y, exact.grad) < 4e-3
+    assert grad_scales is None
+
+
+def test_nan_stays_nan(device):
+    y = torch.full((1, 16), float("nan"), device=device)
+    assert training.scaled_swiglu(y, form=FORMS[1]).isnan().all()
+    assert training.scaled_srelu(y).isnan().all()
+
+
+def test_a_row_of_a_whole_block(device):
+    torch.manual_seed(0)
+    features = training._BLOCK_FEATURES
+    y = torch.randn(3, 2 * features, device=device)
+    grad, scales = torch.randn(3, features, device=device), torch.rand(3, device=device)
+    exact, exact_scales = y.double().requires_grad_(), scales.double().requires_grad_()
+    expected = swiglu64(exact, exact_scales, GLU(), None)
+    expected.backward(grad.double())
+    grad_y, grad_scales = training.scaled_swiglu_gradient(grad, y, scales, form=GLU())
+    assert error(training.scaled_swiglu(y, scales, form=GLU()), expected.detach()) < 1e-5
+    assert error(grad_y, exact.grad) < 1e-5
+    assert error(grad_scales, exact_scales.grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n", "splits"),
+    [
+        (torch.bfloat16, 40, [0, 5, 0, 11]),
+        (torch.bfloat16, 40, [300, 0, 129, 128]),
+        (torch.bfloat16, 40, [0, 0, 0]),
+        pytest.param(torch.bfloat16, 40, [1] * 300, marks=pytest.mark.slow),
+        (torch.float16, 13, [0, 5, 0, 130]),
+        (torch.float32, 264, [1100]),
+    ],
+)
+def test_bias_gradients(device, dtype, n, splits):
+    torch.manual_seed(0)
+    ends = torch.tensor(splits).cumsum(0)
+    rows, experts = int(ends[-1]) + 5, len(splits)
+    offsets = ends.to(device, torch.int32 if n == 40 else torch.int64)
+    grad = torch.randn(rows, n, device=device).to(dtype)
+    grad[int(ends[-1]) :] = float("nan")
+    scale = None if n == 13 else torch.rand(rows, device=device).to(dtype)
+    bias = torch.randn(experts, n, device=device).to(torch.float32 if n == 40 else dtype)
+    expected = torch.zeros(experts, n, dtype=torch.float64)
+    for row in range(rows - 5):
+        expert = int((ends <= row).sum())
+        expected[expert] += grad[row].double().cpu() * (1.0 if scale is None else float(scale[row]))
+    got = training.bias_grad(grad, offsets, scale)
+    assert got.dtype == torch.float32
+    assert error(got, expected) < 1e-5
+    empty = torch.tensor(splits) == 0
+    assert torch.equal(got.cpu()[empty], torch.zeros(int(empty.sum()), n))
+
+    of_scale = training.bias_scale_grad(grad, bias, offsets)
+    experts_of_rows = torch.bucketize(torch.arange(rows - 5), ends, right=True)
+    expected = (grad[: rows - 5].double().cpu() * bias.double().cpu()[experts_of_rows]).sum(1)
+    assert error(of_scale[: rows - 5], expected) < 1e-5
+    assert torch.equal(of_scale[rows - 5 :].cpu(), torch.zeros(5))
+
+
+@pytest.mark.gpu
+def test_bias_gradients_are_the_same_bits_in_each_run():
+    torch.manual_seed(0)
+    grad = torch.randn(8192, 2880, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.randint(0, 8193, (32,), device="cuda").sort().values.int()
+    first = training.bias_grad(grad, offsets)
+    assert all(torch.equal(training.bias_grad(grad, offsets), first) for _ in range(100))
+
+
+@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 40), (torch.float32, 13)])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_add_bias(device, dtype, n, in_place):
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 3, 3, 14])
+    y, bias = torch.randn(17, n, device=device).to(dtype), torch.randn(4, n, device=device).to(dtype)
+    bias_scale, scales = torch.rand(17, device=device), torch.rand(17, device=device).to(dtype)
+    y[14:], bias_scale[14:], scales[14:] = float("nan"), float("nan"), float("inf")
+    of_row = bias.double()[torch.bucketize(torch.arange(14), ends, right=True).to(device)]
+    expected = (y[:14].double() + of_row * bias_scale[:14, None].double()) * scales[:14, None].double()
+    plain = y.clone()
+    got = training.add_bias(y, ends.to(device), bias, bias_scale, scales, out=y if in_place else None)
+    assert (got is y) == in_place
+    assert error(got[:14], expected) < TOLERANCE[dtype]
+    tail = got[14:]
+    assert tail.isnan().all() if in_place else torch.equal(tail, torch.zeros_like(tail))
+    without = training.add_bias(plain, ends.to(device))
+    assert torch.equal(without[:14], plain[:14])
+    assert torch.equal(without[14:], torch.zeros_like(tail))
+
+
+def test_rows_past_the_end_become_zeros(device):
+    rows = torch.full((9, 5), float("nan"), device=device)
+    rows[:4] = 1
+    got = training._zero_past_end(rows, torch.tensor([0, 4], device=device))
+    assert torch.equal(got.cpu(), torch.tensor([[1.0], [0.0]]).repeat_interleave(torch.tensor([4, 5]), 0).expand(9, 5))
+
+
+WGRADS = [
+    ("any", torch.float32, 12, 70, [0, 5, 0, 11]),
+    pytest.param("any", torch.bfloat16, 9, 7, [3, 20], marks=pytest.mark.slow),
+    ("mma", torch.bfloat16, 136, 72, [0, 5, 0, 40]),
+    ("mma", torch.float16, 16, 256, [130, 0, 3]),
+    ("wgmma", torch.bfloat16, 136, 72, [0, 5, 0, 70, 64]),
+    ("wgmma", torch.float16, 72, 264, [1, 63, 0]),
+]
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize(("kernel", "dtype", "n", "k", "splits"), WGRADS)
+def test_wgrad(device, monkeypatch, kernel, dtype, n, k, splits, accumulate):
+    monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
+    if device == "cuda" and kernel == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(0)
+    ends = torch.tensor(splits).cumsum(0)
+    rows = int(ends[-1]) + 9
+    x, grad = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows, n, device=device).to(dtype)
+    x[int(ends[-1]) :], grad[int(ends[-1]) :] = float("nan"), float("inf")
+    out = torch.randn(len(splits), n, k, device=device)
+    expected = out.double().cpu() if accumulate else torch.zeros(len(splits), n, k, dtype=torch.float64)
+    untouched = out.clone()
+    if not accumulate:
+        out.fill_(float("nan"))
+    for expert, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+        expected[expert] += grad[begin:end].double().t().cpu() @ x[begin:end].double().cpu()
+    wgrad.wgrad(x, grad, ends.to(device, torch.int64 if n == 136 else torch.int32), out, accumulate, kernel=kernel)
+    assert error(out, expected) < 1e-6
+    if accumulate:
+        empty = torch.tensor(splits, device=device) == 0
+        assert torch.equal(out[empty], untouched[empty])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(64, 72), (30, 20)])
+def test_gemms_of_torch_with_padding(dtype, n, k):
+    """Rows past the end are NaN: zeros come of them; a buffer keeps them."""
+    torch.manual_seed(0)
+    splits = [0, 5, 0, 11]
+    offsets = torch.tensor(splits, device="cuda").cumsum(0).int()
+    x, grad = torch.randn(20, k, device="cuda").to(dtype), torch.randn(20, n, device="cuda").to(dtype)
+    weight = torch.randn(4, n, k, device="cuda").to(dtype)
+    x[16:], grad[16:] = float("nan"), float("inf")
+    of_row = torch.tensor([1] * 5 + [3] * 11)
+    out = training.grouped_mm(x, weight, offsets)
+    assert error(out[:16], (weight.double()[of_row] @ x[:16, :, None].double())[..., 0]) < TOLERANCE[dtype]
+    grad_x = training.dgrad(grad, weight, offsets)
+    assert error(grad_x[:16], (grad[:16, None].double() @ weight.double()[of_row])[:, 0]) < TOLERANCE[dtype]
+    assert not out[16:].any()
+    assert not grad_x[16:].any()
+    buffer = torch.full((20, n), 7.0, device="cuda", dtype=dtype)
+    assert training.grouped_mm(x, weight, offsets, buffer) is buffer
+    assert torch.equal(buffer[:16], out[:16])
+    assert (buffer[16:] == 7).all()
+    grad_w = training.wgrad(x, grad, offsets)
+    expected = torch.stack([grad[a:b].double().t() @ x[a:b].double() for a, b in ((0, 0), (0, 5), (5, 5), (5, 16))])
+    assert grad_w.shape == weight.shape
+    assert error(grad_w, expected) < TOLERANCE[dtype]
+    assert not grad_w[0].any()

@@ -1,0 +1,285 @@
+"""The kernels of training on CUDA: grouped GEMMs of torch with zeros past the end, biases, activations, wgrad.
+Called through kernels/training/select.py, with the functions of kernels/training/reference.py; calls the launches of
+backend.py for src/activation.cu and src/bias.cu, wgrad.py beside it, and torch._grouped_mm.
+
+Nothing synchronizes with the host but torch's grouped GEMM in float32 and on devices before SM90. Nothing is added by
+atomics. Operands of any strides and alignment: what kernels cannot read as it is, is copied. Offsets are not trusted.
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features, I features of an activation's output.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thunder_moe.activations import GLU
+from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
+from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda import wgrad as wgrads
+from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArguments
+from thunder_moe.kernels.cuda.configs import COMMON
+
+__all__ = [
+    "add_bias",
+    "bias_grad",
+    "bias_scale_grad",
+    "dgrad",
+    "grouped_mm",
+    "scaled_srelu",
+    "scaled_srelu_gradient",
+    "scaled_swiglu",
+    "scaled_swiglu_gradient",
+    "wgrad",
+]
+
+ACTIVATION = (COMMON, COMMON.with_name("activation.cu"))
+BIAS = (*ACTIVATION, COMMON.with_name("bias.cu"))
+_THREADS = 256  # kRowThreads
+_CHUNK_ROWS, _COLUMNS = 128, 256  # kChunkRows, kColumns
+_BLOCK_FEATURES = 4096  # from so many on, a block computes a row, and a warp below
+_MOST_BLOCKS = 2**16
+_MANY_COLUMNS = 2**17  # of all experts, from which on a block of bias_grad_reduce takes more than 32
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+    """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
+    m, n = rows.shape[0], weight.shape[1]
+    if m == 0 or n == 0 or rows.shape[1] == 0 or offsets.shape[0] == 0:
+        return rows.new_zeros(m, n) if out is None else out
+    product = _multiply(rows, weight, offsets)
+    return add_bias(product, offsets, out=out) if out is not None else _zero_past_end(product, offsets)
+
+
+def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
+    """Gradient (M, N) of the output, (E, N, K) -> gradient (M, K) of the rows."""
+    return grouped_mm(grad, weight.transpose(1, 2), offsets, out)
+
+
+def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
+    """Rows (M, K), gradient (M, N) of the output -> gradient (E, N, K) of the weight, in the rows' dtype.
+
+    Args:
+        out: float32 (E, N, K), contiguous: the gradient goes there, float32 from the products on.
+        accumulate: it is added to `out`, in which experts without rows stay as they were; otherwise it takes the place
+            of what `out` holds, whatever that is.
+    """
+    (m, k), n, experts = rows.shape, grad.shape[1], offsets.shape[0]
+    if out is not None:
+        if m == 0 or out.numel() == 0:
+            return out if accumulate else out.zero_()
+        wgrads.wgrad(rows, grad, offsets, out, accumulate)
+        return out
+    if m == 0 or n == 0 or k == 0:
+        return rows.new_zeros(experts, n, k)
+    of_rows, of_grad = (_contiguous(F.pad(each, (0, -each.shape[1] % 8))) for each in (rows.detach(), grad.detach()))
+    result = torch._grouped_mm(of_grad.t(), of_rows, offs=_ends(offsets, m))
+    return result if result.shape[1:] == (n, k) else result[:, :n, :k].contiguous()
+
+
+def add_bias(
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``(y + bias[expert] * bias_scale) * scales`` in float32, rounded once: (M, N), bias (E, N), (M,) each -> (M, N).
+
+    Rows past the end are zeros, in `out` they stay as they were; `out` may be y itself.
+    """
+    (rows, n), experts = y.shape, offsets.shape[0]
+    result = torch.empty_like(y, memory_format=torch.contiguous_format) if out is None else out
+    if result.numel() == 0 or experts == 0:
+        return result if out is not None else result.zero_()
+    y, offsets, bias = y.detach().contiguous(), offsets.contiguous(), floats(bias)
+    bias_scale, scales = floats(bias_scale), floats(scales)
+    argument = BiasArguments(
+        *map(pointer, (y, offsets, bias_scale, bias, None, result, scales)), rows, experts, n, _is_wide(offsets),
+        dtype_code(bias_scale), dtype_code(scales), out is not None,
+    )  # fmt: skip
+    vector = _vectors(n, y, bias, result)
+    kernel = f"add_bias<{DTYPE_CODES[y.dtype]}, {-1 if bias is None else dtype_code(bias)}, {vector}>"
+    _by_rows(BIAS, kernel, rows, argument, y.device)
+    return result
+
+
+def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Gradient (M, N) of the output, times scale (M,) -> float32 (E, N): the sum of each expert's rows.
+
+    The order of each sum depends on the offsets alone: the same bits in each run. Rows past the end are not read.
+    """
+    (rows, n), experts = grad.shape, offsets.shape[0]
+    out = torch.empty(experts, n, dtype=torch.float32, device=grad.device)
+    if rows == 0 or out.numel() == 0:
+        return out.zero_()
+    grad, offsets, scale = grad.detach().contiguous(), offsets.contiguous(), floats(scale)
+    chunks = rows // _CHUNK_ROWS + min(experts, rows)
+    columns = _COLUMNS if experts * n >= _MANY_COLUMNS else 32
+    partial_sums = torch.empty(chunks, n, dtype=torch.float32, device=grad.device)
+    argument = BiasArguments(
+        *map(pointer, (grad, offsets, scale, None, partial_sums, out, None)), rows, experts, n, _is_wide(offsets),
+        dtype_code(scale), 0, 0, columns,
+    )  # fmt: skip
+    for kernel, blocks in (
+        (f"bias_grad_chunks<{DTYPE_CODES[grad.dtype]}, {_vectors(n, grad)}>", chunks * -(-n // _COLUMNS)),
+        ("bias_grad_reduce", experts * -(-n // columns)),
+    ):
+        backend._launch(BIAS, kernel, _THREADS, 0, blocks, argument, grad.device)
+    return out
+
+
+def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of the output, bias (E, N) -> float32 (M,): the product of each row with its expert's bias."""
+    (rows, n), experts = grad.shape, offsets.shape[0]
+    out = torch.empty(rows, dtype=torch.float32, device=grad.device)
+    if rows == 0 or n == 0 or experts == 0:
+        return out.zero_()
+    grad, offsets, bias = grad.detach().contiguous(), offsets.contiguous(), floats(bias)
+    argument = BiasArguments(
+        *map(pointer, (grad, offsets, None, bias, None, out, None)), rows, experts, n, _is_wide(offsets)
+    )
+    kernel = f"bias_scale_grad<{DTYPE_CODES[grad.dtype]}, {dtype_code(bias)}, {_vectors(n, grad, bias)}>"
+    _by_rows(BIAS, kernel, rows, argument, grad.device)
+    return out
+
+
+def scaled_swiglu(
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    form: GLU,
+    interleave: int | None = None,
+) -> Tensor:
+    """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once."""
+    return _forward(y, scales, offsets, form, interleave, y.shape[1] // 2)
+
+
+def scaled_swiglu_gradient(
+    grad: Tensor,
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    form: GLU,
+    interleave: int | None = None,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for: of y, in its dtype, and of scales
+    (M,), in theirs: sums in an order that depends on I alone."""
+    return _backward(grad, y, scales, offsets, form, interleave, y.shape[1] // 2, needs)
+
+
+def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+    """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
+    return _forward(y, scales, offsets, None, None, y.shape[1])
+
+
+def scaled_srelu_gradient(
+    grad: Tensor,
+    y: Tensor,
+    scales: Tensor | None = None,
+    offsets: Tensor | None = None,
+    *,
+    needs: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
+    return _backward(grad, y, scales, offsets, None, None, y.shape[1], needs)
+
+
+def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """(M, K) x (E, N, K) -> (M, N) by torch, whose rows are multiples of 16 bytes; rows past the end are undefined."""
+    n, (m, k) = weight.shape[1], rows.shape
+    rows, weight = rows.detach(), weight.detach()
+    if n % 8 or k % 8:
+        rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
+    if weight.stride(2) != 1 and weight.stride(1) != 1:
+        weight = weight.contiguous()
+    product = torch._grouped_mm(_contiguous(rows), weight.transpose(1, 2), offs=_ends(offsets, m))
+    return product if product.shape[1] == n else product[:, :n]
+
+
+def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Rows (M, N) of which those past the last row end have become zeros, contiguous."""
+    rows, offsets = rows.contiguous(), offsets.contiguous()
+    argument = BiasArguments(
+        *map(pointer, (None, offsets, None, None, None, rows, None)), rows.shape[0], offsets.shape[0], rows.shape[1],
+        _is_wide(offsets),
+    )  # fmt: skip
+    kernel = f"zero_past_end<{DTYPE_CODES[rows.dtype]}>"
+    backend._launch(BIAS, kernel, _THREADS, 0, min(rows.shape[0], 1024), argument, rows.device)
+    return rows
+
+
+def _ends(offsets: Tensor, rows: int) -> Tensor:
+    """Row ends that torch's grouped GEMM may trust: int32, none decreases or exceeds the rows."""
+    return backend.row_starts(offsets.to(torch.int32), rows)[1:]
+
+
+def _forward(
+    y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: GLU | None, interleave: int | None, features: int
+) -> Tensor:
+    out = y.new_empty(y.shape[0], features)
+    if out.numel() > 0:
+        _activation("activation_forward", y, scales, offsets, None, out, None, form, interleave, features)
+    return out
+
+
+def _backward(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: GLU | None, interleave: int | None,
+    features: int, needs: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    out = y.new_empty(y.shape) if needs[0] else None
+    of_scales = torch.zeros(len(y), dtype=scales.dtype, device=y.device) if needs[1] and scales is not None else None
+    if y.numel() > 0 and (out is not None or of_scales is not None):
+        grad = grad.to(y.dtype)
+        _activation("activation_backward", y, scales, offsets, grad, out, of_scales, form, interleave, features)
+    return out, of_scales
+
+
+def _activation(
+    kernel: str, y: Tensor, scales: Tensor | None, offsets: Tensor | None, grad: Tensor | None, out: Tensor | None,
+    of_scales: Tensor | None, form: GLU | None, interleave: int | None, features: int,
+) -> None:  # fmt: skip
+    y, scales = y.detach().contiguous(), floats(scales)
+    offsets = None if offsets is None else offsets.contiguous()
+    grad = None if grad is None else grad.detach().contiguous()
+    run, pack = interleave or features, -1  # see load_gate_up
+    if _vectors(features, y, grad, out) == "true":
+        pack = run if form is not None and run in (1, 2, 4) else 0 if form is None or run % 8 == 0 else -1
+    per_row = _THREADS if features >= _BLOCK_FEATURES else 32
+    form_numbers = (1.0, -1.0, 0.0) if form is None else (form.alpha, form.limit or -1.0, form.up_shift)
+    argument = ActivationArguments(
+        *map(pointer, (y, scales, offsets, grad, out, of_scales)), y.shape[0], features,
+        0 if offsets is None else offsets.shape[0], offsets is not None and _is_wide(offsets), dtype_code(scales),
+        run, *form_numbers,
+    )  # fmt: skip
+    name = f"{kernel}<{DTYPE_CODES[y.dtype]}, {str(form is not None).lower()}, {pack}, {per_row}>"
+    blocks = min(-(-y.shape[0] // (_THREADS // per_row)), _MOST_BLOCKS)
+    backend._launch(ACTIVATION, name, _THREADS, 0, blocks, argument, y.device)
+
+
+def _by_rows(sources: tuple[Path, ...], kernel: str, rows: int, argument: BiasArguments, device: torch.device) -> None:
+    """Launches a kernel of which a warp takes a row."""
+    blocks = min(-(-rows // (_THREADS // 32)), _MOST_BLOCKS)
+    backend._launch(sources, kernel, _THREADS, 0, blocks, argument, device)
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def _is_wide(offsets: Tensor) -> bool:
+    return offsets.dtype == torch.int64
+
+
+def _vectors(features: int, *tensors: Tensor | None) -> str:
+    """ "true" where 8 numbers can be loaded at a time: rows of a multiple of 8, aligned to 16 bytes."""
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in tensors if tensor is not None)
+    return str(features % 8 == 0 and aligned).lower()
