@@ -50,7 +50,11 @@ class Program:
         self.steps = tuple(steps)
 
     def reason_against_fusing(
-        self, replaced: Collection[int], storages: Mapping[Any, str], saved: Mapping[Any, str] | None = None
+        self,
+        replaced: Collection[int],
+        storages: Mapping[Any, str],
+        saved: Mapping[Any, str] | None = None,
+        differentiated: Collection[int] | None = None,
     ) -> str | None:
         """Why one operator may not run in the place of some steps, anywhere between the first of them and the last.
 
@@ -59,11 +63,13 @@ class Program:
                 themselves is up to the caller, who knows what they compute.
             storages: what it reads in their stead (and what they hand to each other), storage -> "the rows".
             saved: what it reads again in its backward, and the steps do not in theirs.
+            differentiated: those of `replaced` which gradients pass; None: all.
         """
         change = self.reason_against_reading_later(min(replaced), max(replaced), storages, replaced)
         if change is None and saved:
             change = self.reason_against_reading_later(max(replaced), len(self.steps), saved)
-        if change is None and len({self.steps[position].grad_enabled for position in replaced}) > 1:
+        passed = replaced if differentiated is None else differentiated
+        if change is None and len({self.steps[position].grad_enabled for position in passed}) > 1:
             return f"the grad mode changes {self._between(min(replaced), max(replaced))}"
         return change
 

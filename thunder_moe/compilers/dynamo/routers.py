@@ -1,8 +1,8 @@
 """Finds routers written in torch's operations, and puts `moe_router` in their place.
-Called by rewrite.py; calls scopes.py, sites.py, and safety.py for the operations between.
+Called by rewrite.py; calls routers.py for what they look like, scopes.py, sites.py, and safety.py for the operations
+between.
 
-    values, ids = softmax(logits, float32).topk(A)      then any of  values / values.sum(-1, keepdim=True) [+ epsilon]
-    values, ids = logits.topk(A); softmax(values)                    * scale,  .to(dtype)
+    values, ids = softmax(logits, float32).topk(A);  values / values.sum(-1, keepdim=True)
     = scores, ids, _, _, _ = moe_router(logits, top_k=A, ...)
 
 torch.topk is two launches, and no compiler fuses it with what is around it. The choice is the same but for equal
@@ -12,7 +12,7 @@ probabilities, of which torch.topk takes any. Legend: T tokens, E experts, A = t
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, sto
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import calls, user_line
 from thunder_moe.compilers.report import RouterEntry
+from thunder_moe.compilers.routers import ROUTER_DTYPES, RouterMatch, limits_of_kernels, match_router
 from thunder_moe.compilers.safety import Program
 from thunder_moe.ops.experts import moe_experts  # noqa: F401  (registers the operator)
 from thunder_moe.ops.route import moe_route  # noqa: F401  (registers the operator)
@@ -33,12 +34,7 @@ __all__ = ["Router", "find_routers", "fuse_router", "share_orders"]
 
 _OPS = torch.ops.thunder_moe
 aten = torch.ops.aten
-_SOFTMAX = {F.softmax, torch.softmax, aten.softmax.int, aten._softmax.default, "softmax"}
 _TOPK = {torch.topk, aten.topk.default, "topk"}
-_SUM = {torch.sum, aten.sum.dim_IntList, "sum"}
-_ADD = {operator.add, operator.iadd, torch.add, aten.add.Tensor, "add"}
-_DIV = {operator.truediv, operator.itruediv, torch.div, aten.div.Tensor, "div", "div_"}
-_MUL = {operator.mul, operator.imul, torch.mul, aten.mul.Tensor, "mul"}
 _ROUTE, _ROUTER, _EXPERTS = (
     {operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router, _OPS.f16a_nvfp4weight_moe_experts)
 )
@@ -53,10 +49,149 @@ _SAME_IDS = {
     "contiguous",
 }
 _CLAMP = {torch.clamp, aten.clamp.default, "clamp"}
-_CAST = {"to", "type", "type_as", "float", "half", "bfloat16"}
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_EXPERTS, _MAX_TOP_K = 512, 32  # of the CUDA kernels
-_LAST = (-1, 1)
+
+# Kind of an operation (see `routers.RouterGraph`) -> the names of its arguments, and the functions and methods that are
+# of it. Of softmax's, the third is a stack level in F.softmax and the dtype in the others; neither matters here.
+_KINDS: dict[str, tuple[tuple[str, ...], set[Any]]] = {
+    "softmax": (
+        ("input", "dim", "dtype", "_stacklevel"),
+        {F.softmax, torch.softmax, aten.softmax.int, aten._softmax.default, "softmax"},
+    ),
+    "sigmoid": (("input",), {torch.sigmoid, F.sigmoid, torch.special.expit, aten.sigmoid.default, "sigmoid"}),
+    "topk": (("input", "k", "dim", "largest", "sorted"), _TOPK),
+    "max": (
+        ("input", "dim", "keepdim"),
+        {torch.max, torch.amax, aten.max.dim, aten.amax.default, "max", "amax"},
+    ),
+    "sum": (("input", "dim", "keepdim", "dtype"), {torch.sum, aten.sum.dim_IntList, "sum"}),
+    "add": (("input", "other"), {operator.add, operator.iadd, torch.add, aten.add.Tensor, "add", "add_"}),
+    "div": (
+        ("input", "other"),
+        {operator.truediv, operator.itruediv, torch.div, torch.true_divide, aten.div.Tensor, "div", "div_"},
+    ),
+    "mul": (("input", "other"), {operator.mul, operator.imul, torch.mul, aten.mul.Tensor, "mul", "mul_"}),
+    "gather": (("input", "dim", "index"), {torch.gather, aten.gather.default, "gather"}),
+    "scatter": (
+        ("input", "dim", "index", "value"),
+        {torch.scatter, aten.scatter.value, aten.scatter_.value, "scatter", "scatter_"},
+    ),
+    "zeros": (("input",), {torch.zeros_like, torch.zeros, aten.zeros_like.default, "new_zeros"}),
+    "masked_fill": (
+        ("input", "mask", "value"),
+        {torch.masked_fill, aten.masked_fill.Scalar, "masked_fill", "masked_fill_"},
+    ),
+    "where": (("condition", "input", "other"), {torch.where, aten.where.self, aten.where.ScalarOther}),
+    "not": (
+        ("input",),
+        {operator.invert, operator.inv, torch.bitwise_not, torch.logical_not, "bitwise_not", "logical_not"},
+    ),
+    "nonzero": (("input", "other"), {operator.gt, operator.ne, torch.gt, torch.ne, "gt", "ne"}),
+    "repeat_interleave": (
+        ("input", "repeats", "dim"),
+        {torch.repeat_interleave, aten.repeat_interleave.self_int, "repeat_interleave"},
+    ),
+    "clamp": (("input", "min", "max"), {torch.clamp, torch.clamp_min, aten.clamp.default, "clamp", "clamp_min"}),
+    "detach": (("input",), {torch.detach, aten.detach.default, "detach"}),
+    "cast": (("input",), {"to", "type", "type_as", "float", "half", "bfloat16", "bool", aten._to_copy.default}),
+    "view": (
+        ("input",),
+        {torch.reshape, torch.unsqueeze, torch.flatten, torch.unflatten, "view", "reshape", "unsqueeze", "flatten"}
+        | {"unflatten", "contiguous", aten.view.default, aten.reshape.default, aten.unsqueeze.default},
+    ),
+    "expand": (("input",), {"expand", "expand_as", aten.expand.default}),
+}  # fmt: skip
+_KIND_OF = {target: kind for kind, (_, targets) in _KINDS.items() for target in targets}
+_IN_PLACE = {operator.iadd, operator.itruediv, operator.imul, aten.scatter_.value}
+_IN_PLACE |= {name for name in _KIND_OF if isinstance(name, str) and name.endswith("_")}
+_BY_RESULT = ("cast", "view", "expand", "zeros")  # judged by their results, whatever else they are given
+_NAMES = {"self": "input", "axis": "dim", "src": "value", "keepdims": "keepdim"}
+
+
+class _Graph:
+    """A graph of dynamo as a `RouterGraph`: operations and tensors are its nodes."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.positions = scope.positions
+
+    def maker(self, tensor: Any) -> Any:
+        if calls(tensor, {operator.getitem}) and self._is_result(tensor):
+            return tensor.args[0]
+        return tensor
+
+    def _is_result(self, node: Any) -> bool:
+        source, index = node.args
+        return isinstance(index, int) and self.kind(source) in ("topk", "max")
+
+    def kind(self, operation: Any) -> str:
+        if not isinstance(operation, fx.Node) or operation.op not in ("call_function", "call_method"):
+            return ""
+        if self._named(operation) is None:
+            return ""
+        return _KIND_OF.get(operation.target, "view")
+
+    def _named(self, node: Any) -> dict[str, Any] | None:
+        """The arguments of a node by name; None where there are others than its kind has."""
+        kind = _KIND_OF.get(node.target)
+        if kind is None:
+            return {"input": node.args[0]} if _inserts_dims(node) else None
+        names = _KINDS[kind][0]
+        if kind in _BY_RESULT:
+            return {"input": node.args[0]} if node.args else None
+        if node.target is F.softmax:  # its third argument is a stack level
+            names = ("input", "dim", "_stacklevel", "dtype")
+        if len(node.args) > len(names):
+            return None
+        named = dict(zip(names, node.args, strict=False))
+        named |= {_NAMES.get(name, name): value for name, value in node.kwargs.items()}
+        if kind == "add" and named.get("alpha", 1) == 1:
+            named.pop("alpha", None)
+        return named if named.keys() <= set(_KINDS[kind][0]) else None
+
+    def given(self, operation: Any) -> dict[str, Any]:
+        named = self._named(operation) if self.kind(operation) else None
+        return {name: self._as_read(value, operation) for name, value in (named or {}).items()}
+
+    def _as_read(self, value: Any, reader: fx.Node) -> Any:
+        """The node that made what a tensor holds when a node reads it: one that changed it in place before."""
+        if not isinstance(value, fx.Node):
+            return value
+        before = self.positions.get(reader, -1)
+        writers = [
+            user
+            for user in value.users
+            if user.target in _IN_PLACE and user.args[0] is value and self.positions.get(user, before) < before
+        ]
+        if writers:
+            return self._as_read(max(writers, key=self.positions.__getitem__), reader)
+        if calls(value, {operator.getitem}) and self._is_result(value):
+            index: Any = value.args[1]
+            return self.result(value.args[0], index) or value
+        return value
+
+    def result(self, operation: Any, index: int = 0) -> Any:
+        if self.kind(operation) not in ("topk", "max") or isinstance(value_of(operation), Tensor):
+            return operation
+        if not all(calls(user, {operator.getitem}) for user in operation.users):
+            return None
+        return next((user for user in operation.users if user.args[1] == index), None)
+
+    def readers(self, tensor: Any) -> set[Any]:
+        same = [tensor]
+        if calls(tensor, {operator.getitem}) and self._is_result(tensor):
+            same = [user for user in tensor.args[0].users if user.args[1:] == tensor.args[1:]]
+        return {user for node in same for user in node.users}
+
+    def example(self, tensor: Any) -> Any:
+        value = value_of(tensor)
+        return value if isinstance(value, Tensor) else None
+
+
+def _inserts_dims(node: Any) -> bool:
+    """Whether a node is ``x[:, None]`` or another index that takes all of a tensor."""
+    if not calls(node, {operator.getitem}) or not isinstance(value_of(node.args[0]), Tensor):
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(each is None or each is ... or each == slice(None) for each in index)
 
 
 @dataclass(eq=False)
@@ -64,52 +199,80 @@ class Router:
     """A router of a graph.
 
     Attributes:
-        top_k: its call of torch.topk.
-        logits: (T, E).
-        scores: the node with the final scores (T, A).
-        nodes: what it consists of, in order.
-        options: of `moe_router`.
+        match: what it consists of.
+        scope: the graph that it is in.
+        place: the node before which `moe_router` goes.
+        nodes: what it replaces, in order.
     """
 
-    top_k: fx.Node
-    logits: Any
-    scores: Any
-    nodes: list[Any] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
+    match: RouterMatch
+    scope: Scope
+    place: fx.Node
+    nodes: list[Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `moe_router`."""
+        return {**self.match.options, "scores_dtype": value_of(self.match.scores).dtype}
 
 
 def find_routers(scope: Scope) -> list[tuple[Router, RouterEntry]]:
     """The routers of a graph as dynamo gives it to a backend, with example values; `decision` says which are to be
     fused."""
     found = []
+    graph = _Graph(scope)
     for node in scope.graph.nodes:
-        router = _router_at(node) if calls(node, _TOPK) else None
-        if router is None:
+        if not calls(node, _TOPK) or (graph.result(node, 1) is None and graph.result(node) is None):
             continue
-        logits = value_of(router.logits)
+        match = match_router(graph, node)
+        if match is None:
+            continue
+        router = _router(scope, match)
+        logits = value_of(match.logits)
         reason = scope.refusal or _reason(scope, router)
-        decision = ("as written", reason) if reason is not None else ("moe_router", "softmax and top-k in one operator")
+        decision = ("as written", reason) if reason is not None else ("moe_router", match.summary)
         tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
-        sizes = int(logits.shape[1]), int(router.options["top_k"]), tokens
+        sizes = int(logits.shape[1]), int(match.options["top_k"]), tokens
         found.append((router, RouterEntry(0, *sizes, *decision, where=user_line(node))))
     return found
 
 
+def _router(scope: Scope, match: RouterMatch) -> Router:
+    nodes = {*match.operations}
+    for node in match.operations:  # tensors that are parts of a result
+        if _KIND_OF.get(node.target) in ("topk", "max"):
+            nodes |= {user for user in node.users if calls(user, {operator.getitem})}
+    place = match.top_k
+    if scope.modes[place] != scope.modes[match.takes]:  # the choice alone is made without gradients
+        place = match.takes
+    return Router(match, scope, place, sorted(nodes, key=scope.positions.__getitem__))
+
+
 def fuse_router(router: Router) -> None:
     """Puts `moe_router` in the place of one of `find_routers`."""
-    graph = router.top_k.graph
-    with graph.inserting_before(router.top_k):
-        call = graph.call_function(_OPS.moe_router.default, (router.logits,), router.options)
+    match, graph = router.match, router.place.graph
+    with graph.inserting_before(router.place):
+        bias = match.bias
+        if bias is not None and value_of(bias).ndim == 2:
+            bias = graph.call_method("squeeze", (bias, 0))
+        call = graph.call_function(_OPS.moe_router.default, (match.logits, bias), router.options)
         scores, ids = (graph.call_function(operator.getitem, (call, part)) for part in range(2))
-    scores.meta = dict(router.scores.meta)
-    router.scores.replace_all_uses_with(scores)
-    for part in [user for user in router.top_k.users if user.args[1] == 1]:
+    scores.meta = dict(match.scores.meta)
+    match.scores.replace_all_uses_with(scores)
+    for part in [user for user in match.top_k.users if user.args[1] == 1]:
         ids.meta = dict(part.meta)
         part.replace_all_uses_with(ids)
         graph.erase_node(part)
     for node in reversed(router.nodes):
-        if not node.users:
+        if not node._erased and not node.users and not _is_read_changed(node, router.scope.positions):
             graph.erase_node(node)
+
+
+def _is_read_changed(node: Any, positions: dict[fx.Node, int]) -> bool:
+    """Whether a node changes a tensor in place that another one reads behind it."""
+    if node.target not in _IN_PLACE:
+        return False
+    return any(positions.get(user, -1) > positions[node] for user in node.args[0].users)
 
 
 def share_orders(graph: fx.Graph, program: Program) -> None:
@@ -176,103 +339,37 @@ def _is_changed(program: Program, ids: fx.Node) -> bool:
     return not storages or any(step.changes(storages) for step in program.steps)
 
 
-def _router_at(top_k: Any) -> Router | None:
-    """The router whose choice is a call of torch.topk."""
-    named = {**dict(zip(("input", "k", "dim", "largest", "sorted"), top_k.args, strict=False)), **top_k.kwargs}
-    named.setdefault("input", named.pop("self", None))
-    known = named.keys() <= {"input", "k", "dim", "largest", "sorted"} and isinstance(named.get("k"), int)
-    source: Any = named.get("input")
-    compared = value_of(source)
-    if not known or named.get("dim", -1) not in _LAST or named.get("largest", True) is not True:
-        return None
-    if not isinstance(compared, Tensor) or compared.ndim != 2 or not isinstance(compared.shape[1], int):
-        return None
-    if not all(calls(user, {operator.getitem}) for user in top_k.users):
-        return None
-    parts = [user for user in top_k.users if user.args[1] == 0]
-    if len(parts) != 1:
-        return None
-    (values,) = parts
-    router = Router(top_k, source, values, [], dict(top_k=named["k"], normalize=False))
-    if calls(source, _SOFTMAX):
-        logits = _softmax_of(source)
-        if logits is None or compared.dtype != torch.float32:
-            return None  # rounded to 16 bits before the choice
-        router.logits, router.nodes = logits, [source, top_k, values]
-    else:
-        softmax = next(iter(values.users))
-        if len(values.users) != 1 or not calls(softmax, _SOFTMAX) or _softmax_of(softmax) is not values:
-            return None
-        router.nodes, router.scores, router.options["normalize"] = [top_k, values, softmax], softmax, True
-    _follow(router)
-    if calls(router.logits, {"float"}) and len(router.logits.args) == 1:
-        wide, router.logits = router.logits, router.logits.args[0]
-        router.nodes.insert(0, wide)
-    router.options["scores_dtype"] = value_of(router.scores).dtype
-    return router
-
-
-def _softmax_of(node: Any) -> Any:
-    """The argument of a softmax along the last of two dimensions; None for other ones."""
-    named = {**dict(zip(("input", "dim", "dtype"), node.args, strict=False)), **node.kwargs}
-    if node.target is F.softmax:  # its third argument is a stack level
-        named = {**dict(zip(("input", "dim", "_stacklevel", "dtype"), node.args, strict=False)), **node.kwargs}
-    named.setdefault("input", named.pop("self", None))
-    return named["input"] if named.get("dim") in _LAST and value_of(node).ndim == 2 else None
-
-
-def _follow(router: Router) -> None:
-    """Adds what is done to the scores: normalization, a scale, a cast at last."""
-    users = set(router.scores.users)
-    sums: Any = next((user for user in users if calls(user, _SUM)), None)
-    if not router.options["normalize"] and sums is not None and len(users) == 2:
-        total, epsilon, nodes = sums, 0.0, [sums]
-        after: Any = next(iter(sums.users), None)
-        if calls(after, _ADD) and len(after.args) == 2 and isinstance(after.args[1], float) and not after.kwargs:
-            total, epsilon = after, after.args[1]
-            nodes.append(after)
-        (divided,) = users - {sums}
-        named = dict(zip(("input", "dim", "keepdim"), sums.args, strict=False)) | sums.kwargs
-        dims = named.get("dim")
-        whole = (dims in _LAST or dims in ([-1], (-1,), [1], (1,))) and named.get("keepdim") is True
-        right = calls(divided, _DIV) and tuple(divided.args) == (router.scores, total) and not divided.kwargs
-        alone = set(sums.users) == {nodes[1] if len(nodes) > 1 else divided} and set(total.users) == {divided}
-        if whole and right and alone and "dtype" not in named and epsilon >= 0:
-            router.nodes += [*nodes, divided]
-            router.options |= dict(normalize=True, epsilon=epsilon)
-            router.scores = divided
-    while len(router.scores.users) == 1:
-        (user,) = router.scores.users
-        before, after = value_of(router.scores), value_of(user)
-        if calls(user, _MUL) and not user.kwargs and len(user.args) == 2 and user.args[0] is router.scores:
-            if not isinstance(user.args[1], float) or before.dtype != torch.float32 or "scale" in router.options:
-                return
-            router.options["scale"] = user.args[1]
-        elif calls(user, _CAST) and user.args[0] is router.scores and before.dtype == torch.float32:
-            if not isinstance(after, Tensor) or after.dtype not in _DTYPES or after.device != before.device:
-                return
-        else:
-            return
-        router.nodes.append(user)
-        router.scores = user
-
-
 def _reason(scope: Scope, router: Router) -> str | None:
     """Why a router stays as it is. The gates, in order."""
-    logits = value_of(router.logits)
-    if not isinstance(logits, Tensor) or logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
+    match, positions, program = router.match, scope.positions, scope.program
+    logits, scores = value_of(match.logits), value_of(match.scores)
+    if not isinstance(logits, Tensor) or logits.dtype not in ROUTER_DTYPES or logits.device.type not in ("cpu", "cuda"):
         return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
     if is_in_a_function_transform(logits) or is_traceable_wrapper_subclass(logits):
         return "its logits are of a function transform or a subclass of Tensor"
-    if value_of(router.scores).dtype not in _DTYPES:
-        return f"its scores are {value_of(router.scores).dtype}"
-    experts, top_k = logits.shape[1], router.options["top_k"]
-    if experts > _MAX_EXPERTS or top_k > _MAX_TOP_K:
-        return f"it chooses {top_k} of {experts}; the kernels, up to {_MAX_TOP_K} of {_MAX_EXPERTS}"
-    if not 1 <= top_k <= experts:
-        return f"it chooses {top_k} of {experts}"
-    positions = {scope.positions[node] for node in router.nodes}
+    if scores.dtype not in ROUTER_DTYPES:
+        return f"its scores are {scores.dtype}"
+    if match.bias is not None and value_of(match.bias).device != logits.device:
+        return "its bias is on another device"
+    reason = limits_of_kernels(logits, match.options)
+    if reason is not None:
+        return reason
+    own = set(router.nodes)
+    for node in own:
+        if node.target in _IN_PLACE and not set(node.args[0].users) <= own:
+            return f"{node.args[0].name}, which it changes in place, is read elsewhere"
+    if router.place is not match.top_k:
+        ids = [user for part in match.top_k.users if part.args[1] == 1 for user in part.users]
+        if any(positions[user] < positions[router.place] for user in ids):
+            return "its ids are read before its scores, in another grad mode"
+    replaced = {positions[node] for node in own}
+    of_gradient = {positions[node] for node in own & set(match.operations) if node not in match.choosing}
     read = dict.fromkeys(storages_of(logits), "the logits")
-    own = dict.fromkeys(storages_of([value_of(node) for node in router.nodes]), "the scores")
-    differentiable = scope.modes[router.top_k] and logits.requires_grad
-    return scope.program.reason_against_fusing(positions, own | read, read if differentiable else None)
+    later = dict(read)
+    if match.bias is not None:
+        read |= dict.fromkeys(storages_of(value_of(match.bias)), "the bias")
+    handed_on = dict.fromkeys(storages_of([value_of(node) for node in own]), "the scores")
+    differentiable = scope.modes[match.takes] and logits.requires_grad
+    return program.reason_against_fusing(
+        replaced, handed_on | read, later if differentiable else None, differentiated=of_gradient
+    )

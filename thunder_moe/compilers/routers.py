@@ -1,0 +1,466 @@
+"""Recognizes routers written in torch's operations: the `moe_router` that computes what they do.
+Called by dynamo/routers.py and thunder/routers.py, each with its own program as a `RouterGraph`; calls nothing.
+
+    scores = softmax(logits) or sigmoid(logits)
+    choice = scores [+ bias]                                  of the top_groups best groups of experts alone:
+             [.masked_fill(~mask, -inf or 0)]                 mask (T, E) = ones scattered to the topk of
+                                                              choice.view(T, G, E // G).topk(2)[0].sum(-1) or .amax(-1)
+    ids = choice.topk(A)[1];  weights = scores.gather(1, ids), or the values of that topk without a bias
+    weights / (weights.sum(-1, keepdim=True) [+ epsilon]) * scale, .to(dtype): any of these
+
+or ids of the topk of the logits, and weights = softmax or sigmoid of its values.
+Legend: T tokens, E experts, A = top_k, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["RouterGraph", "RouterMatch", "limits_of_kernels", "match_router"]
+
+ROUTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCORES = ("softmax", "sigmoid")
+_MAX_EXPERTS, _MAX_TOP_K, _MAX_GROUPS = 512, 32, 32  # of the CUDA kernels
+_LAST = (-1, 1)
+
+
+class RouterGraph(Protocol):
+    """A program as tensors and the operations between them, each a hashable object of the compiler's.
+
+    Tensors are told apart by what they hold: one that was changed in place since is another one. The kinds of
+    operations, and the names of their arguments:
+
+    | kind | arguments |
+    |---|---|
+    | softmax | input, dim |
+    | sigmoid, cast, detach, not, zeros, view (anything that keeps the order of elements), expand | input |
+    | topk | input, k, dim, largest, sorted; results: values, ids |
+    | max | input, dim, keepdim |
+    | sum | input, dim, keepdim, dtype |
+    | add, mul, div | input, other; no further ones |
+    | gather | input, dim, index |
+    | scatter | input, dim, index, value |
+    | masked_fill | input, mask, value |
+    | where | condition, input, other |
+    | repeat_interleave | input, repeats, dim |
+    | clamp | input, min, max |
+    | nonzero (greater than or not equal to other, of a mask) | input, other |
+
+    Anything else has the kind "".
+    """
+
+    def maker(self, tensor: Any) -> Any:
+        """The operation that a tensor is a result of; None for an input of the program."""
+
+    def kind(self, operation: Any) -> str:
+        """One of the above."""
+
+    def given(self, operation: Any) -> dict[str, Any]:
+        """The arguments that it was given, by name."""
+
+    def result(self, operation: Any, index: int = 0) -> Any:
+        """A result of an operation; None where nobody reads it, or it is read in a way of its own."""
+
+    def readers(self, tensor: Any) -> set[Any]:
+        """The operations that read a tensor; the program's end is one of them."""
+
+    def example(self, tensor: Any) -> Any:
+        """A tensor's shape, dtype, device and ndim; None for what is no tensor."""
+
+
+@dataclass(eq=False)
+class RouterMatch:
+    """A router of a program.
+
+    Attributes:
+        top_k: the operation that chooses the experts.
+        takes: the operation that takes the scores of the chosen experts: `top_k` itself, or a gather.
+        logits: (T, E).
+        bias: (E,) or (1, E), None without one.
+        scores: the tensor of final scores (T, A).
+        operations: what it consists of, each once.
+        choosing: those of `operations` which no gradient passes.
+        options: of `moe_router`, but for scores_dtype.
+    """
+
+    top_k: Any
+    takes: Any
+    logits: Any
+    bias: Any = None
+    scores: Any = None
+    operations: dict[Any, None] = field(default_factory=dict)
+    choosing: set[Any] = field(default_factory=set)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def summary(self) -> str:
+        """For the report."""
+        bias = "" if self.bias is None else ", bias"
+        kept, groups = self.options.get("top_groups", 1), self.options.get("num_groups", 1)
+        grouped = f", {kept} of {groups} groups" if groups > 1 else ""
+        return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
+
+
+class _MismatchError(Exception):
+    """The program differs from the pattern."""
+
+
+def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
+    """The router whose choice of experts is an operation of kind "topk"; None where it is of no router's form."""
+    try:
+        return _Matcher(graph, top_k).match()
+    except _MismatchError:
+        return None
+
+
+def limits_of_kernels(logits: Any, options: dict[str, Any]) -> str | None:
+    """Why no kernel runs a router; None where one does.
+
+    Args:
+        logits: `RouterGraph.example` of them.
+        options: of `moe_router`.
+    """
+    experts, top_k = logits.shape[1], options["top_k"]
+    groups, kept = options.get("num_groups", 1), options.get("top_groups", 1)
+    if experts > _MAX_EXPERTS or top_k > _MAX_TOP_K:
+        return f"it chooses {top_k} of {experts}; the kernels, up to {_MAX_TOP_K} of {_MAX_EXPERTS}"
+    if groups > _MAX_GROUPS:
+        return f"it has {groups} groups; the kernels, up to {_MAX_GROUPS}"
+    if not 1 <= kept <= groups:
+        return f"it takes {kept} of {groups} groups"
+    if not 1 <= top_k <= experts // groups * kept:
+        return f"it chooses {top_k} of {experts // groups * kept}"
+    return None
+
+
+def _require(ok: bool) -> None:
+    if not ok:
+        raise _MismatchError
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class _Matcher:
+    def __init__(self, graph: RouterGraph, top_k: Any) -> None:
+        self.graph = graph
+        self.found = RouterMatch(top_k, top_k, None)
+
+    def match(self) -> RouterMatch:
+        graph, found = self.graph, self.found
+        given = self.given(found.top_k, "topk")
+        compared = given["input"]
+        self.top_k_of(given)
+        shape = self.shape(compared, 2)
+        _require(isinstance(shape[1], int))
+        self.experts: int = shape[1]
+        self.detached = False
+        scores = self.behind_choice(compared)
+        makes = graph.maker(scores)
+        found.options |= dict(top_k=given["k"], normalize=False)
+        if graph.kind(makes) in _SCORES and graph.example(scores).dtype == torch.float32:
+            found.logits = self.of_scores(makes)
+            self.take(scores, compared)
+        else:
+            _require(scores is compared)
+            self.take(scores, compared)
+            found.logits = compared
+            self.scores_of_chosen()
+        self.follow()
+        self.behind_casts()
+        found.operations = dict.fromkeys([*found.operations, found.top_k, found.takes])
+        return found
+
+    # ---- the choice
+
+    def behind_choice(self, compared: Any) -> Any:
+        """The scores that a choice is made by: behind a mask of groups and a bias."""
+        graph, found = self.graph, self.found
+        choice = self.behind_detach(compared)
+        operation = graph.maker(choice)
+        if graph.kind(operation) in ("masked_fill", "where"):
+            self.add_choosing(operation)
+            choice = self.behind_groups(operation)
+            operation = graph.maker(choice)
+        if graph.kind(operation) == "add":
+            given = self.given(operation, "add")
+            for scores, bias in ((given["input"], given["other"]), (given["other"], given["input"])):
+                example = graph.example(bias)
+                if example is None or tuple(example.shape) not in ((self.experts,), (1, self.experts)):
+                    continue
+                source = self.behind_detach(scores, add=False)
+                if graph.example(source) is None or graph.kind(graph.maker(source)) not in _SCORES:
+                    continue
+                _require(example.dtype in ROUTER_DTYPES and graph.example(choice).dtype == torch.float32)
+                self.add_choosing(operation)
+                found.bias = bias
+                return self.behind_detach(scores)
+            raise _MismatchError
+        return choice
+
+    def behind_groups(self, operation: Any) -> Any:
+        """The choice behind a mask of all but the best groups of experts."""
+        graph, found = self.graph, self.found
+        given, keeps = graph.given(operation), True
+        if graph.kind(operation) == "masked_fill":
+            choice, mask, fill, keeps = given.get("input"), given.get("mask"), given.get("value"), False
+        else:
+            choice, mask, fill = given.get("input"), given.get("condition"), given.get("other")
+            if graph.example(choice) is None:
+                choice, fill, keeps = fill, choice, False
+        _require(self.shape(choice, 2)[1] == self.experts and self.shape(mask, 2)[1] == self.experts)
+        _require(isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill in (0, -math.inf))
+        while (kind := graph.kind(graph.maker(mask))) in ("not", "cast", "nonzero"):
+            negated = kind == "not"
+            _require(kind != "nonzero" or graph.given(graph.maker(mask)).get("other") == 0)
+            mask = self.choosing_input(mask)
+            _require(not negated or graph.example(mask).dtype == torch.bool)  # ~1 is -2
+            keeps ^= negated
+        _require(keeps)
+        # (T, G) -> (T, G, 1) -> (T, G, E // G) -> (T, E)
+        if graph.kind(graph.maker(mask)) == "repeat_interleave":
+            repeated = graph.given(graph.maker(mask))
+            _require(isinstance(repeated.get("repeats"), int) and repeated.get("dim") in _LAST)
+            mask = self.choosing_input(mask)
+            groups = self.shape(mask, 2)[1]
+            _require(groups * repeated["repeats"] == self.experts)
+        else:
+            mask = self.choosing_input(mask, "view")
+            groups, size = self.shape(mask, 3)[1:]
+            _require(groups * size == self.experts)
+            mask = self.choosing_input(mask, "expand")
+            _require(tuple(self.shape(mask, 3)[1:]) == (groups, 1))
+            mask = self.choosing_input(mask, "view")
+            _require(self.shape(mask, 2)[1] == groups)
+        scatter = graph.maker(mask)
+        scattered = self.given(scatter, "scatter")
+        _require(scattered.get("dim") in _LAST and scattered.get("value") in (1, True))
+        zeros = graph.maker(scattered["input"])
+        while graph.kind(zeros) == "cast":
+            self.add_choosing(zeros)
+            zeros = graph.maker(graph.given(zeros)["input"])
+        _require(graph.kind(zeros) == "zeros")
+        best = graph.maker(scattered["index"])
+        _require(graph.kind(best) == "topk" and graph.result(best, 1) is scattered["index"])
+        self.add_choosing(scatter, zeros, best)
+        of_groups = graph.given(best)
+        self.top_k_of(of_groups)
+        best_of = self.behind_group_scores(of_groups["input"], choice, groups)
+        # Zeros: other groups' experts. Scores are not negative, so that without a bias none outranks one of the best.
+        to_zero = fill == 0 and graph.kind(graph.maker(choice)) == "add"
+        found.options |= dict(
+            num_groups=int(groups), top_groups=of_groups["k"], group_best=best_of, mask_to_zero=to_zero
+        )
+        return choice
+
+    def behind_group_scores(self, scores: Any, choice: Any, groups: int) -> int:
+        """How many of each group's best experts its score is the sum of."""
+        graph = self.graph
+        operation = graph.maker(scores)
+        given = graph.given(operation)
+        _require(graph.kind(operation) in ("sum", "max") and self.shape(scores, 2)[1] == groups)
+        _require(given.get("dim") in (-1, 2, [-1], (-1,), [2], (2,)) and given.get("keepdim", False) is False)
+        self.add_choosing(operation)
+        best, parts = 1, given["input"]
+        if graph.kind(operation) == "sum":
+            _require(given.get("dtype") is None)
+            top = graph.maker(parts)
+            inner = self.given(top, "topk")
+            self.top_k_of(inner, last=(-1, 2))
+            _require(graph.result(top, 0) is parts)
+            self.add_choosing(top)
+            best, parts = inner["k"], inner["input"]
+        else:
+            _require(graph.result(operation, 0) is scores)
+        shape = self.shape(parts, 3)
+        _require(shape[1] == groups and groups * shape[2] == self.experts and best <= shape[2])
+        _require(self.choosing_input(parts, "view") is choice)
+        return best
+
+    # ---- the scores
+
+    def of_scores(self, operation: Any) -> Any:
+        """The logits of which an operation makes scores."""
+        given = self.graph.given(operation)
+        if self.graph.kind(operation) == "softmax":
+            _require(given.get("dim") in _LAST)
+        self.shape(given["input"], 2)
+        self.found.options["score"] = self.graph.kind(operation)
+        self.found.operations[operation] = None
+        return given["input"]
+
+    def take(self, scores: Any, compared: Any) -> None:
+        """Finds what takes the scores of the chosen experts: a gather, or the top-k that chooses."""
+        graph, found = self.graph, self.found
+        ids, values = graph.result(found.top_k, 1), graph.result(found.top_k, 0)
+        sources = (scores,) if found.bias is not None or self.detached else (scores, compared)
+        for operation in sorted(() if ids is None else graph.readers(ids), key=repr):
+            given = graph.given(operation) if graph.kind(operation) == "gather" else {}
+            if given.keys() != {"input", "dim", "index"} or given["dim"] not in _LAST or given["index"] is not ids:
+                continue
+            if any(given["input"] is source for source in sources):
+                found.takes, found.scores = operation, graph.result(operation)
+                found.choosing.add(found.top_k)
+                return
+        _require(values is not None and found.bias is None and not self.detached)
+        found.scores = values
+
+    def scores_of_chosen(self) -> None:
+        """Softmax or sigmoid of the logits of the chosen experts."""
+        graph, found = self.graph, self.found
+        wide = self.only_reader(found.scores)
+        if graph.kind(wide) == "cast" and graph.example(graph.result(wide)).dtype == torch.float32:
+            found.operations[wide] = None
+            found.scores = graph.result(wide)
+            wide = self.only_reader(found.scores)
+        _require(graph.kind(wide) in _SCORES)
+        _require(self.of_scores(wide) is found.scores)
+        result = graph.result(wide)
+        _require(graph.example(result).dtype in (torch.float32, graph.example(found.scores).dtype))
+        found.options["normalize"] = found.options["score"] == "softmax"
+        found.scores = result
+
+    def follow(self) -> None:
+        """Adds what is done to the scores: normalization, a scale, a cast at last."""
+        graph, found = self.graph, self.found
+        while graph.example(found.scores).dtype == torch.float32:
+            readers, scaled = graph.readers(found.scores), "scale" in found.options
+            if len(readers) == 2 and not found.options["normalize"] and not scaled:
+                if not self.normalization(readers):
+                    return
+                continue
+            if len(readers) != 1:
+                return
+            (operation,) = readers
+            kind, given, result = graph.kind(operation), graph.given(operation), graph.result(operation)
+            if kind == "cast":
+                before, after = graph.example(found.scores), graph.example(result)
+                if after is None or after.dtype not in ROUTER_DTYPES or after.device != before.device:
+                    return
+            elif kind in ("mul", "div") and not scaled and given.keys() == {"input", "other"}:
+                scores, factor = given["input"], given["other"]
+                if kind == "mul" and _is_number(scores):
+                    scores, factor = factor, scores
+                if scores is not found.scores or not _is_number(factor) or (kind == "div" and factor == 0):
+                    return
+                found.options["scale"] = float(factor) if kind == "mul" else 1.0 / factor
+            else:
+                return
+            if result is None:
+                return
+            found.operations[operation] = None
+            found.scores = result
+
+    def normalization(self, readers: set[Any]) -> bool:
+        """Adds ``scores / (sum of scores)`` if that is what two operations do."""
+        graph, found = self.graph, self.found
+        total = next((operation for operation in readers if graph.kind(operation) == "sum"), None)
+        if total is None:
+            return False
+        given, operations = graph.given(total), [total]
+        options: dict[str, Any] = dict(normalize=True)
+        (divide,) = readers - {total}
+        dims = (*_LAST, [-1], (-1,), [1], (1,))
+        if given.get("dim") not in dims or given.get("keepdim") is not True or given.get("dtype") is not None:
+            return False
+        divisor = graph.result(total)
+        for kind, name in (("add", "epsilon"), ("clamp", "least_sum")):
+            after = graph.readers(divisor)
+            operation = next(iter(after)) if len(after) == 1 else None
+            if graph.kind(operation) != kind:
+                continue
+            given = graph.given(operation)
+            number = given.get("min") if kind == "clamp" else given.get("other")
+            tensor = given.get("input")
+            if kind == "add" and _is_number(tensor):
+                tensor, number = number, tensor
+            if (
+                tensor is not divisor
+                or number is None
+                or not _is_number(number)
+                or number < 0
+                or given.get("max") is not None
+            ):
+                return False
+            options[name] = float(number)
+            operations.append(operation)
+            divisor = graph.result(operation)
+        given = graph.given(divide)
+        both = given.get("input") is found.scores and given.get("other") is divisor
+        if graph.kind(divide) != "div" or given.keys() != {"input", "other"} or not both:
+            return False
+        if graph.readers(divisor) != {divide} or graph.result(divide) is None:
+            return False
+        found.operations |= dict.fromkeys([*operations, divide])
+        found.options |= options
+        found.scores = graph.result(divide)
+        return True
+
+    def behind_casts(self) -> None:
+        """The logits before a cast to float32, which `moe_router` does itself."""
+        graph, found = self.graph, self.found
+        operation = graph.maker(found.logits)
+        if graph.kind(operation) != "cast":
+            return
+        source = graph.given(operation)["input"]
+        wide, narrow = graph.example(found.logits), graph.example(source)
+        if narrow is None or narrow.dtype not in ROUTER_DTYPES or narrow.device != wide.device or narrow.ndim != 2:
+            return
+        if wide.dtype == torch.float32 or wide.dtype == narrow.dtype:
+            found.operations = {operation: None, **found.operations}
+            found.logits = source
+
+    # ---- parts of the pattern
+
+    def given(self, operation: Any, kind: str) -> dict[str, Any]:
+        _require(self.graph.kind(operation) == kind)
+        return self.graph.given(operation)
+
+    def top_k_of(self, given: dict[str, Any], last: tuple[int, ...] = _LAST) -> None:
+        """Requires that arguments are those of the k largest along the last dimension."""
+        named = given.get("dim", -1) in last and given.get("largest", True) is True
+        _require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
+
+    def shape(self, tensor: Any, ndim: int) -> tuple[Any, ...]:
+        example = self.graph.example(tensor)
+        _require(example is not None and len(example.shape) == ndim)
+        return tuple(example.shape)
+
+    def only_reader(self, tensor: Any) -> Any:
+        readers = self.graph.readers(tensor)
+        _require(len(readers) == 1)
+        return next(iter(readers))
+
+    def choosing_input(self, tensor: Any, kind: str | None = None) -> Any:
+        """What an operation, which has to be of a kind, makes a tensor of."""
+        operation = self.graph.maker(tensor)
+        _require(kind is None or self.graph.kind(operation) == kind)
+        self.add_choosing(operation)
+        return self.graph.given(operation)["input"]
+
+    def behind_detach(self, tensor: Any, *, add: bool = True) -> Any:
+        """What a tensor is behind views of the same shape, and detached from."""
+        graph = self.graph
+        while (kind := graph.kind(operation := graph.maker(tensor))) in ("detach", "view"):
+            source = graph.given(operation)["input"]
+            if kind == "view" and not self.same_shape(source, tensor):
+                break
+            if add:
+                self.detached |= kind == "detach"
+                self.add_choosing(operation)
+            tensor = source
+        return tensor
+
+    def same_shape(self, first: Any, second: Any) -> bool:
+        """Whether both are (any, E): a view of one is the other then."""
+        examples = self.graph.example(first), self.graph.example(second)
+        return all(each is not None and len(each.shape) == 2 and each.shape[1] == self.experts for each in examples)
+
+    def add_choosing(self, *operations: Any) -> None:
+        self.found.operations |= dict.fromkeys(operations)
+        self.found.choosing |= set(operations)
