@@ -338,10 +338,17 @@ class _Column:
         return result
 
     def _first_call(self, function: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        """Compiles, at the same time as other processes do."""
-        start = self._clock()
-        result = function()
-        return self._clock() - start, result
+        """Compiles, at the same time as other processes do.
+
+        Without the collector of garbage, which visits the graphs again and again: 1.4 of 7.2 s to trace 24 layers.
+        """
+        gc.disable()
+        try:
+            start = self._clock()
+            result = function()
+            return self._clock() - start, result
+        finally:
+            gc.enable()
 
     def _measure(self, function: Callable[[], Any], before: Callable[[], None] | None = None, *, graph: bool) -> Timing:
         how: dict[str, Any] = dict(rounds=self.spec.rounds, min_rounds=min(3, self.spec.rounds), slow=600.0)

@@ -30,7 +30,7 @@ from benchmarks.harness.column import COLUMNS, Spec
 from benchmarks.harness.decode import SPARE, tensor_bytes
 from benchmarks.harness.models import config_of, has_sdpa, skeleton
 
-__all__ = ["WORKER", "run_columns"]
+__all__ = ["WORKER", "cores", "run_columns"]
 
 WORKER = [sys.executable, "-m", "benchmarks.harness.column"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,11 @@ class _Task:
         return _bytes(self.spec)
 
     @property
+    def leads(self) -> bool:
+        """Whether it has to be done with its work, which is short and timed, before others compile."""
+        return self.spec.part == "load" or self.spec.column == "limits"
+
+    @property
     def serves(self) -> bool:
         """Whether it is a loader whose weights are there."""
         return self.spec.part == "load" and "load" in self.row
@@ -85,7 +90,7 @@ class _Task:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
         if jobs > 1:  # inductor's default is one compiler for each core and process
-            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, _cores() // (2 * jobs))))
+            environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // (2 * jobs))))
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=environment,
@@ -283,7 +288,7 @@ def _say(bar: tqdm[Any], text: str) -> None:
 
 def _may_start(task: _Task, waiting: Sequence[_Task], running: Sequence[_Task], jobs: int, capacity: float) -> bool:
     """Whether the first of those that wait may be started beside those that run."""
-    if task.loader is not None and not task.loader.serves:
+    if not task.leads and any(other.leads and not other.serves for other in running):
         return False
     # The first one runs whatever it needs: if it does not fit, its cells say so.
     if all(other.serves and any(part.loader is other for part in waiting) for other in running):
@@ -315,7 +320,7 @@ def _column_of(spec: Spec) -> tuple[str, int | None, str, str]:
     return spec.model, spec.layers, spec.column, spec.attention
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

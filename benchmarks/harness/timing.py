@@ -269,6 +269,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     versions = {
         "torch": torch.__version__,
         "thunder": _version("lightning-thunder"),
+        "transformers": _version("transformers"),
         "thunder_moe": thunder_moe.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

@@ -7,7 +7,8 @@ Called by `python -m benchmarks model`; calls harness/{processes,models,model_re
     quantize_          after thunder_moe.quantize_
     quantize_ linears  after thunder_moe.quantize_(linears=True): attention, dense layers and the head in 4 bits too
 
-Each column runs in a process of its own. It measures
+Each column runs in processes of its own. Several compile at the same time (--jobs), but a cell is timed while nothing
+else of the run computes; a cell whose quartiles are more than 5 % of its median apart shows them. A column measures
 
 - a decode step for each of --batch, behind --context tokens in a static cache, with the mask that generate() prepares.
   On CUDA a compiled step is one CUDA graph, replayed with a cold L2 cache; an eager one is a plain call.
@@ -18,9 +19,11 @@ Each column runs in a process of its own. It measures
 "% of floor" is the time to read what a decode step has to read (experts that have tokens, other weights, keys and
 values, each in the column's own format) at the measured bandwidth, over the step's time.
 
-Before a column is timed, its compiled decode step of a two-layer model is compared with eager 16-bit code on the same
-(dequantized) weights; a wrong column has no times. Weights are random: `--models` takes names of real models, which are
-the default on CUDA, of small models for a CPU, a config.json, or the directory of a checkpoint.
+The compiled decode step of a column's two-layer model is compared with eager 16-bit code on the same (dequantized)
+weights; a wrong column has no times. Weights are random: `--models` takes names of real models, which are the default
+on CUDA, of small models for a CPU, a config.json, or the directory of a checkpoint.
+
+`--merge` makes one report of several, for example of models that were measured on several GPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import torch
 from benchmarks.harness.column import COLUMNS, Spec
 from benchmarks.harness.model_report import FULL, legend, merged, plot, profiles, tables
 from benchmarks.harness.models import CONFIGS, REAL, has_sdpa
-from benchmarks.harness.processes import run_columns
+from benchmarks.harness.processes import cores, run_columns
 from benchmarks.harness.report import comma_list, markdown, one_of, parser, positive, save
 
 STEM = "model"
@@ -125,9 +128,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="transformers' names, each in all columns (default: sdpa; eager for models without it)",
     )  # fmt: skip
     result.add_argument(
-        "--jobs", type=positive, default=1,
+        "--jobs", type=positive,
         help="processes that compile at the same time, as far as memory allows: with more than one each graph of a "
-        "column is a process; they measure one after the other (default: %(default)s)",
+        "column is a process; nothing is measured meanwhile (default: on CUDA one a core, at most 16; on a CPU 1)",
     )  # fmt: skip
     result.add_argument(
         "--profile",
@@ -149,6 +152,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.batch = sorted(batches if args.batch is None else args.batch)
     args.prompts = prompts if args.prompts is None else args.prompts
     args.context = args.context or context
+    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else 1)
     args.generate = generate if args.generate is None else args.generate
     if len(args.generate) not in (0, 2):
         result.error(
