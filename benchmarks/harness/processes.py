@@ -191,19 +191,26 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
 def _groups(specs: Sequence[Spec], *, split: bool) -> Iterator[list[_Task]]:
     """The processes that run together, in the order in which they are started: loaders, checks, parts of columns.
 
-    Columns of a model are in one group as far as memory allows, so that a group needs one time of compilation.
+    Columns of a model are in as few groups as memory allows, since each group takes the time to compile once more.
     """
     for _, columns in itertools.groupby(specs, key=lambda spec: (spec.model, spec.layers)):
         if not split:
             yield [_Task(spec) for spec in columns]
             continue
-        group: list[Spec] = []
+        groups: list[list[Spec]] = []
         for spec in columns:
-            if group and sum(task.bytes for task in _tasks([*group, spec])) > _capacity(spec.device):
-                yield _tasks(group)
-                group = []
-            group.append(spec)
-        yield _tasks(group)
+            capacity = _capacity(spec.device)
+            room = (group for group in groups if _bytes_of_group([*group, spec]) <= capacity)
+            if (group := next(room, None)) is not None:
+                group.append(spec)
+            else:
+                groups.append([spec])
+        yield from map(_tasks, groups)
+
+
+def _bytes_of_group(specs: Sequence[Spec]) -> float:
+    """About what columns need at the same time, their short checks aside."""
+    return sum(task.bytes for task in _tasks(specs) if task.spec.part != "check")
 
 
 def _tasks(specs: Sequence[Spec]) -> list[_Task]:
