@@ -163,7 +163,7 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
     groups[0].insert(0, limits)
     tasks = [task for group in groups for task in group]
     cells = sum(len(spec.batches) + len(spec.prompts) for spec in specs)
-    handler = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    handler = signal.signal(signal.SIGTERM, _interrupt)
     with (
         tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as directory,
         tqdm(total=cells, unit="cell") as bar,
@@ -186,6 +186,10 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
                 task.kill()
             signal.signal(signal.SIGTERM, handler)
     return limits.row, list(_rows(specs, tasks[1:]))
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _groups(specs: Sequence[Spec], *, split: bool) -> Iterator[list[_Task]]:
