@@ -99,7 +99,7 @@ def _lines(rows: Sequence[Row]) -> Iterator[Line]:
     """The lines of a table; a ratio is that to another column of it."""
     for batch in _keys(rows, "decode"):
         yield f"decode, batch {batch}: ms (% of floor)", partial(_decode, batch)
-        yield "tokens/s (x)", partial(_rate, rows, batch)
+        yield f"batch {batch}: tokens/s (x)", partial(_rate, rows, batch)
     for tokens in _keys(rows, "prefill"):
         yield f"first token behind {tokens}: ms (x)", partial(_prefill, rows, tokens)
     yield "eager generate: tokens/s (x)", partial(_generate, rows)

@@ -268,12 +268,7 @@ def test_columns_that_crash_spoil_no_other(config, workers, tmp_path, capsys):
     table = {line[0]: line[1:] for line in lines}
     assert table[""] == ["eager bf16", "compiled bf16", "thunder_moe", "quantize_"]
     assert table["decode, batch 1: ms (% of floor)"] == ["4 (25 %)", "killed by signal 9", "out of memory", "wrong"]
-    assert table["tokens/s (x)"] == [
-        "out of memory",
-        "killed by signal 9",
-        "out of memory",
-        "wrong",
-    ]  # the last line, of batch 8
+    assert table["batch 8: tokens/s (x)"] == ["out of memory", "killed by signal 9", "out of memory", "wrong"]
     assert table["first token behind 128: ms (x)"][0] == "250"
     assert table["eager generate: tokens/s (x)"] == ["12.3", "-", "-", "-"]
     assert table["most memory: GB"][0] == "7.0"
@@ -474,6 +469,24 @@ def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
     assert list(quantized["decode"]) == ["1"]
 
 
+def test_columns_share_a_group_where_they_fit(monkeypatch):
+    names = ("compiled bf16", "thunder_moe", "quantize_", "quantize_ linears")
+    specs = [Spec("qwen3-30b-a3b", name, "cuda", batches=(1,), generate=None) for name in names]
+
+    def groups(capacity):
+        monkeypatch.setattr(processes, "_capacity", lambda device: capacity)
+        return [
+            list(dict.fromkeys(task.spec.column for task in group if task.spec.part == "measure"))
+            for group in processes._groups(specs, split=True)
+        ]
+
+    assert groups(1e12) == [list(names)]
+    # Both bf16 columns read the same 62 GB, and the copies of thunder_moe are 18; each quantized model takes 21.
+    assert groups(83e9) == [["compiled bf16", "thunder_moe"], ["quantize_", "quantize_ linears"]]
+    assert groups(65e9) == [["compiled bf16"], ["thunder_moe"], ["quantize_", "quantize_ linears"]]
+    assert groups(0.0) == [[name] for name in names]
+
+
 def test_models_have_layers_of_their_own(config, workers, tmp_path):
     models = f"{config()}:1,{config('mixtral')}"
     arguments = ["--models", models, "--columns", "eager bf16", "--batch", "none", "--prompts", "7", "--layers", "2"]
@@ -524,7 +537,7 @@ def test_reports_are_merged(tmp_path, capsys):
     assert table[0] == ["", "compiled bf16", "quantize_", "eager bf16"]
     assert table[2:5] == [
         ["decode, batch 1: ms (% of floor)", "8", "4", "-"],
-        ["tokens/s (x)", "125", "250 (2.00)", "-"],
+        ["batch 1: tokens/s (x)", "125", "250 (2.00)", "-"],
         ["decode, batch 8: ms (% of floor)", "-", "20 [15, 21]", "-"],
     ]
     assert ["eager generate: tokens/s (x)", "-", "30.0 (1.50)", "20.0"] in table
