@@ -7,14 +7,18 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.ops import experts, operator, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.operator import OPERATORS
+from thunder_moe.ops.operator import OPERATORS, is_bare
 from thunder_moe.ops.scaled_mm import dense_operands
 
 DENSE_WEIGHT = "Tensor fp4_weight, Tensor weight_scaling_factor, Tensor weight_global_scale"
@@ -247,3 +251,36 @@ def test_tensors_of_a_subclass_reach_its_dispatch():
     expected = GROUPED_MM(x, *rest)
     assert torch.equal(GROUPED_MM(logged, *rest), expected)
     assert seen == [torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm.default]
+
+
+def test_bare_calls_have_nothing_to_dispatch():
+    x, seen = torch.randn(2, 3), []
+
+    def see(tensor):
+        seen.append(is_bare(tensor))
+        return tensor + 1
+
+    assert not is_bare(x)  # gradients are enabled
+    with torch.no_grad():
+        assert is_bare(x)
+        with torch.inference_mode():
+            assert is_bare(x)
+            assert is_bare(torch.randn(2))
+        assert not is_bare(nn.Parameter(x))
+        assert not is_bare(FakeTensorMode().from_tensor(x))
+        for mode in (FakeTensorMode(), FlopCounterMode(display=False), torch.device("cpu"), use_backend("reference")):
+            with mode:
+                assert not is_bare(x)
+        with forward_ad.dual_level():
+            assert not is_bare(forward_ad.make_dual(x, x))
+        wrapped = torch._to_functional_tensor(x)
+        assert not is_bare(wrapped)
+        torch.vmap(see)(x)
+        torch.func.functionalize(see)(x)
+        torch.func.jvp(see, (x,), (x,))
+        torch.jit.trace(see, (x,), check_trace=False)
+        make_fx(see)(x)
+        assert seen == [False] * 5
+        assert is_bare(x)
+        compiled = torch.compile(lambda x: x * (2 if is_bare(x) else 3), backend="eager", fullgraph=True)
+        assert torch.equal(compiled(x), 3 * x)

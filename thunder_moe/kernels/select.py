@@ -25,6 +25,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 __all__ = [
     "BACKENDS",
     "SIMULATIONS",
+    "bound_kernels",
     "chosen_backend",
     "lay_out",
     "preferred_layout",
@@ -89,6 +90,13 @@ def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callab
     """
     prepared = getattr(select(args[0].device), "PREPARED", {}).get(name)
     return None if prepared is None else prepared(*args, **options)
+
+
+def bound_kernels(device: torch.device) -> ModuleType | None:
+    """kernels.cuda.bound, whose calls take less of the host than operators, where these kernels serve a device."""
+    if select(device) is not _load("cuda", _indexed(device))[0]:
+        return None
+    return importlib.import_module("thunder_moe.kernels.cuda.bound")
 
 
 def preferred_layout(device: torch.device, n: int, k: int) -> str:

@@ -37,6 +37,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_mm,
 )
 from thunder_moe.nn.linear import traced_by_thunder  # noqa: E402
+from thunder_moe.ops.operator import is_bare  # noqa: E402
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
 
@@ -75,6 +76,7 @@ def _lookaside(symbol: Any) -> Callable[..., Any]:
 moe_executor._lookasides.update(
     {
         traced_by_thunder: lambda: True,
+        is_bare: lambda tensor: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,

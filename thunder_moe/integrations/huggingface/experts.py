@@ -17,6 +17,7 @@ from thunder_moe.families import weight_key
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
+from thunder_moe.integrations.huggingface.bound import Bound
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,
     form_of,
@@ -25,9 +26,11 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
-from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.kernels.by_parts import PackedOrder
+from thunder_moe.kernels.select import bound_kernels, lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ class NVFP4Experts(nn.Module):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
+    _bound: Bound | None = None
 
     def __init__(
         self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear
@@ -126,20 +130,58 @@ class NVFP4Experts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = (hidden_states, top_k_index, top_k_weights)
         modules, parameters = self._modules, self._parameters
+        first: Any = modules["gate_up_proj"]
+        second: Any = modules["down_proj"]
+        order = None if self.row_orders is None else self.row_orders.take(top_k_index, getattr(first, "num_experts", 0))
+        bare = is_bare(hidden_states)
+        if bare and (order is None or isinstance(order, PackedOrder)):
+            kernels = self._kernels(first, second)
+            done: Tensor | None = None if kernels is None else kernels(*inputs, order)
+            if done is not None:
+                return done
         try:  # nn.Module's own look-up takes half a microsecond
-            gate_up_bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
+            biases = parameters["gate_up_bias"], parameters["down_bias"]
         except KeyError:  # parametrized
-            gate_up_bias, down_bias = self.gate_up_bias, self.down_bias
-        gate_up, down = _weight_of(modules["gate_up_proj"]), _weight_of(modules["down_proj"])
-        order = None if self.row_orders is None else self.row_orders.take(top_k_index, gate_up.shape[0])
-        return run_experts(self, self.experts_class, self.form, inputs, gate_up, down, gate_up_bias, down_bias, order)
+            biases = self.gate_up_bias, self.down_bias
+        weights = _weight_of(first), _weight_of(second), *biases
+        rows = order.tensors() if isinstance(order, PackedOrder) else order
+        out = run_experts(self, self.experts_class, self.form, inputs, *weights, rows)
+        if bare:
+            self._bind(inputs, weights)
+        return out
+
+    def _kernels(self, first: Any, second: Any) -> Any:
+        """The kernels that are bound to the weights as they are, of projections that calls need not go through."""
+        if self._bound is None or (known := self._bound.kernels) is None:
+            return None
+        state, kernels = known
+        if not (calls_only_its_class(first, NVFP4GroupedLinear) and calls_only_its_class(second, NVFP4GroupedLinear)):
+            return None
+        return kernels if state == _state_of(first, second, self) else None
+
+    def _bind(self, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Any, ...]) -> None:
+        """Binds the kernels of inputs of this kind, for which the operator has just run, to the weights."""
+        form, state = self.form, _state_of(self._modules["gate_up_proj"], self._modules["down_proj"], self)
+        served = bound_kernels(inputs[0].device)
+        if served is None or state is None or form.swiglu is None or form.post_norm:
+            return
+        bound = self._bound
+        if bound is None:
+            bound = self._bound = Bound()
+        known, kernels = bound.kernels or (None, None)
+        if known != state:
+            kernels = served.bind_experts(*weights, form.weight_on_input, form.swiglu)
+            bound.kernels = state, kernels
+        if kernels is not None:
+            kernels.learn(*inputs)
 
     def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
         """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
         form = self.form
         experts = self.experts_class.__new__(self.experts_class)
         nn.Module.__init__(experts)
-        own = ("experts_class", "form", "gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "row_orders")
+        projections = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+        own = ("experts_class", "form", *projections, "row_orders", "_bound")
         _copy_attributes(self, experts, skip=own)
         first = "gate_up_proj" if form.gated else "up_proj"
         for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):
@@ -231,6 +273,26 @@ def quantized_experts(
 def _order(form: ExpertsForm, first: bool) -> str:
     """How the first or the second weight of a class lies in memory, for `families.weight_key`."""
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
+
+
+def _state_of(first: Any, second: Any, experts: nn.Module) -> tuple[Any, ...] | None:
+    """What a replacement of a projection's or bias' tensor changes; None for tensors that are computed at each access.
+
+    It takes the addresses and not the tensors: those of before are not to be kept alive.
+    """
+    buffers, more, parameters = first._buffers, second._buffers, experts._parameters
+    try:
+        qdata, scale, global_scale = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+        down, down_scale, down_global_scale = more["qdata"], more["scale"], more["global_scale"]
+        bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
+    except KeyError:  # parametrized
+        return None
+    return (
+        qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), qdata.ndim, global_scale.ndim,
+        down.data_ptr(), down_scale.data_ptr(), down_global_scale.data_ptr(), down.ndim, down_global_scale.ndim,
+        None if bias is None else (bias.data_ptr(), bias.dtype),
+        None if down_bias is None else (down_bias.data_ptr(), down_bias.dtype),
+    )  # fmt: skip
 
 
 def _weight_of(linear: Any) -> NVFP4Weight:

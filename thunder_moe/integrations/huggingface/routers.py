@@ -24,7 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
+from thunder_moe.integrations.huggingface.bound import Bound
+from thunder_moe.kernels.by_parts import PackedOrder
+from thunder_moe.kernels.select import bound_kernels
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
+from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
 from thunder_moe.routing import RouterForm
 
@@ -40,6 +44,7 @@ _SUMS = ("norm_min",)
 _EPSILONS = ("norm_topk_prob_eps",)
 _GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
 _DEFAULTS = {field.name: field.default for field in fields(RouterForm)}  # those of moe_router
+_MAX_KINDS = 256  # of logits that a router remembers the launches of
 Order = tuple[Tensor, Tensor, Tensor]
 
 
@@ -51,28 +56,31 @@ class RowOrders:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, int | str, Order] | None = None
+        self._last: tuple[Tensor, int | str, Order | PackedOrder] | None = None
 
-    def put(self, ids: Tensor, order: Order, router: nn.Module) -> None:
+    def put(self, ids: Tensor, order: Order | PackedOrder, router: nn.Module) -> None:
         """Keeps the order of a router's result, that of the `moe_router` called last, until the experts take it."""
         if not torch.compiler.is_compiling():
             self._last = None if ids.is_inference() else (ids, ids._version, order)
         elif not torch.is_grad_enabled() and not router._forward_hooks:  # a graph does not show what hooks change
             self._last = (ids, _traced_ids("") if torch.compiler.is_dynamo_compiling() else 0, order)
 
-    def take(self, ids: Tensor, num_experts: int) -> Order | None:
+    def take(self, ids: Tensor, num_experts: int) -> Order | PackedOrder | None:
         """The order of these ids, if it is known."""
         compiles = torch.compiler.is_compiling()
         if compiles and torch.is_grad_enabled():
             return None
         last, self._last = self._last, None
-        if last is None or last[0] is not ids or last[2][1].shape[0] != num_experts:
+        if last is None or last[0] is not ids:
+            return None
+        order = last[2]
+        if (order.num_experts if isinstance(order, PackedOrder) else order[1].shape[0]) != num_experts:
             return None
         if torch.compiler.is_dynamo_compiling():
             same = isinstance(last[1], str) and last[1] == _traced_ids(last[1])
         else:
             same = compiles or last[1] == ids._version
-        return last[2] if same else None
+        return order if same else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_last": None}
@@ -157,6 +165,7 @@ class FusedRouter(nn.Module):
     router_call: RouterCall
     router_options: dict[str, Any]  # `router_call.form` as those of moe_router, but for defaults
     row_orders: RowOrders
+    _bound: Bound | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """(..., H) -> logits (T, E), scores (T, A), ids int64 (T, A)."""
@@ -165,14 +174,35 @@ class FusedRouter(nn.Module):
             return super().forward(hidden_states, *args, **options)
         logits = call.logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
         bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
+        bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
+        dtype = torch.float32 if call.scores_float else hidden_states.dtype
+        launch = self._launch(logits, bias, dtype) if is_bare(hidden_states) else None
+        found = None if launch is None else launch.packed(logits, bias)
+        if found is not None:
+            scores, ids, packed = found
+            self.row_orders.put(ids, packed, self)
+            return logits, scores, ids
         scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
-            logits,
-            None if bias is None else bias.reshape(-1),
-            scores_dtype=torch.float32 if call.scores_float else hidden_states.dtype,
-            **self.router_options,
+            logits, bias, scores_dtype=dtype, **self.router_options
         )
         self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return logits, scores, ids
+
+    def _launch(self, logits: Tensor, bias: Tensor | None, scores_dtype: torch.dtype) -> Any:
+        """What runs `moe_router` on logits and a bias like these without the operator, `RouterLaunch`; else None."""
+        bound = self._bound
+        if bound is None:
+            bound = self._bound = Bound()
+        known = bound.kernels
+        if known is None or len(known) >= _MAX_KINDS:
+            known = bound.kernels = {}
+        of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
+        kind = logits.shape, logits.dtype, logits.device, of_bias, scores_dtype
+        if kind not in known:
+            served = bound_kernels(logits.device)
+            args = logits, bias, self.router_call.form, scores_dtype
+            known[kind] = None if served is None else served.bind_router(*args)
+        return known[kind] if logits.is_contiguous() else None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _unpickled, (self.own_class,), self.__dict__
@@ -245,8 +275,8 @@ def restore_router(router: nn.Module) -> None:
     """Gives a fused router its own class again."""
     kind: Any = type(router)
     if issubclass(kind, FusedRouter) and kind is _fused_class(kind.own_class):
-        for name in ("router_call", "router_options", "row_orders"):
-            del vars(router)[name]
+        for name in ("router_call", "router_options", "row_orders", "_bound"):
+            vars(router).pop(name, None)
         with unhooked(router):
             router.__class__ = kind.own_class
 

@@ -53,6 +53,7 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "layer_launch",
     "mm",
     "mm_dgrad",
     "moe_experts",
@@ -147,7 +148,7 @@ def moe_experts(
     x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
     gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
     first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
-    run = _layer_launch(
+    run = layer_launch(
         x, ids, weights, first.layout, second.layout, first.global_scale.ndim == 2, second.global_scale.ndim == 2,
         _dtype(gate_up_bias), _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form,
         configs,
@@ -164,7 +165,7 @@ def _tensors(weight: NVFP4Weight, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     return qdata.contiguous(), scale.contiguous(), global_scale.contiguous()
 
 
-def _layer_launch(
+def layer_launch(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up_layout: str, down_layout: str,
     gate_up_per_row: bool, down_per_row: bool, gate_up_bias: torch.dtype | None, down_bias: torch.dtype | None,
     num_experts: int, features: int, routes: bool, weight_on_input: bool, form: GLU,
@@ -525,7 +526,7 @@ def _prepare_experts(
         or not all(map(_is_read_as_float, (expert_weights, gate_up_bias, down_bias)))
     ):
         return None
-    chain = _layer_launch(
+    chain = layer_launch(
         hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, gate_up_global_scale.ndim == 2,
         down_global_scale.ndim == 2, _dtype(gate_up_bias), _dtype(down_bias), num_experts, features, row_slot is None,
         weight_on_input, GLU(**form),

@@ -1,5 +1,5 @@
 """The experts of a layer as one chain of CUDA kernels, each of which starts before the one in front of it has ended.
-Called by kernels/cuda/backend.py; calls the launches of kernels/cuda/prepared.py.
+Called by kernels/cuda/backend.py and bound.py; calls the launches of kernels/cuda/prepared.py.
 
 [route] -> [gather] -> gate_up GEMM with SwiGLU -> down GEMM -> weighted combine
 
@@ -22,12 +22,12 @@ from thunder_moe.kernels.by_parts import Order
 from thunder_moe.kernels.cuda import launch
 from thunder_moe.kernels.cuda.prepared import CombineLaunch, GemmLaunch, RouteLaunch
 
-__all__ = ["LayerLaunch"]
+__all__ = ["GEMMS", "LayerLaunch"]
 
 Weight = tuple[Tensor, Tensor, Tensor]  # qdata, scale, global_scale
 # Two threads may use one stream. Were a chain's GEMMs launched between another's, the two down GEMMs would follow each
 # other, and begin with the same tile counter.
-_GEMMS = threading.Lock()
+GEMMS = threading.Lock()
 
 
 class LayerLaunch(NamedTuple):
@@ -73,7 +73,7 @@ class LayerLaunch(NamedTuple):
         on_input, on_output = (expert_weights, None) if self.weight_on_input else (None, expert_weights)
         first = self.gate_up.prepare(hidden_states, *gate_up, offsets, row_slot, on_input, gate_up_bias)
         second = self.down.prepare(first.out, *down, offsets, None, None, down_bias, late_x=True)
-        with _GEMMS:
+        with GEMMS:
             self.gate_up.launch(first)
             self.down.launch(second)
         return self.combine(second.out, slot_row, on_output)

@@ -87,6 +87,13 @@ class GemmLaunch:
         facts: (multiprocessors, compute capability) of the device.
         config: in place of the one that is best.
 
+    Attributes:
+        layout: of the weight that it reads.
+        launcher: of the GEMM's kernel.
+        alone: whether that is all there is: no rows are gathered, nothing is made of addresses or cut off.
+        reads_early: whether it can make use of `late_x`.
+        out_bytes, sums_bytes: of the result and of the partial sums.
+
     Raises:
         ValueError: as `plan_gemm`.
     """
@@ -118,12 +125,13 @@ class GemmLaunch:
         self._device, self._index = device, device.index
         self._features = n if form is None else n // 2
         self._shape = rows, self._features + self._features % 2  # the kernels store pairs
-        self._launcher = launch.launcher(
+        self.launcher = launch.launcher(
             plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
             self._index, multiprocessors,
         )  # fmt: skip
         self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
-        self._reads_early = plan.config.kernel == "tiled_mma"
+        self.out_bytes, self.sums_bytes = 2 * self._shape[0] * self._shape[1], 4 * plan.partial_sums
+        self.reads_early = plan.config.kernel == "tiled_mma"
         form = form or SWIGLU
         self._numbers = (
             rows, num_experts, n, k, top_k or 1, per_row, _code(slot_scale), _code(bias),
@@ -139,6 +147,7 @@ class GemmLaunch:
             self._gather = elementwise_launcher(
                 plan.sources, name, shape[0] * shape[1] // 8, GatherArguments, self._index
             )
+        self.alone = self._map_rows is None and self._gather is None and self._shape[1] == self._features
 
     def __call__(
         self,
@@ -181,7 +190,7 @@ class GemmLaunch:
         late_x: the GEMM will be launched right behind another one, which writes the activation and no other operand.
         Where its kernel makes use of that, both run at once for a while, so they get workspaces apart.
         """
-        late_x = late_x and self._reads_early
+        late_x = late_x and self.reads_early
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
         globals_ = global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15:
@@ -190,36 +199,50 @@ class GemmLaunch:
             x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
         out = activation.new_empty(self._shape)
         slots = 0 if row_slot is None else row_slot.data_ptr()
-        partial_sums = semaphores = tile_counter = 0
-        workspace = sums = rows = gather = None
-        if self._workspace:
-            workspace = semaphore_pool(self._device).take(self._workspace, overlapping=late_x)
+        partial_sums = tile_counter = 0
+        sums = rows = gather = None
+        workspace = self.take_workspace(late_x)
+        if workspace is not None:
             tile_counter = workspace.data_ptr()
             if self._partial_sums:
-                semaphores = tile_counter + 4 * CACHE_LINE
                 sums = torch.empty(self._partial_sums, dtype=torch.float32, device=self._device)
                 partial_sums = sums.data_ptr()
         if self._gather is not None:
             rows = activation.new_empty(self._gather_shape)
             gather = x, slots, rows.data_ptr(), *self._gather_numbers
             x = rows.data_ptr()
-        first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
-        fields = (
-            *first, x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
+        fields = self.fields(
+            x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
             0 if slot_scale is None else slot_scale.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            out.data_ptr(), partial_sums, semaphores, *self._numbers, tile_counter, self._read_once, late_x,
+            out.data_ptr(), partial_sums, tile_counter, late_x,
         )  # fmt: skip
         kept = (
             activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, workspace, sums, rows
         )  # fmt: skip
         return Gemm(out, gather, fields, kept)
 
+    def take_workspace(self, late_x: bool) -> Tensor | None:
+        """Zeros of the current stream for a launch; None for a kernel that needs none."""
+        return semaphore_pool(self._device).take(self._workspace, overlapping=late_x) if self._workspace else None
+
+    def fields(
+        self, x: int, qdata: int, scale: int, global_scale: int, offsets: int, row_slot: int, slot_scale: int,
+        bias: int, out: int, partial_sums: int, workspace: int, late_x: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Of the GEMM's struct, from the addresses of what it reads and writes; 0 for none."""
+        first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
+        semaphores = workspace + 4 * CACHE_LINE if partial_sums else 0
+        return (
+            *first, x, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, partial_sums, semaphores,
+            *self._numbers, workspace, self._read_once, late_x,
+        )  # fmt: skip
+
     def launch(self, gemm: Gemm) -> None:
         """Launches the kernels of what `prepare` has made."""
         stream = launch.current_stream(self._index)
         if self._gather is not None and gemm.gather is not None:
             self._gather(stream, *gemm.gather)
-        self._launcher(stream, *gemm.fields)
+        self.launcher(stream, *gemm.fields)
 
 
 class CombineLaunch:
@@ -241,10 +264,10 @@ class CombineLaunch:
         device: torch.device, late_rows: bool,
     ) -> None:  # fmt: skip
         self._index, self._shape = device.index, (tokens, n)
-        self._numbers = rows, tokens, top_k, n, _code(slot_weight), late_rows
+        self.numbers = rows, tokens, top_k, n, _code(slot_weight), late_rows
         bf16, slots = str(dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
         threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
-        self._launcher = launch.launcher(
+        self.launcher = launch.launcher(
             ROUTE, f"combine<{bf16}, {slots}>", threads, 0, tokens * -(-n // (8 * threads)), CombineArguments,
             self._index,
         )  # fmt: skip
@@ -257,8 +280,8 @@ class CombineLaunch:
                 return self(rows, slot_row, slot_weight)
         out = rows.new_empty(self._shape)
         weight = 0 if slot_weight is None else slot_weight.data_ptr()
-        self._launcher(
-            launch.current_stream(index), rows.data_ptr(), slot_row.data_ptr(), weight, out.data_ptr(), *self._numbers
+        self.launcher(
+            launch.current_stream(index), rows.data_ptr(), slot_row.data_ptr(), weight, out.data_ptr(), *self.numbers
         )
         return out
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.cuda import launch
 from thunder_moe.kernels.cuda.arguments import RouterArguments
 from thunder_moe.kernels.cuda.configs import COMMON
@@ -120,6 +121,27 @@ class RouterLaunch:
                 *self._numbers,
             )  # fmt: skip
         return scores, expert_ids, row_slot, offsets, slot_row
+
+    def packed(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, PackedOrder] | None:
+        """The same as scores, expert_ids and the rest in one allocation; None on another device than the current."""
+        index, (tokens, top_k) = self._index, self._of_slots
+        if launch.current_device() != index:
+            return None
+        scores = logits.new_empty(self._of_slots, dtype=self._scores)
+        expert_ids = logits.new_empty(self._of_slots, dtype=torch.int64)
+        order = PackedOrder(logits, tokens, top_k, self._experts)
+        row_slot, offsets, slot_row = order.addresses
+        counts = 0
+        if self._counts:
+            workspace = logits.new_empty(self._counts, dtype=torch.int32)
+            counts = workspace.data_ptr()
+        stream = launch.current_stream(index)
+        for launcher in self._launchers:
+            launcher(
+                stream, logits.data_ptr(), 0 if bias is None else bias.data_ptr(), scores.data_ptr(),
+                expert_ids.data_ptr(), counts, row_slot, offsets, slot_row, *self._numbers,
+            )  # fmt: skip
+        return scores, expert_ids, order
 
 
 router_launch = functools.lru_cache(maxsize=4096)(RouterLaunch)

@@ -1,0 +1,221 @@
+"""Quantized models of transformers in eager inference, whose routers and experts call kernels without the operators:
+which calls do, that they give the same, and what leads them back to the operators.
+Called by pytest; the kernels run by the emulator, on a CPU that takes itself for a CUDA device.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("transformers")
+
+from tiny_models import tiny_config, tiny_model, tokens
+
+from thunder_moe import quantize_
+from thunder_moe.integrations.huggingface import experts as experts_module
+from thunder_moe.integrations.huggingface import routers as routers_module
+from thunder_moe.integrations.huggingface.routers import FusedRouter
+from thunder_moe.kernels import select
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import bound, router
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def device(emulated, monkeypatch):
+    """The CPU has the CUDA kernels, and no others but the reference."""
+    for cached in (select._best, select._load):
+        cached.cache_clear()
+        monkeypatch.setattr(select, cached.__name__, cached.__wrapped__)
+    monkeypatch.setattr(select, "BACKENDS", {"cuda": ("cpu",), "reference": None})
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
+
+
+@pytest.fixture
+def calls(device, monkeypatch):
+    """How often routers and experts have run without their operators."""
+    counts = {"router": 0, "experts": 0}
+
+    def counted(name, method):
+        def call(*args):
+            counts[name] += 1
+            return method(*args)
+
+        return call
+
+    monkeypatch.setattr(bound.Chain, "__call__", counted("experts", bound.Chain.__call__))
+    monkeypatch.setattr(router.RouterLaunch, "packed", counted("router", router.RouterLaunch.packed))
+
+    def since():
+        found = (counts["router"], counts["experts"])
+        counts.update(router=0, experts=0)
+        return found
+
+    return since
+
+
+def by_operators(model, *args, **options):
+    """What a model gives when everything goes through the operators."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (experts_module, routers_module):
+            patch.setattr(module, "is_bare", lambda tensor: False)
+        return model(*args, **options)
+
+
+def make_block(calls):
+    """A Qwen3-MoE block that has bound its kernels, and its input."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    block = Qwen3MoeSparseMoeBlock(tiny_config("qwen3_moe")).to(BF16)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    block = quantize_(block.eval(), layout="linear")
+    x = torch.randn(1, 3, 64, dtype=BF16)
+    block(x)
+    calls()
+    return block, x
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "mixtral")]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", *SLOW])
+@torch.no_grad()
+def test_models(calls, name):
+    model = quantize_(tiny_model(name, BF16), layout="linear")
+    layers = sum(isinstance(module, FusedRouter) for module in model.modules())
+    ids = tokens(1, 3)
+    first = model(ids).logits
+    assert calls() == (layers, 0)
+    again = model(ids, output_router_logits=True)
+    assert calls() == (layers, layers)
+    expected = by_operators(model, ids, output_router_logits=True)
+    assert calls() == (0, 0)
+    assert torch.equal(first, expected.logits)
+    assert torch.equal(again.logits, expected.logits)
+    if name != "deepseek_v3":  # whose outputs have none
+        assert len(again.router_logits) == layers
+        for found, wanted in zip(again.router_logits, expected.router_logits, strict=True):
+            assert torch.equal(found, wanted)
+
+
+@torch.no_grad()
+def test_hooks_run_and_what_they_change_counts(calls):
+    block, x = make_block(calls)
+    plain = block(x)
+    assert calls() == (1, 1)
+
+    def swap(module, args, outputs):
+        seen.append(outputs)
+        outputs[2].copy_(outputs[2].flip(-1))  # other experts for the same weights
+
+    def replace(module, args, outputs):
+        return outputs[0], outputs[1], outputs[2].flip(-1)
+
+    results = []
+    for hook in (swap, replace):
+        seen = []
+        handle = block.gate.register_forward_hook(hook)
+        results += [block(x), by_operators(block, x)]
+        handle.remove()
+    assert not torch.equal(results[0], plain)
+    assert all(torch.equal(result, results[0]) for result in results)
+    handle = block.experts.register_forward_hook(lambda module, args, output: output + 1)
+    assert torch.equal(block(x), plain + 1)
+    handle.remove()
+    block.experts.down_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks or a forward of its own"):
+        block(x)
+
+
+@torch.no_grad()
+def test_weights_that_change_are_seen(calls):
+    block, x = make_block(calls)
+    before, other = block(x), make_block(calls)[0]
+    own = copy.deepcopy(block.state_dict())
+    experts = block.experts
+    experts.gate_up_proj.set_weight(other.experts.gate_up_proj.nvfp4_weight)
+    assert not torch.equal(block(x), before)
+    assert torch.equal(block(x), by_operators(block, x))
+    block.load_state_dict(own)
+    assert torch.equal(block(x), before)
+    experts.down_proj.global_scale = 2 * experts.down_proj.global_scale
+    assert torch.equal(block(x), 2 * before)
+    experts.down_proj.global_scale /= 2
+    assert torch.equal(block(x), before)
+    block.gate.weight.copy_(other.gate.weight)
+    assert torch.equal(block(x), by_operators(block, x))
+    calls()
+    block(x)
+    assert calls() == (1, 1)
+
+
+@torch.no_grad()
+def test_biases_that_change_are_seen(calls):
+    model = quantize_(tiny_model("gpt_oss", BF16), layout="linear")
+    experts = model.model.layers[0].mlp.experts
+    ids = tokens(1, 3)
+    model(ids)
+    before = model(ids).logits
+    kept, experts.down_bias = experts.down_bias, nn.Parameter(experts.down_bias + 1, requires_grad=False)
+    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    experts.down_bias = None
+    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    experts.down_bias = kept
+    assert torch.equal(model(ids).logits, before)
+    nn.utils.parametrize.register_parametrization(experts, "down_bias", Plus())
+    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    assert not torch.equal(model(ids).logits, before)
+
+
+class Plus(nn.Module):
+    def forward(self, bias):
+        return bias + 1
+
+
+@torch.no_grad()
+def test_copies_bind_their_own(calls):
+    block, x = make_block(calls)
+    expected = block(x)
+    file = io.BytesIO()
+    torch.save(block, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(block), torch.load(file, weights_only=False)):
+        copied.experts.down_proj.global_scale *= 2
+        calls()
+        assert torch.equal(copied(x), 2 * expected)
+        assert calls() == (1, 0)
+        assert torch.equal(copied(x), 2 * expected)
+        assert calls() == (1, 1)
+    assert torch.equal(block(x), expected)
+
+
+@torch.no_grad()
+def test_where_the_operators_run(calls):
+    block, x = make_block(calls)
+    expected = block(x)
+    assert calls() == (1, 1)
+    with torch.inference_mode():
+        assert torch.equal(block(x), expected)
+    assert calls() == (1, 1)
+    with FlopCounterMode(display=False):
+        assert torch.equal(block(x), expected)
+    with select.use_backend("reference"):
+        block(x)
+    assert torch.equal(torch.vmap(block)(x[None])[0], expected)
+    assert torch.equal(torch.compile(block, backend="eager", fullgraph=True)(x), expected)
+    with torch.enable_grad():
+        leaf = x.clone().requires_grad_()
+        out = block(leaf)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+    assert leaf.grad.abs().sum() > 0
+    assert calls() == (0, 0)
+    with torch.autocast("cpu", BF16):  # under which the router's own forward runs
+        assert torch.equal(block(x), by_operators(block, x))
+    assert calls()[0] == 0

@@ -1,0 +1,195 @@
+"""The experts of a layer bound to their weights: a call allocates twice, fills three structs, launches three kernels.
+Called by integrations.huggingface through kernels/select.py, for eager inference at the least host time; calls
+backend.py for the launches, and those of layer.py and router.py.
+
+What the operators do at every call, such as looking up the launches by all operands, happens here once for given
+weights and a number of tokens. Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size,
+I intermediate_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_moe.activations import GLU
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.by_parts import PackedOrder
+from thunder_moe.kernels.cuda import backend, launch
+from thunder_moe.kernels.cuda.configs import TILED
+from thunder_moe.kernels.cuda.layer import GEMMS, LayerLaunch
+from thunder_moe.kernels.cuda.router import router_launch, unserved_reason
+from thunder_moe.routing import RouterForm
+
+__all__ = ["BoundExperts", "Chain", "bind_experts", "bind_router"]
+
+_ALIGNED = 256  # bytes: of the parts of a chain's memory
+_MAX_KINDS = 256  # of calls that bound experts remember
+
+
+class Weights(NamedTuple):
+    """Addresses; those of gate_up and down are of qdata, scale and global_scale, all multiples of 16, 0 for no bias."""
+
+    gate_up: tuple[int, int, int]
+    down: tuple[int, int, int]
+    gate_up_bias: int
+    down_bias: int
+
+
+class Chain:
+    """The kernels of `LayerLaunch` behind a router, from addresses.
+
+    Args:
+        layer: without a gather kernel or a tensor map in its GEMMs, as plans for few rows have none.
+        weights: addresses.
+        out: shape (T, H) of the result.
+    """
+
+    def __init__(self, layer: LayerLaunch, weights: Weights, out: Sequence[int]) -> None:
+        self.layer, self._out = layer, out
+        self._gate_up, self._down, self._gate_up_bias, self._down_bias = weights
+        begins, end = [], 0  # bytes: gate_up's result and partial sums, those of down
+        for gemm in (layer.gate_up, layer.down):
+            for size in (gemm.out_bytes, gemm.sums_bytes):
+                begins.append(end)
+                end += -(-size // _ALIGNED) * _ALIGNED
+        self._inner, self._inner_sums, self._rows, self._rows_sums = begins
+        self._size = end // 2  # of 16-bit numbers
+
+    def __call__(self, hidden_states: Tensor, expert_weights: Tensor, order: tuple[int, int, int]) -> Tensor:
+        """Contiguous (T, H) and (T, A), and the addresses of row_slot, offsets and slot_row -> (T, H)."""
+        layer = self.layer
+        gate_up, down, combine = layer.gate_up, layer.down, layer.combine
+        row_slot, offsets, slot_row = order
+        weight = expert_weights.data_ptr()
+        on_input, on_output = (weight, 0) if layer.weight_on_input else (0, weight)
+        memory, out = hidden_states.new_empty(self._size), hidden_states.new_empty(self._out)
+        base = memory.data_ptr()
+        inner, rows = base + self._inner, base + self._rows
+        late = down.reads_early
+        first, second = gate_up.take_workspace(False), down.take_workspace(late)
+        of_gate_up = gate_up.fields(
+            hidden_states.data_ptr(), *self._gate_up, offsets, row_slot, on_input, self._gate_up_bias, inner,
+            gate_up.sums_bytes and base + self._inner_sums, 0 if first is None else first.data_ptr(), False,
+        )  # fmt: skip
+        of_down = down.fields(
+            inner, *self._down, offsets, 0, 0, self._down_bias, rows, down.sums_bytes and base + self._rows_sums,
+            0 if second is None else second.data_ptr(), late,
+        )  # fmt: skip
+        stream = launch.current_stream(layer.device)
+        with GEMMS:
+            gate_up.launcher(stream, *of_gate_up)
+            down.launcher(stream, *of_down)
+        combine.launcher(stream, rows, slot_row, on_output, out.data_ptr(), *combine.numbers)
+        return out
+
+
+class BoundExperts:
+    """`moe_experts` for given weights, on operands that need no conversion.
+
+    Args:
+        launches: (hidden_states, expert_ids, expert_weights) -> the launches for operands of that kind, which have
+            passed the operator's checks; None where some have to be converted or gathered first.
+        weights: whose memory the caller keeps alive.
+        device: of the weights.
+    """
+
+    def __init__(
+        self,
+        launches: Callable[[Tensor, Tensor, Tensor], LayerLaunch | None],
+        weights: Weights,
+        device: torch.device,
+    ) -> None:
+        self._launches, self._weights, self._index = launches, weights, device.index
+        self._chains: dict[Any, Chain] = {}
+
+    def __call__(
+        self, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, order: PackedOrder | None
+    ) -> Tensor | None:
+        """What the operator gives for (T, H), (T, A) and (T, A), bit for bit; None where only it can tell.
+
+        The first call for operands of a kind is the operator's, which checks them: `learn` makes the next ones quick.
+        `order`: that of the ids, where it is known.
+        """
+        chain = self._chains.get(_kind(hidden_states, expert_ids, expert_weights))
+        if (
+            chain is None
+            or launch.current_device() != self._index
+            or not (hidden_states.is_contiguous() and expert_ids.is_contiguous() and expert_weights.is_contiguous())
+            or hidden_states.data_ptr() & 15
+        ):
+            return None
+        if order is not None:
+            return chain(hidden_states, expert_weights, order.addresses)
+        assert chain.layer.route is not None
+        row_slot, offsets, slot_row = chain.layer.route(expert_ids)
+        return chain(hidden_states, expert_weights, (row_slot.data_ptr(), offsets.data_ptr(), slot_row.data_ptr()))
+
+    def learn(self, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
+        """Makes calls with operands of the kind of these quick, for which the operator has just run."""
+        layer = self._launches(hidden_states, expert_ids, expert_weights)
+        if len(self._chains) >= _MAX_KINDS:
+            self._chains.clear()
+        if layer is not None:
+            chain = Chain(layer, self._weights, hidden_states.shape)
+            self._chains[_kind(hidden_states, expert_ids, expert_weights)] = chain
+
+
+def bind_experts(
+    gate_up: NVFP4Weight, down: NVFP4Weight, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    weight_on_input: bool, form: GLU,
+) -> BoundExperts | None:  # fmt: skip
+    """`moe_experts` bound to its weights; None where they have to be converted at every call."""
+    biases = gate_up_bias, down_bias
+    tensors = *gate_up.tensors(), *down.tensors(), *(bias for bias in biases if bias is not None)
+    device, features, experts = gate_up.device, down.shape[2], gate_up.shape[0]
+    if (
+        not {gate_up.layout, down.layout} <= {LINEAR, TILED}
+        or (gate_up.layout == TILED and features % 64 != 0)
+        or experts > backend.MAX_EXPERTS
+        or any(tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() & 15 for tensor in tensors)
+        or not all(bias is None or bias.dtype in DTYPE_CODES for bias in biases)
+    ):
+        return None
+    of_weights = (
+        gate_up.layout, down.layout, gate_up.global_scale.ndim == 2, down.global_scale.ndim == 2,
+        None if gate_up_bias is None else gate_up_bias.dtype, None if down_bias is None else down_bias.dtype,
+        experts, features, True, weight_on_input, form,
+    )  # fmt: skip
+
+    def launches(hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> LayerLaunch | None:
+        read = hidden_states.dtype != torch.float32 and expert_ids.numel() > 0 and expert_weights.dtype in DTYPE_CODES
+        if not read or hidden_states.device != device:
+            return None
+        layer = backend.layer_launch(hidden_states, expert_ids, expert_weights, *of_weights)
+        same = (layer.gate_up.layout, layer.down.layout) == (gate_up.layout, down.layout)
+        return layer if same and layer.gate_up.alone and layer.down.alone else None
+
+    first, second, third, *more = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors[:6], *biases))
+    weights = Weights((first, second, third), (more[0], more[1], more[2]), more[3], more[4])
+    return BoundExperts(launches, weights, device)
+
+
+def bind_router(logits: Tensor, bias: Tensor | None, form: RouterForm, scores_dtype: torch.dtype) -> Any:
+    """The launches (`RouterLaunch.packed`) for contiguous logits (T, E) and bias (E,) like these; None where there are
+    none."""
+    tokens, experts = logits.shape
+    if bias is not None and ((bias.shape, bias.device) != ((experts,), logits.device) or not bias.is_contiguous()):
+        return None
+    known = all(tensor is None or tensor.dtype in DTYPE_CODES for tensor in (logits, bias))
+    if tokens == 0 or not known or unserved_reason(experts, form) is not None:
+        return None
+    dtype = None if bias is None else bias.dtype
+    return router_launch((tokens, experts), form, logits.dtype, dtype, scores_dtype, logits.device)
+
+
+def _kind(hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> tuple[Any, ...]:
+    return (
+        hidden_states.shape, hidden_states.dtype, expert_ids.shape, expert_ids.dtype, expert_weights.shape,
+        expert_weights.dtype, hidden_states.device,
+    )  # fmt: skip
