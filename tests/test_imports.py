@@ -16,13 +16,13 @@ LAYERS = {
     "thunder_moe.families": 0,
     "thunder_moe.dense_names": 0,
     "thunder_moe.formats": 0,
-    "thunder_moe.nvfp4": 0,
     "thunder_moe.activations": 1,
     "thunder_moe.routing": 1,  # the plain-torch definitions that kernels share
     "thunder_moe.checkpoint": 1,
     "thunder_moe.kernels": 2,
     "thunder_moe.ops": 3,
     "thunder_moe.nn": 4,
+    "thunder_moe.nvfp4": 4,  # what users import
     "thunder_moe.nvfp4_modules": 4,
     "thunder_moe.weight_cache": 4,
     "thunder_moe.compilers": 5,
@@ -30,6 +30,7 @@ LAYERS = {
     "thunder_moe.grouped_experts": 6,
     "thunder_moe.dense_linears": 6,
     "thunder_moe.quantize": 6,
+    "thunder_moe.qat": 6,
     "thunder_moe.integrations": 6,
     "thunder_moe.__main__": 7,
     "thunder_moe": 7,

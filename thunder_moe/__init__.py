@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.route import moe_route
     from thunder_moe.ops.router import moe_router
     from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
+    from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
     from thunder_moe.weight_cache import refresh_
 
@@ -61,6 +62,7 @@ _HOMES = {
     "ops.route": ("moe_route",),
     "ops.scaled_mm": ("f16a_nvfp4weight_scaled_mm",),
     "ops.router": ("moe_router",),
+    "qat": ("finish_qat_", "prepare_qat_"),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -83,11 +85,13 @@ __all__ = [
     "f16a_nvfp4weight_moe_experts",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "f16a_nvfp4weight_scaled_mm",
+    "finish_qat_",
     "load_checkpoint",
     "moe_executor",
     "moe_experts",
     "moe_route",
     "moe_router",
+    "prepare_qat_",
     "quantize_",
     "refresh_",
     "rewrite_report",

@@ -26,7 +26,7 @@ from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.replaceable import wrapped
 
-__all__ = ["dequantize_", "quantize_", "to_layout_"]
+__all__ = ["choose_experts", "dequantize_", "quantize_", "to_layout_"]
 
 Filter = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
@@ -215,6 +215,19 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_meta:
         return (id(tensor),)
     return tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def choose_experts(
+    model: nn.Module, filter: Filter | None, families: list[ExpertFamily]
+) -> dict[nn.Module, ExpertFamily]:
+    """The modules that `quantize_` would replace, with their families.
+
+    Raises:
+        ValueError: as `quantize_`.
+    """
+    chosen, left = _choose(model, filter, families)
+    _check_choice(model, chosen, left, families)
+    return {module: place.family for module, place in chosen.items()}
 
 
 def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily]) -> tuple[_Chosen, _Left]:

@@ -25,6 +25,7 @@ __all__ = [
     "dequantize",
     "dequantize_expert",
     "quantize",
+    "quantize_unchecked",
     "scale_shape",
 ]
 
@@ -61,13 +62,22 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     Raises:
         ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or an unknown scale_search.
     """
+    packed, amax = quantize_unchecked(weight, scale_search)
+    check_finite(amax)
+    return packed
+
+
+def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
+    """`quantize` without the check of data, and the largest magnitude (E,) of each expert, float32.
+
+    Where that is NaN or Inf, the expert's codes and scales are arbitrary.
+    """
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
     weight = weight.detach()
     amax = torch.zeros(experts, dtype=torch.float32, device=weight.device)
     if n > 0:
         amax = torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
-    check_finite(amax)
     # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
     tiny = torch.finfo(torch.float32).tiny
     # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
@@ -78,7 +88,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
         for rows in _row_chunks(weight):
             packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
             qdata[expert, rows], scale[expert, rows] = packed
-    return NVFP4Weight(qdata, scale, global_scale)
+    return NVFP4Weight(qdata, scale, global_scale), amax
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None) -> None:

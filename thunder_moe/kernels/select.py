@@ -27,6 +27,7 @@ __all__ = [
     "SIMULATIONS",
     "bound_kernels",
     "chosen_backend",
+    "fake_quantize",
     "lay_out",
     "preferred_layout",
     "prepare",
@@ -143,6 +144,21 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
         return nvfp4.quantize(weight, scale_search=scale_search)
     packed: NVFP4Weight = kernels.quantize(weight, scale_search=scale_search)
     return packed
+
+
+def fake_quantize(weight: Tensor, scale_search: str | None = None) -> Tensor:
+    """What NVFP4 makes of a weight (E, N, K): `quantize`, then `dequantize` to its dtype.
+
+    NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
+    """
+    kernels = _cuda_quantizer(weight.device)
+    packed, amax = (kernels or nvfp4).quantize_unchecked(weight, scale_search)
+    global_scale = torch.where(torch.isfinite(amax), packed.global_scale, torch.nan)
+    packed = NVFP4Weight.unchecked(packed.qdata, packed.scale, global_scale, LINEAR)
+    if kernels is None or weight.dtype == torch.float32:
+        return nvfp4.dequantize(packed, weight.dtype)
+    values: Tensor = importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
+    return values
 
 
 def _cuda_quantizer(device: torch.device) -> Any:

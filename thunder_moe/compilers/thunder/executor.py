@@ -32,6 +32,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     moe_route,
     moe_router,
     nvfp4_combine,
+    nvfp4_fake_quantize,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
     nvfp4_mm,
@@ -83,7 +84,15 @@ moe_executor._lookasides.update(
         torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts: _lookaside(moe_experts),
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
-            for symbol in (moe_route, moe_router, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm)
+            for symbol in (
+                moe_route,
+                moe_router,
+                nvfp4_fake_quantize,
+                nvfp4_grouped_mm,
+                nvfp4_grouped_swiglu,
+                nvfp4_combine,
+                nvfp4_mm,
+            )
         },
     }
 )

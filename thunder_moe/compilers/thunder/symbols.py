@@ -37,6 +37,7 @@ from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E40
 from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
+from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
 from thunder_moe.routing import RouterForm, router_gradient  # noqa: E402
@@ -52,6 +53,7 @@ __all__ = [
     "moe_route",
     "moe_router",
     "nvfp4_combine",
+    "nvfp4_fake_quantize",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_swiglu",
     "nvfp4_mm",
@@ -176,9 +178,16 @@ nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
 nvfp4_mm = _symbol(_DENSE_NAME)
 moe_route = _symbol("moe_route")
+nvfp4_fake_quantize = _symbol("nvfp4_fake_quantize")
 _swiglu_backward, _combine_backward, _dense_backward = (
     _backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME)
 )
+
+
+def _fake_quantize_grad(weight: TensorProxy, **options: Any) -> TensorProxy:
+    out: TensorProxy = nvfp4_fake_quantize(weight, **options)
+    put_grad(weight, get_grad(out))
+    return out
 
 
 def _nvfp4_grad(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
@@ -346,6 +355,7 @@ for _each, _grad_transform in (
     (nvfp4_mm, _gradient(nvfp4_mm, _dense_backward)),
     (_dense_backward, None),
     (moe_route, None),
+    (nvfp4_fake_quantize, _fake_quantize_grad),
     (moe_router, _router_grad),
     (_router_backward, None),
 ):

@@ -17,7 +17,7 @@ from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.arguments import QuantizeArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED
 
-__all__ = ["quantize", "to_tiled"]
+__all__ = ["quantize", "quantize_unchecked", "to_tiled"]
 
 _SOURCES = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
 _COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
@@ -35,6 +35,13 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     Raises:
         ValueError: as `formats.nvfp4.quantize`.
     """
+    packed, amax = quantize_unchecked(weight, scale_search)
+    nvfp4.check_finite(amax)
+    return packed
+
+
+def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[NVFP4Weight, Tensor]:
+    """`formats.nvfp4.quantize_unchecked` of a weight on a CUDA device. Does not synchronise."""
     nvfp4.check_quantizable(weight, scale_search)
     weight = weight.detach()
     experts, n, k = weight.shape
@@ -52,8 +59,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
         rows = backend._aligned(weight[part])
         tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], global_scale[part])
         _launch(kernels, tensors, tuple(rows.shape))
-    nvfp4.check_finite(amax.view(torch.float32))
-    return NVFP4Weight(qdata, scale, global_scale)
+    return NVFP4Weight(qdata, scale, global_scale), amax.view(torch.float32)
 
 
 def to_tiled(weight: NVFP4Weight) -> NVFP4Weight:

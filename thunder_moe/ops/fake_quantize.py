@@ -1,0 +1,54 @@
+"""The operator thunder_moe::nvfp4_fake_quantize: a weight rounded to NVFP4 and back, with a straight-through gradient.
+Called by nvfp4.fake_quantize, qat and compiled graphs; calls kernels.select.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from thunder_moe.formats.nvfp4 import check_quantizable
+from thunder_moe.kernels import select
+from thunder_moe.ops.operator import operator
+
+__all__ = ["fake_quantize", "nvfp4_fake_quantize"]
+
+
+def _shapes(weight: Tensor, **_: Any) -> tuple[tuple[int, ...]]:
+    return (tuple(weight.shape),)
+
+
+def _check(weight: Tensor, scale_search: str | None = None) -> None:
+    check_quantizable(weight, scale_search)
+
+
+def _gradient(grad: Tensor, *, needs: Any, scale_search: str | None = None) -> tuple[Tensor]:
+    return (grad,)
+
+
+@operator(shapes=_shapes, check=_check, gradient=_gradient, differentiable=("weight",), saved=slice(0))
+def nvfp4_fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
+    """The operator behind `fake_quantize`."""
+    return select.fake_quantize(weight, scale_search)
+
+
+def fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
+    """A weight with the values that it has as NVFP4: ``dequantize(quantize(weight), weight.dtype)``, bit for bit.
+
+    The gradient of the result is that of the weight, unchanged ("straight through"), so that training through it finds
+    weights that are good in 4 bits. Compiles (one operator), never synchronises on CUDA, and can be captured in a CUDA
+    graph. As a parametrization of modules: `thunder_moe.prepare_qat_`.
+
+    Args:
+        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 16.
+        scale_search: as in `quantize`.
+
+    Returns:
+        (E, N, K), contiguous, in the weight's dtype. Experts with NaN or Inf are all NaN: `quantize`, which can tell,
+        raises an error.
+
+    Raises:
+        ValueError: wrong rank, dtype or K, or an unknown scale_search.
+    """
+    return nvfp4_fake_quantize(weight, scale_search=scale_search)
