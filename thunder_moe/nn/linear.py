@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, layout_of_rank
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
+from thunder_moe.kernels.select import bound_kernels, chosen_backend, lay_out, quantize
+from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
+from thunder_moe.ops.operator import is_bare
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +50,7 @@ class NVFP4Linear(NVFP4Module):
 
     bias: nn.Parameter | None
     _of_experts = False
+    _bound: Bound | None = None
 
     def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
         if weight.shape[0] != 1:
@@ -113,6 +116,11 @@ class NVFP4Linear(NVFP4Module):
             weight = self.nvfp4_weight
             out = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
             return out
+        bare = is_bare(x) and bound_kernels(x.device) is not None
+        if bare:
+            done = self._run_bound(x)
+            if done is not None:
+                return done
         # The same without the weight (1, N, K), whose views would cost 5 us a call.
         qdata, scale, layout = self.qdata, self.scale, LINEAR
         if qdata.ndim > 2:
@@ -120,7 +128,50 @@ class NVFP4Linear(NVFP4Module):
             qdata = qdata.view(self.out_features, self.in_features // 2)
             scale = scale.view(self.out_features, self.in_features // BLOCK_SIZE)
         out = mm(x, qdata.t(), scale, self.global_scale, self.bias, layout=layout)
+        if bare:
+            self._bind(x)
         return out
+
+    def _run_bound(self, x: Tensor) -> Tensor | None:
+        """The result by the kernel that is bound to the weight as it is; None where there is none."""
+        if self._bound is None or self._bound.kernels is None:
+            return None
+        state, kernel = self._bound.kernels
+        if kernel is None or state != self._state():
+            return None
+        out: Tensor | None = kernel(x)
+        return out
+
+    def _bind(self, x: Tensor) -> None:
+        """Binds the kernel for rows like these, for which the operator has just run, to the weight."""
+        served, state = bound_kernels(x.device), self._state()
+        if served is None or state is None:
+            return
+        bound = self._bound
+        if bound is None:
+            bound = self._bound = Bound()
+        known, kernel = bound.kernels or (None, None)
+        if known != state:
+            kernel = served.bind_linear(self.nvfp4_weight, self.bias)
+            bound.kernels = state, kernel
+        if kernel is not None:
+            kernel.learn(x)
+
+    def _state(self) -> tuple[Any, ...] | None:
+        """What a replacement of a tensor changes; None for tensors that are computed at each access (parametrized).
+
+        It takes the addresses and not the tensors: those of before are not to be kept alive.
+        """
+        buffers: Any = self._buffers
+        try:
+            qdata, scale, global_scale = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+            bias = self._parameters["bias"]
+        except KeyError:
+            return None
+        of_bias = None if bias is None else (bias.data_ptr(), bias.dtype)
+        return (
+            qdata.data_ptr(), qdata.ndim, scale.data_ptr(), global_scale.data_ptr(), global_scale.ndim, of_bias
+        )  # fmt: skip
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
@@ -175,15 +226,15 @@ class NVFP4LinearStack(NVFP4Linear):
         super().__init__(weight, bias, **options)
 
     def set_weight(self, weight: NVFP4Weight) -> None:
-        self._waiting.result = None
+        self._waiting.clear()
         super().set_weight(weight)
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        self._waiting.result = None
+        self._waiting.clear()
         super()._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._waiting.result = None
+        self._waiting.clear()
         super()._apply(fn, recurse)
         return self
 
@@ -191,6 +242,8 @@ class NVFP4LinearStack(NVFP4Linear):
         """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
         sizes = self._part_features
         assert sizes is not None
+        if shared and is_bare(x):
+            return self._bare_part(x, index, sizes)
         begin, last = sum(sizes[:index]), index == len(sizes) - 1
         shared = shared and not traced_by_thunder()
         waiting = self._waiting
@@ -206,12 +259,33 @@ class NVFP4LinearStack(NVFP4Linear):
             waiting.result = _remember(x, out, self)
         return out.narrow(-1, begin, sizes[index])
 
+    def _bare_part(self, x: Tensor, index: int, sizes: tuple[int, ...]) -> Tensor:
+        """The same where `is_bare` says that modes make no difference."""
+        waiting, bias = self._waiting, self._parameters.get("bias")
+        latest, waiting.parts = waiting.parts, None
+        of_bias = None if bias is None else (id(bias), _version(bias))
+        state = _version(x), id(self._buffers.get("qdata")), of_bias
+        parts: tuple[Tensor, ...]
+        if index == 0:
+            parts = self(x).split(sizes, -1)
+        elif latest is not None and latest[0]() is x and latest[1] == state:
+            parts = latest[2]
+        else:
+            return self.rows(x, sum(sizes[:index]), sizes[index])
+        if index + 1 < len(sizes):
+            waiting.parts = weakref.ref(x), state, parts
+        return parts[index]
+
 
 class _Waiting:
     """The result that parts wait for, beside the module, whose attributes are slow to set. A copy has no result."""
 
     def __init__(self) -> None:
         self.result: tuple[Any, ...] | None = None
+        self.parts: tuple[Any, ...] | None = None
+
+    def clear(self) -> None:
+        self.result = self.parts = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Waiting, ()

@@ -22,6 +22,8 @@ from thunder_moe.integrations.huggingface.routers import FusedRouter
 from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import bound, router
+from thunder_moe.nn import linear
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 BF16 = torch.bfloat16
 
@@ -29,9 +31,11 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def device(emulated, monkeypatch):
     """The CPU has the CUDA kernels, and no others but the reference."""
-    for cached in (select._best, select._load):
-        cached.cache_clear()
-        monkeypatch.setattr(select, cached.__name__, cached.__wrapped__)
+    for name in ("_best", "_load", "bound_kernels"):
+        uncached = getattr(select, name).__wrapped__
+        for module in (select, experts_module, routers_module, linear):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, uncached)
     monkeypatch.setattr(select, "BACKENDS", {"cuda": ("cpu",), "reference": None})
     monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
 
@@ -62,7 +66,7 @@ def calls(device, monkeypatch):
 def by_operators(model, *args, **options):
     """What a model gives when everything goes through the operators."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (experts_module, routers_module):
+        for module in (experts_module, routers_module, linear):
             patch.setattr(module, "is_bare", lambda tensor: False)
         return model(*args, **options)
 
@@ -219,3 +223,66 @@ def test_where_the_operators_run(calls):
     with torch.autocast("cpu", BF16):  # under which the router's own forward runs
         assert torch.equal(block(x), by_operators(block, x))
     assert calls()[0] == 0
+
+
+def stack_of(*sizes):
+    """A stack in layout "linear", its parts, and an input."""
+    linears = [nn.Linear(64, size, bias=True, dtype=BF16) for size in sizes]
+    stack = NVFP4LinearStack.from_linear(*linears, layout="linear")
+    return stack, [NVFP4LinearPart(stack, index) for index in range(len(sizes))], torch.randn(1, 2, 64, dtype=BF16)
+
+
+@torch.no_grad()
+def test_dense_layers(device, monkeypatch):
+    layer = NVFP4Linear.from_linear(nn.Linear(64, 32, dtype=BF16), layout="linear")
+    other = NVFP4Linear.from_linear(nn.Linear(64, 32, dtype=BF16), layout="linear")
+    ran, run = [], bound.BoundLinear.__call__
+    monkeypatch.setattr(bound.BoundLinear, "__call__", lambda self, x: ran.append(run(self, x)) or ran[-1])
+    for shape in ((64,), (1, 64), (2, 3, 64)):
+        x = torch.randn(shape, dtype=BF16)
+        for _ in range(2):
+            assert torch.equal(layer(x), by_operators(layer, x))
+        assert ran.pop() is not None
+    strided = torch.randn(64, 2, dtype=BF16).t()
+    shifted = torch.randn(129, dtype=BF16)[1:].view(2, 64)
+    for x in (strided, shifted, torch.randn(2, 64), torch.empty(0, 64, dtype=BF16)):
+        layer(x)
+        assert torch.equal(layer(x), by_operators(layer, x))
+        assert ran.pop() is None
+    x = torch.randn(1, 64, dtype=BF16)
+    layer.set_weight(other.nvfp4_weight)
+    layer.bias = other.bias
+    assert torch.equal(layer(x), other(x))
+    layer.bias = None
+    assert torch.equal(layer(x), by_operators(layer, x))
+    nn.utils.parametrize.register_parametrization(other, "bias", Plus())
+    assert torch.equal(other(x), by_operators(other, x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    with pytest.raises(ValueError, match="activation"):
+        layer(torch.randn(1, 48, dtype=BF16))
+
+
+@torch.no_grad()
+def test_stacks_share_a_call(device, monkeypatch):
+    stack, parts, x = stack_of(32, 16, 16)
+
+    def expected():
+        return by_operators(NVFP4Linear.forward, stack, x).split((32, 16, 16), -1)
+
+    called = []
+    handle = stack.register_forward_hook(lambda *_: called.append(1))
+    for _ in range(2):
+        assert all(map(torch.equal, (part(x) for part in parts), expected()))
+    assert len(called) == 2
+    handle.remove()
+    parts[0](x)
+    x += 1  # what waits is of other values
+    assert torch.equal(parts[1](x), expected()[1])
+    parts[0](x)
+    stack.bias += 1
+    assert torch.equal(parts[1](x), expected()[1])
+    parts[0](x)
+    assert torch.equal(parts[1](x + 0), expected()[1])  # another tensor
+    parts[0](x)
+    stack.set_weight(stack_of(32, 16, 16)[0].nvfp4_weight)
+    assert torch.equal(parts[1](x), expected()[1])

@@ -17,7 +17,6 @@ from thunder_moe.families import weight_key
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
-from thunder_moe.integrations.huggingface.bound import Bound
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,
     form_of,
@@ -29,6 +28,7 @@ from thunder_moe.integrations.huggingface.implementation import run_experts
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels, lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
+from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
@@ -133,7 +133,7 @@ class NVFP4Experts(nn.Module):
         first: Any = modules["gate_up_proj"]
         second: Any = modules["down_proj"]
         order = None if self.row_orders is None else self.row_orders.take(top_k_index, getattr(first, "num_experts", 0))
-        bare = is_bare(hidden_states)
+        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
         if bare and (order is None or isinstance(order, PackedOrder)):
             kernels = self._kernels(first, second)
             done: Tensor | None = None if kernels is None else kernels(*inputs, order)

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
-from thunder_moe.integrations.huggingface.bound import Bound
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels
+from thunder_moe.nn.bound import Bound
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
@@ -176,7 +176,8 @@ class FusedRouter(nn.Module):
         bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if call.scores_float else hidden_states.dtype
-        launch = self._launch(logits, bias, dtype) if is_bare(hidden_states) else None
+        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
+        launch = self._launch(logits, bias, dtype) if bare else None
         found = None if launch is None else launch.packed(logits, bias)
         if found is not None:
             scores, ids, packed = found

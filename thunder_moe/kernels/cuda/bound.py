@@ -1,10 +1,10 @@
-"""The experts of a layer bound to their weights: a call allocates twice, fills three structs, launches three kernels.
-Called by integrations.huggingface through kernels/select.py, for eager inference at the least host time; calls
-backend.py for the launches, and those of layer.py and router.py.
+"""Operators bound to a module's weights: a call allocates, fills the structs of its kernels and launches them.
+Called by integrations.huggingface and nn.linear through kernels/select.py, for eager inference at the least host time;
+calls backend.py for the launches, and those of layer.py, prepared.py and router.py.
 
 What the operators do at every call, such as looking up the launches by all operands, happens here once for given
 weights and a number of tokens. Legend: T tokens, A = top_k, M = T * A rows, E experts, H hidden_size,
-I intermediate_size.
+I intermediate_size, N and K output and input features.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.configs import TILED
 from thunder_moe.kernels.cuda.layer import GEMMS, LayerLaunch
+from thunder_moe.kernels.cuda.prepared import GemmLaunch, gemm_launch
 from thunder_moe.kernels.cuda.router import router_launch, unserved_reason
 from thunder_moe.routing import RouterForm
 
-__all__ = ["BoundExperts", "Chain", "bind_experts", "bind_router"]
+__all__ = ["BoundExperts", "BoundLinear", "Chain", "Weights", "bind_experts", "bind_linear", "bind_router"]
 
 _ALIGNED = 256  # bytes: of the parts of a chain's memory
 _MAX_KINDS = 256  # of calls that bound experts remember
@@ -140,6 +141,84 @@ class BoundExperts:
             self._chains[_kind(hidden_states, expert_ids, expert_weights)] = chain
 
 
+class BoundLinear:
+    """`f16a_nvfp4weight_scaled_mm` for a given weight, on rows that need no conversion.
+
+    Args:
+        launch_of: rows (..., K) -> the launch for their number, dtype and device, which have passed the operator's
+            checks; None where they have to be converted first.
+        weight: addresses of qdata, scale and global_scale, whose memory the caller keeps alive.
+        bias: likewise; 0 for none.
+        features: N.
+        device: of the weight.
+    """
+
+    def __init__(
+        self,
+        launch_of: Callable[[Tensor], GemmLaunch | None],
+        weight: tuple[int, int, int],
+        bias: int,
+        features: int,
+        device: torch.device,
+    ) -> None:
+        self._launch_of, self._weight, self._bias = launch_of, weight, bias
+        self._features, self._index = features, device.index
+        self._known: dict[Any, tuple[GemmLaunch, tuple[int, ...]]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """What the operator gives for (..., K), bit for bit; None where only it can tell, as in `BoundExperts`."""
+        known = self._known.get((x.shape, x.dtype, x.device))
+        if known is None or launch.current_device() != self._index or not x.is_contiguous():
+            return None
+        gemm, shape = known
+        address = x.data_ptr()
+        if address & 15:
+            return None
+        out, workspace, sums = x.new_empty(shape), gemm.take_workspace(False), None
+        if gemm.sums_bytes:
+            sums = x.new_empty(gemm.sums_bytes // 2)  # of 16 bits each
+        fields = gemm.fields(
+            address, *self._weight, 0, 0, 0, self._bias, out.data_ptr(), 0 if sums is None else sums.data_ptr(),
+            0 if workspace is None else workspace.data_ptr(), False,
+        )  # fmt: skip
+        gemm.launcher(launch.current_stream(self._index), *fields)
+        return out
+
+    def learn(self, x: Tensor) -> None:
+        """Makes calls with rows like these quick, for which the operator has just run."""
+        gemm = self._launch_of(x)
+        if len(self._known) >= _MAX_KINDS:
+            self._known.clear()
+        if gemm is not None:
+            self._known[x.shape, x.dtype, x.device] = gemm, (*x.shape[:-1], self._features)
+
+
+def bind_linear(weight: NVFP4Weight, bias: Tensor | None) -> BoundLinear | None:
+    """`f16a_nvfp4weight_scaled_mm` bound to a weight (1, N, K) and a bias (N,); None where they have to be converted at
+    every call."""
+    tensors = *weight.tensors(), *(() if bias is None else (bias,))
+    device, (_, n, k), layout, per_row = weight.device, weight.shape, weight.layout, weight.global_scale.ndim == 2
+    of_bias = None if bias is None else bias.dtype
+    if layout not in (LINEAR, TILED) or not _addressable(tensors, device) or of_bias not in (None, *DTYPE_CODES):
+        return None
+
+    def launch_of(x: Tensor) -> GemmLaunch | None:
+        rows = x.numel() // k
+        if x.dtype == torch.float32 or rows == 0 or x.device != device:
+            return None
+        facts = backend._device_facts(device)
+        gemm = gemm_launch(rows, 1, n, k, None, x.dtype, layout, per_row, None, of_bias, None, device, facts, None)
+        return gemm if gemm.layout == layout and gemm.alone else None
+
+    qdata, scale, global_scale = (tensor.data_ptr() for tensor in weight.tensors())
+    return BoundLinear(launch_of, (qdata, scale, global_scale), 0 if bias is None else bias.data_ptr(), n, device)
+
+
+def _addressable(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether kernels can read all tensors where they lie."""
+    return all(tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
 def bind_experts(
     gate_up: NVFP4Weight, down: NVFP4Weight, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     weight_on_input: bool, form: GLU,
@@ -152,7 +231,7 @@ def bind_experts(
         not {gate_up.layout, down.layout} <= {LINEAR, TILED}
         or (gate_up.layout == TILED and features % 64 != 0)
         or experts > backend.MAX_EXPERTS
-        or any(tensor.device != device or not tensor.is_contiguous() or tensor.data_ptr() & 15 for tensor in tensors)
+        or not _addressable(tensors, device)
         or not all(bias is None or bias.dtype in DTYPE_CODES for bias in biases)
     ):
         return None

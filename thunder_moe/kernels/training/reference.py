@@ -47,9 +47,7 @@ def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = No
     return grouped_mm(grad, weight.transpose(1, 2), offsets, out)
 
 
-def wgrad(
-    rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False
-) -> Tensor:
+def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None, accumulate: bool = False) -> Tensor:
     """Rows (M, K), gradient (M, N) of the output -> gradient (E, N, K) of the weight, in the rows' dtype.
 
     Args:

@@ -1,5 +1,5 @@
 """`Bound`: the kernels that a module has bound to its tensors, for eager inference without the operators' host time.
-Called by experts and routers; what it holds comes from kernels.cuda.bound.
+Called by linear and by integrations.huggingface; what it holds comes from kernels.cuda.bound.
 """
 
 from __future__ import annotations
