@@ -1,5 +1,5 @@
 """Reports of the model suite: tables, kernels of profiles, plot, and several reports merged into one.
-Called by suites/model.py; calls harness/report.py.
+Called by suites/model.py; calls harness/{report,column}.py.
 
 A report is the content of the suite's JSON: "environment", "read_bytes_per_second" and the options of the run, and
 "rows", one for each column of a model with an attention. A merged one has "runs" too, the reports that it is made of,
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.column import COLUMNS
 from benchmarks.harness.report import markdown, plot_lines
 
 __all__ = ["FULL", "legend", "merged", "peak_bytes", "plot", "profiles", "tables"]
@@ -76,6 +77,7 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
     for row in rows:
         groups.setdefault((row["model"], row.get("layers"), row["attention"]), []).append(row)
     for (model, _, attention), group in groups.items():
+        group.sort(key=lambda row: list(COLUMNS).index(row["column"]))
         layers = next((f"{row['layers']} of {row['all_layers']}" for row in group if "layers" in row), "no")
         cells = [["", *(row["column"] for row in group)]]
         for name, text in _lines(group):
@@ -151,7 +153,7 @@ def _spread(cell: dict[str, Any]) -> float | None:
 
 def _milliseconds(cell: dict[str, Any]) -> str:
     def text(seconds: float) -> str:
-        return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
+        return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:#.3g}"
 
     mark = " (no graph)" if "not captured" in cell["method"] else ""
     if (_spread(cell) or 0) > DISTURBED:
