@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import select
+from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["WEIGHT_CACHE", "WeightCache", "pad_rows", "refresh_", "stacked_layout"]
@@ -69,7 +69,7 @@ class WeightCache:
         # How often a storage that an entry reads was declared changed, by the storage's address as an object.
         self._epochs: dict[int, int] = {}
         self._generation = 0  # counts all changes of _epochs
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._orphans = False  # a storage has died
         self._watching = False
 

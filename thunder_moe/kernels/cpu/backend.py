@@ -20,7 +20,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
+from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
 
@@ -56,7 +56,7 @@ _HEADERS = tuple(
 )
 _STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
 
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:

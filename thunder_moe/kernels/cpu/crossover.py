@@ -15,11 +15,12 @@ import math
 import os
 import pathlib
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
 import torch
+
+from thunder_moe.kernels.forks import ForkLock
 
 __all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_for"]
 
@@ -31,7 +32,7 @@ ROUNDS = 5
 # (1536, 2048), one thread 28.8 and 28.9 ms, two threads 14.3 and 16.5 ms.
 TIE = 1.02
 
-_lock = threading.Lock()
+_lock = ForkLock()
 _known: dict[str, Limits] = {}
 _forced: Limits | None = None
 

@@ -1,0 +1,70 @@
+"""Quantized models in forked processes, as workers of a DataLoader are: same results, and no lock that stays closed.
+Called by pytest; the program runs in a process of its own, which forks.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+PARENT = """
+import os, threading, torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_
+from thunder_moe.kernels.cpu import backend, crossover
+from thunder_moe.weight_cache import WEIGHT_CACHE
+
+torch.manual_seed(0)
+model = quantize_(nn.Sequential(Llama4MoE(Llama4MoEConfig(64, 64, 4, top_k=2), dtype=torch.bfloat16)), linears=True)
+xs = torch.randn(4, 1, 9, 64, dtype=torch.bfloat16)
+weight = nn.Parameter(torch.randn(4, 32, 64, dtype=torch.bfloat16), requires_grad=False)
+with torch.no_grad():
+    expected = [model(x) for x in xs]  # with all threads: torch's OpenMP has its pool now
+"""
+WORKERS = """
+class Outputs(Dataset):
+    def __len__(self):
+        return len(xs)
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return model(xs[index])
+
+loader = DataLoader(Outputs(), batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=60)
+print(all(map(torch.equal, loader, expected)), flush=True)
+"""
+LOCKS = """
+held, done = threading.Event(), threading.Event()
+def hold():
+    with WEIGHT_CACHE._lock, backend._lock, crossover._lock:
+        held.set()
+        done.wait()
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    crossover._known.clear()
+    with torch.no_grad():
+        same = torch.equal(model(xs[0]), expected[0]) and WEIGHT_CACHE.get(weight, transposed=False) is not None
+    os._exit(0 if same else 1)
+_, status = os.waitpid(child, 0)
+done.set()
+thread.join()
+with WEIGHT_CACHE._lock:
+    child = os.fork()  # the child goes on inside, too
+if child == 0:
+    os._exit(0)
+print(os.waitstatus_to_exitcode(status) == 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0)
+"""
+
+
+def test_forked_processes():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PARENT + WORKERS + LOCKS], capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout.split() == ["True", "True"], run.stderr
