@@ -1,5 +1,5 @@
-// Runs the source of a CUDA kernel on a CPU: one block at a time, each thread a fiber, warp and block instructions as
-// meeting points. Included before the kernel by the programs of emulator/build.py; calls ucontext alone.
+// Runs the source of a CUDA kernel on a CPU: one block or cluster of blocks at a time, each thread a fiber, warp and block
+// instructions as meeting points. Included before the kernel by the programs of emulator/build.py; calls ucontext alone.
 // Where hardware may act early or late, it acts at the worst time that an `Adversary` allows, so that a missing barrier or
 // wait gives a wrong result. It checks what a kernel computes and that its barriers match, not how fast it is.
 #pragma once
@@ -23,9 +23,15 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define DYNAMIC_SHARED(type, name)                                 \
   alignas(16) static type name[(227 << 10) / sizeof(type)];        \
   if (first_of_block()) std::memset(name, 0xFF, sizeof(name)) /* NaNs */
+// That of each block of a cluster; the kernel's first statement, which starts the other blocks.
+#define CLUSTER_SHARED(type, name, blocks)                                             \
+  alignas(16) static type shared_of_blocks[blocks][(227 << 10) / sizeof(type)];        \
+  type* const name = shared_of_blocks[rank_in_cluster(blocks, sizeof(*shared_of_blocks))]; \
+  if (first_of_block()) std::memset(name, 0xFF, sizeof(*shared_of_blocks))
 using std::max;
 using std::min;
 
@@ -103,53 +109,60 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool done = false;
   int meetings = 0;
+  long cluster_meeting = 0;  // that it has arrived at
   Pending<Copy> copies;
   Pending<std::function<void()>> products;
 };
 
 static std::vector<Fiber> fibers;
+static int current;  // the fiber that runs: thread current % blockDim.x of block current / blockDim.x of the cluster
 static ucontext_t scheduler;
-static bool block_has_begun;
+constexpr int kMaxCluster = 16;
+static int cluster_blocks;  // that run
+static size_t shared_bytes;  // of a block of a cluster
+static bool block_has_begun[kMaxCluster];
+static int block_of_cluster() { return current / blockDim.x; }
 static bool first_of_block() {
-  const bool first = !block_has_begun;
-  block_has_begun = true;
+  bool& has_begun = block_has_begun[block_of_cluster()];
+  const bool first = !has_begun;
+  has_begun = true;
   return first;
+}
+static int rank_in_cluster(int blocks, size_t bytes) {
+  cluster_blocks = blocks, shared_bytes = bytes;
+  return block_of_cluster();
 }
 static std::function<void()> kernel_body;
 
-// ---- the kernel before: its result is hidden until a thread of the block waits for it ----
+// ---- the kernel before: its result is hidden until a thread of the block, or cluster, waits for it ----
 
 static std::vector<char> result_of_previous_kernel;
-static bool block_has_waited;
+static bool block_has_waited[kMaxCluster], result_is_hidden;
 static void hide_result() {
-  block_has_waited = false;
+  std::fill_n(block_has_waited, kMaxCluster, false);
+  result_is_hidden = true;
   if (adversary.late_bytes > 0) std::memset(adversary.late_result, 0xFF, adversary.late_bytes);
 }
 
-static void yield() {
-  const int self = threadIdx.x;
-  swapcontext(&fibers[self].context, &scheduler);
-  threadIdx.x = self;
-}
+static void yield() { swapcontext(&fibers[current].context, &scheduler); }
 
 static void await_previous_kernel() {
-  if (adversary.late_bytes > 0 && !block_has_waited) {
+  if (adversary.late_bytes > 0 && result_is_hidden) {
     yield();  // those that do not wait come first
     std::memcpy(adversary.late_result, result_of_previous_kernel.data(), adversary.late_bytes);
   }
-  block_has_waited = true;
+  block_has_waited[block_of_cluster()] = true, result_is_hidden = false;
 }
 
 static void fiber_main() {
   kernel_body();
-  const Fiber& fiber = fibers[threadIdx.x];
+  Fiber& fiber = fibers[current];
   if (!fiber.products.groups.empty() || !fiber.products.open.empty()) {
     std::fprintf(stderr, "cuda_emulator: a thread left the kernel before its products were done\n");
     std::abort();
   }
-  fibers[threadIdx.x].done = true;
-  const int self = threadIdx.x;
-  swapcontext(&fibers[self].context, &scheduler);
+  fiber.done = true;
+  swapcontext(&fiber.context, &scheduler);
 }
 
 // A meeting point of `size` fibers; the last to come opens it for all.
@@ -167,8 +180,23 @@ struct Meeting {
   }
 };
 
-static Meeting block_meeting;
-static Meeting warp_meetings[32];
+static Meeting block_meetings[kMaxCluster];
+static Meeting warp_meetings[32 * kMaxCluster];
+
+// The fibers of one more block.
+static void start_block(int threads) {
+  for (int i = 0; i < threads; ++i) {
+    fibers.emplace_back();
+    Fiber& fiber = fibers.back();
+    constexpr size_t kStack = 1 << 16;
+    fiber.stack = std::make_unique<char[]>(kStack);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+}
 
 // A row of blocks: those of number y and z along the other dimensions of the grid.
 template <class Body>
@@ -178,38 +206,38 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
   blockDim = {threads, 1, 1};
   const char* const result = static_cast<const char*>(adversary.late_result);
   result_of_previous_kernel.assign(result, result + adversary.late_bytes);
-  for (int block = 0; block < grid; ++block) {
-    blockIdx = {block, y, z};
-    block_has_begun = false;
+  for (int block = 0; block < grid; block += cluster_blocks) {
+    std::fill_n(block_has_begun, kMaxCluster, false);
     hide_result();
-    fibers = std::vector<Fiber>(threads);
-    for (int i = 0; i < threads; ++i) {
-      Fiber& fiber = fibers[i];
-      constexpr size_t kStack = 1 << 16;
-      fiber.stack = std::make_unique<char[]>(kStack);
-      getcontext(&fiber.context);
-      fiber.context.uc_stack.ss_sp = fiber.stack.get();
-      fiber.context.uc_stack.ss_size = kStack;
-      fiber.context.uc_link = nullptr;
-      makecontext(&fiber.context, fiber_main, 0);
-    }
+    cluster_blocks = 1;
+    fibers.clear();
+    fibers.reserve(kMaxCluster * threads);  // a context must not move
+    start_block(threads);
     for (int live = threads, turns = 0; live > 0; ++turns) {
       live = 0;
-      for (int turn = 0; turn < threads; ++turn) {
+      const int count = static_cast<int>(fibers.size());
+      for (int turn = 0; turn < count; ++turn) {
         // 29 is no divisor of a number of threads, so that every thread has its turn.
-        const int any = static_cast<int>((turn * 29LL + turns * 31LL) % threads);
-        const int i = adversary.order == 1 ? threads - 1 - turn : adversary.order == 2 ? any : turn;
-        if (fibers[i].done) continue;
-        threadIdx.x = i;
-        swapcontext(&scheduler, &fibers[i].context);
-        live += !fibers[i].done;
+        const int any = static_cast<int>((turn * 29LL + turns * 31LL) % count);
+        current = adversary.order == 1 ? count - 1 - turn : adversary.order == 2 ? any : turn;
+        if (fibers[current].done) continue;
+        threadIdx.x = current % threads;
+        blockIdx = {block + current / threads, y, z};
+        const int self = current;
+        swapcontext(&scheduler, &fibers[self].context);
+        live += !fibers[self].done;
       }
+      while (static_cast<int>(fibers.size()) < cluster_blocks * threads) start_block(threads);
       if (turns > 100000000 / threads) {
         std::fprintf(stderr, "cuda_emulator: threads wait at different barriers\n");
         std::abort();
       }
     }
-    if (!block_has_waited) {
+    if (grid % cluster_blocks != 0) {
+      std::fprintf(stderr, "cuda_emulator: a grid of %d blocks in clusters of %d\n", grid, cluster_blocks);
+      std::abort();
+    }
+    if (std::count(block_has_waited, block_has_waited + cluster_blocks, true) != cluster_blocks) {
       std::fprintf(stderr, "cuda_emulator: a block has ended without waiting for the kernel before it\n");
       std::abort();
     }
@@ -217,23 +245,36 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
       std::fprintf(stderr, "cuda_emulator: a block has ended before its bulk copies were done\n");
       std::abort();
     }
-    if (block_meeting.arrived != 0) {
-      std::fprintf(stderr, "cuda_emulator: a thread left the kernel while others wait at a barrier\n");
-      std::abort();
-    }
+    for (const Meeting& meeting : block_meetings)
+      if (meeting.arrived != 0) {
+        std::fprintf(stderr, "cuda_emulator: a thread left the kernel while others wait at a barrier\n");
+        std::abort();
+      }
   }
 }
 
-static void __syncthreads() { block_meeting.wait(blockDim.x); }
-static void __syncwarp() { warp_meetings[threadIdx.x / 32].wait(32); }
+static void __syncthreads() { block_meetings[block_of_cluster()].wait(blockDim.x); }
+static void __syncwarp() { warp_meetings[current / 32].wait(32); }
+
+// All threads of a cluster, and those that have exited.
+static Meeting cluster_meeting;
+static void cluster_arrive() {
+  fibers[current].cluster_meeting = cluster_meeting.generation;
+  if (++cluster_meeting.arrived < cluster_blocks * blockDim.x) return;
+  cluster_meeting.arrived = 0;
+  ++cluster_meeting.generation;
+}
+static void cluster_wait() {
+  while (cluster_meeting.generation == fibers[current].cluster_meeting) yield();
+}
 
 // ---- collectives of a warp: each lane leaves its value, all meet, each takes what it wants ----
 
 template <class T>
 static const T* exchange(const T& mine) {
-  static T slots[2][32][32];
-  static long turn[32][32];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  static T slots[2][32 * kMaxCluster][32];
+  static long turn[32 * kMaxCluster][32];
+  const int warp = current / 32, lane = threadIdx.x % 32;
   T(&buffer)[32] = slots[turn[warp][lane]++ % 2][warp];  // two in turn: nobody overwrites what a slow lane still reads
   buffer[lane] = mine;
   warp_meetings[warp].wait(32);
@@ -389,15 +430,15 @@ static void copy_bytes(void* to_shared, const void* from, size_t bytes, bool val
   }
   Copy copy{to_shared, make_uint4(0, 0, 0, 0), bytes};
   if (valid) std::memcpy(&copy.value, from, bytes);
-  if (adversary.late_copies) fibers[threadIdx.x].copies.open.push_back(copy);
+  if (adversary.late_copies) fibers[current].copies.open.push_back(copy);
   else copy();
 }
 static void cp_async16(uint4* to_shared, const void* from, bool valid) { copy_bytes(to_shared, from, 16, valid); }
 static void cp_async4(uint32_t* to_shared, const void* from) { copy_bytes(to_shared, from, 4, true); }
-static void cp_async_commit() { fibers[threadIdx.x].copies.commit(); }
+static void cp_async_commit() { fibers[current].copies.commit(); }
 template <int PENDING>
 static void cp_async_wait() {
-  fibers[threadIdx.x].copies.wait(PENDING, [](const Copy& copy) { copy(); });
+  fibers[current].copies.wait(PENDING, [](const Copy& copy) { copy(); });
 }
 
 static uint4* align_shared(uint4* memory, uint32_t to) {
@@ -452,6 +493,28 @@ static void mbarrier_wait(Mbarrier* barrier, int parity) {
   }
 }
 
+static void mbarrier_wait_cluster(Mbarrier* barrier, int parity) { mbarrier_wait(barrier, parity); }
+
+static char* in_block(void* place, int rank) {  // the same place in another block's shared memory
+  return static_cast<char*>(place) + (rank - block_of_cluster()) * static_cast<int64_t>(shared_bytes);
+}
+static void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
+  if (fibers[rank * blockDim.x].done) {
+    std::fprintf(stderr, "cuda_emulator: an arrival at a barrier of a block that may have ended\n");
+    std::abort();
+  }
+  mbarrier_arrive(reinterpret_cast<Mbarrier*>(in_block(barrier, rank)));
+}
+
+static void send_floats(float* to, const float (&values)[4], Mbarrier* barrier, int rank) {
+  to = reinterpret_cast<float*>(in_block(to, rank)), barrier = reinterpret_cast<Mbarrier*>(in_block(barrier, rank));
+  check(barrier);
+  BulkCopy copy = {to, nullptr, 16, barrier, {}};
+  std::memcpy(&copy.value, values, 16);
+  if (adversary.late_copies) std::memset(to, 0xFF, 16), bulk_copies.push_back(copy);
+  else perform(copy);
+}
+
 static void copy_piece(uint4* to, const void* from, Mbarrier* barrier) {  // 16 bytes; zeros where `from` is null
   if (adversary.late_copies) {
     std::memset(to, 0xFF, 16);
@@ -498,16 +561,25 @@ static void tma_load_box(void* to_shared, const TensorMap* map, int k, int row, 
     }
 }
 
+static void tma_multicast_box(void* to_shared, const TensorMap* map, int k, int row, Mbarrier* barrier, int ranks) {
+  for (int rank = 0; rank < cluster_blocks; ++rank)
+    if (ranks >> rank & 1) {
+      Mbarrier* const there = reinterpret_cast<Mbarrier*>(in_block(barrier, rank));
+      check(there);
+      tma_load_box(in_block(to_shared, rank), map, k, row, there);
+    }
+}
+
 template <int REGISTERS>
 static void shrink_registers() {}
 template <int REGISTERS>
 static void grow_registers() {}
 
-static Meeting named_meetings[16];
+static Meeting named_meetings[kMaxCluster][16];
 static void named_barrier_sync(int id, int threads) {
-  named_meetings[id].wait(threads);
+  named_meetings[block_of_cluster()][id].wait(threads);
   const int group = threadIdx.x / 128, groups = blockDim.x / 128;
-  if (adversary.order == 3 && fibers[threadIdx.x].meetings++ % groups == group)
+  if (adversary.order == 3 && fibers[current].meetings++ % groups == group)
     for (int i = 0; i < 600; ++i) yield();
 }
 
@@ -543,15 +615,17 @@ static void ldmatrix_x4_transposed(uint32_t (&out)[4], const uint4* row) {
 }
 
 static void wgmma_fence() {}
-static void wgmma_commit() { fibers[threadIdx.x].products.commit(); }
+static void wgmma_commit() { fibers[current].products.commit(); }
 template <int PENDING>
 static void wgmma_wait() {
-  fibers[threadIdx.x].products.wait(PENDING, [](const std::function<void()>& product) { product(); });
+  fibers[current].products.wait(PENDING, [](const std::function<void()>& product) { product(); });
 }
 static void fence_proxy_async() {}
 
 template <int NUMBER>
 static void keep_apart() {}
+template <int R, int C>
+static void keep_behind(float (&)[R][C][4]) {}
 typedef const uint4* MatrixDescriptor;
 static MatrixDescriptor matrix_descriptor(const uint4* tile) { return tile; }
 
@@ -601,7 +675,7 @@ static void wgmma_rows(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor 
 template <bool BF16, int N, int C>
 static void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], MatrixDescriptor tile, int step) {
   if (adversary.late_products)
-    fibers[threadIdx.x].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, N>(acc, a, tile, step); });
+    fibers[current].products.open.push_back([&acc, &a, tile, step] { multiply_tile<BF16, N>(acc, a, tile, step); });
   else
     multiply_tile<BF16, N>(acc, a, tile, step);
 }

@@ -31,6 +31,16 @@ SHARED = [
 ]
 
 
+CLUSTERS = [
+    GemmConfig("tiled_cluster", 1, 1, 3, 1, 2, splits=4),
+    GemmConfig("tiled_cluster", 8, 1, 1, 1, 4),
+    GemmConfig("tiled_cluster", 8, 1, 2, 2, 1, splits=3),
+    GemmConfig("tiled_cluster", 16, 1, 2, 1, 2, splits=2, sharers=2),
+    GemmConfig("tiled_cluster", 4, 1, 1, 2, 2, splits=2, sharers=4),
+    GemmConfig("tiled_cluster", 12, 1, 4, 1, 1, sharers=1),
+]
+
+
 def needs_hopper():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("kernels of tiled weights are for compute capability 9.0")
@@ -56,7 +66,7 @@ def test_any_rows(dtype, layout, n, k):
         assert relative_error(out, x.float() @ exact.T + bias) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("config", SHARED, ids=str)
+@pytest.mark.parametrize("config", SHARED + CLUSTERS, ids=str)
 def test_blocks_share_few_tiles(config):
     needs_hopper()
     for n, k in ((512, 2048), (2048, 4096), (5120, 5120)):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config
+from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config, dense_candidates
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -43,7 +43,22 @@ def test_configurations_fit_the_device(capability):
                         else:
                             assert config == config.fitted(k)
                             assert config.warps_k * 64 <= max(64, k)
-                            assert config.stages >= 3
+                            assert config.stages >= (2 if config.kernel == "tiled_cluster" else 3)
+                            assert config.serves(experts, k)
+                            assert config.splits * config.sharers <= 8  # blocks of a portable cluster
+
+
+def test_one_weight_alone_takes_clusters():
+    """Groups do not, not even a single row, which is one group's; nor a K that its warpgroups cannot share."""
+    shape = dict(features=5120, swiglu=False, multiprocessors=132, capability=(9, 0), layout="tiled_64x64")
+    for rows in (1, 8, 64, 96, 128, 256):
+        config = choose_config(rows, 1, k=2048, **shape)
+        assert config.kernel == "tiled_cluster"
+        assert config in dense_candidates(rows, 5120, 2048, (9, 0), "tiled_64x64")
+        assert choose_config(rows, 1, k=64, **shape).serves(1, 64)
+        assert choose_config(rows, 128, k=2048, **shape).kernel != "tiled_cluster"
+        assert choose_config(rows, 1, k=2048, **dict(shape, swiglu=True)).kernel != "tiled_cluster"
+    assert not any(config.kernel == "tiled_cluster" for config in candidates(Point(1, 1.0, 5120, 2048), False, (9, 0)))
 
 
 def test_a_configuration_is_fitted_to_k():
@@ -52,6 +67,13 @@ def test_a_configuration_is_fitted_to_k():
     assert mma.fitted((1 << 20) + 64) == GemmConfig("tiled_mma", 1, 1, 1, 4, 4, False)
     assert wgmma.fitted(512) == wgmma
     assert wgmma.fitted(384).depth == 2
+    cluster = GemmConfig("tiled_cluster", 8, 1, 1, 2, 4, splits=3)
+    assert cluster.fitted(2048) == cluster
+    assert cluster.fitted(64 * 2 * 6).depth == 2
+    assert cluster.serves(1, 64 * 2 * 6)
+    assert not cluster.serves(1, 64 * 7)  # two warpgroups along K
+    assert not cluster.serves(1, 64 * 2)  # three blocks
+    assert not cluster.serves(2, 2048)
 
 
 def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):

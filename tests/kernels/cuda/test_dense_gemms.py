@@ -2,16 +2,31 @@
 Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
 """
 
+import functools
+
 import pytest
 import torch
 from emulated_gemms import CONFIGS, DTYPES, TILED_CONFIGS, make
+from emulator.guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, relative_error
 
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import prepared
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
-NAMES = ("split 2", "wgmma", "tiled mma, split 2", "tiled mma, shared", "tiled wgmma")
-ALL = CONFIGS | TILED_CONFIGS
+CLUSTERS = {
+    "one block": GemmConfig("tiled_cluster", 2, 1, 1, 1, 1),
+    "along N": GemmConfig("tiled_cluster", 8, 1, 2, 1, 2),
+    "warpgroups along K": GemmConfig("tiled_cluster", 4, 1, 1, 4, 1),
+    "two blocks": GemmConfig("tiled_cluster", 4, 1, 1, 1, 2, splits=2),
+    "three blocks, two warpgroups along K": GemmConfig("tiled_cluster", 8, 1, 2, 2, 1, splits=3),
+    "more blocks than blocks of tokens": GemmConfig("tiled_cluster", 2, 1, 1, 1, 1, splits=5),
+    "two blocks take turns at tokens": GemmConfig("tiled_cluster", 4, 1, 1, 1, 2, sharers=2),
+    "four blocks, two along each": GemmConfig("tiled_cluster", 8, 1, 2, 1, 2, splits=2, sharers=2),
+}
+NAMES = ("split 2", "wgmma", "tiled mma, split 2", "tiled mma, shared", "tiled wgmma", "two blocks")
+ALL = CONFIGS | TILED_CONFIGS | CLUSTERS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,3 +70,45 @@ def test_float32_runs_on_the_reference(emulated):
     weight, exact = make(1, 64, 64)
     x = torch.randn(3, 64)
     assert relative_error(cuda.mm(x, weight, torch.ones(64)), x @ exact[0].T + 1) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 33, 75])
+@pytest.mark.parametrize("config", CLUSTERS.values(), ids=CLUSTERS.keys())
+def test_a_cluster_shares_a_tile(emulated, hopper, config, rows):
+    weight, exact = make(1, 192, 768, halves=2)
+    weight, bias = weight.to_layout("tiled_64x64"), torch.randn(192)
+    x = torch.randn(rows, 768, dtype=torch.bfloat16)
+    out = cuda.mm(x, weight, bias, config=config)
+    assert relative_error(out, x.float() @ exact[0].T + bias) < 5e-3
+
+
+@pytest.mark.parametrize("sharers", [1, 2])
+@pytest.mark.parametrize("order", [1, 3])
+def test_a_cluster_whose_ring_goes_round(emulated, hopper, adversary, monkeypatch, order, sharers):
+    """Longer than its stages, with rows that come late, and a K that does not divide evenly among the blocks."""
+    config = GemmConfig("tiled_cluster", 2, 1, 4, 1, 8, splits=2, sharers=sharers)
+    weight, exact = make(1, 320, 3584)
+    assert config.stages < 3584 // 512 // 2
+    prepare = prepared.GemmLaunch.prepare
+    monkeypatch.setattr(prepared.GemmLaunch, "prepare", functools.partialmethod(prepare, late_x=True))
+    monkeypatch.setattr(adversary, "order", order)
+    x = torch.randn(20, 3584, dtype=torch.bfloat16)
+    out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=config)
+    assert relative_error(out, x.float() @ exact[0].T) < 5e-3
+
+
+def test_a_cluster_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch):
+    weight, exact = make(1, 192, 320)
+    weight = NVFP4Weight(*map(guarded, weight.to_layout("tiled_64x64").tensors()), "tiled_64x64")
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
+    x = guarded(torch.randn(42, 320, dtype=torch.bfloat16))
+    out = cuda.mm(x, weight, config=GemmConfig("tiled_cluster", 4, 1, 2, 1, 1, splits=2))
+    assert relative_error(out, x.float() @ exact[0].T) < 5e-3
+
+
+def test_a_cluster_is_for_one_weight(emulated, hopper):
+    weight, _ = make(2, 64, 320)
+    rows, offsets = torch.randn(4, 320, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
+    weight, config = weight.to_layout("tiled_64x64"), GemmConfig("tiled_cluster", 4, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="config: .*tiled_cluster.* is for one weight"):
+        cuda.grouped_mm(rows, weight, offsets, config=config)

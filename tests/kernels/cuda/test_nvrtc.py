@@ -115,7 +115,7 @@ SLOW_CAPABILITIES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["split", "wgmma", "tiled_mma", "tiled_wgmma"])
+@pytest.mark.parametrize("kernel", ["split", "wgmma", "tiled_mma", "tiled_wgmma", "tiled_cluster"])
 def test_measured_configurations_compile(kept, kernel):
     found = {
         gemm(config, torch.bfloat16, swiglu, point.k, False, (9, 0))
@@ -161,6 +161,7 @@ def test_other_kernels_compile(kept, capability):
 def test_every_kernel_and_struct_is_compiled_above():
     expressions = [name.partition("<")[0] for _, names in OTHERS.values() for name in names]
     gemms = ["grouped_mm", "grouped_mm_staged", "grouped_mm_wgmma", "grouped_mm_tiled_mma", "grouped_mm_tiled_wgmma"]
+    gemms.append("mm_tiled_cluster")
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
     assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows", "wgrad_wgmma"})

@@ -42,6 +42,13 @@ def test_kernels_with_a_tile_scheduler_get_a_workspace():
     assert (too_long.workspace, too_long.partial_sums) == (CACHE_LINE, 0)
 
 
+def test_clusters_are_whole():
+    config = GemmConfig("tiled_cluster", 8, 1, 3, 1, 2, splits=2, sharers=2)
+    found = plan(layout="tiled_64x64", rows=100, num_experts=1, n=64 * 14, k=2048, config=config)
+    assert found.blocks == 2 * 6 * 2  # two tiles along M, five along N and one that nobody needs
+    assert (found.workspace, found.partial_sums) == (0, 0)
+
+
 def test_what_is_gathered_beforehand():
     mma, wgmma = GemmConfig("tiled_mma", 1, 2, 1, 1, 1), GemmConfig("tiled_wgmma", 4, 1, 2, 1, 1)
     assert plan(layout="tiled_64x64", config=mma, gathered=True).gather is None

@@ -21,7 +21,18 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.layouts import TILED_64X64 as TILED
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
 
-__all__ = ["CHUNK", "COMMON", "LAYOUTS", "MEASURED", "TILED", "GemmConfig", "Point", "candidates", "choose_config"]
+__all__ = [
+    "CHUNK",
+    "COMMON",
+    "LAYOUTS",
+    "MEASURED",
+    "TILED",
+    "GemmConfig",
+    "Point",
+    "candidates",
+    "choose_config",
+    "dense_candidates",
+]
 
 COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every kernel's source
 MEASURED = Path(__file__).with_name("configs.json")
@@ -34,6 +45,7 @@ _FILES = {
     "wgmma": ("wgmma.cuh", "grouped_mm_wgmma.cu"),
     "tiled_mma": (*_TILED_FILES, "tiled_mma.cu"),
     "tiled_wgmma": ("wgmma.cuh", *_TILED_FILES, "tiled_wgmma.cu"),
+    "tiled_cluster": ("wgmma.cuh", "tiled_decode.cuh", "pipeline.cuh", "tiled_cluster.cu"),
 }
 # Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
 _TILED_MMA_SPLITS = (
@@ -49,6 +61,15 @@ _TILED_WGMMA_SMALL = (
 )  # fmt: skip
 _TILED_WGMMA_LARGE = ((1, 2, 1), (1, 2, 2), (1, 3, 1), (1, 3, 2), (2, 2, 1))
 _TILED_WGMMA_SUMS = {2: 44, 3: 24, 4: 12}
+# Of "tiled_cluster": warpgroups along N and K, blocks of 64 k of each per stage; the most blocks of 8 tokens that
+# registers hold, by warpgroups; clusters of 1, 2, ... blocks that run at once on the 132 multiprocessors of an H200.
+_TILED_CLUSTER_SPLITS = (
+    (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 1), (1, 2, 2), (1, 2, 4), (1, 4, 2), (2, 1, 1), (2, 1, 2), (2, 1, 4),
+    (2, 1, 8), (2, 2, 2), (3, 1, 1), (3, 1, 2), (3, 1, 4), (3, 1, 8), (4, 1, 1), (4, 1, 2), (4, 1, 4),
+)  # fmt: skip
+_TILED_CLUSTER_TOKENS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24)
+_TILED_CLUSTER_SUMS = {1: 24, 2: 24, 3: 16, 4: 16}
+_CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
 _MAX_STREAM_K = 1 << 20  # `TileScheduler` multiplies the stages of two rounds of tiles by blocks, in int32
 _SHARED_BYTES = 227 << 10  # of a block on SM90
 _TABLES_BYTES = 8704  # static shared memory of kernels of tiled weights: where tiles and rows of 1,024 experts start
@@ -62,14 +83,17 @@ class GemmConfig:
 
     Attributes:
         kernel: "split" (few rows per expert), "staged" (more of them), both by mma.sync, or "wgmma" (SM90); for weights
-            in layout "tiled_64x64" (SM90) "tiled_mma" or "tiled_wgmma".
+            in layout "tiled_64x64" (SM90) "tiled_mma", "tiled_wgmma", or where there is one group "tiled_cluster".
         token_blocks: C, blocks of 8 tokens of a tile.
         row_blocks: R, blocks of weight rows of a warp (16) or warpgroup (64); 2 for SwiGLU.
         warps_n: warps along N; warpgroups for all but "split" and "staged".
-        warps_k: warps, or warpgroups, along K; 1 but for "split" and "tiled_mma".
+        warps_k: warps, or warpgroups, along K; 1 but for "split", "tiled_mma" and "tiled_cluster".
         depth: chunks of weights in flight (1, 2 or 4) for "split", stages of tokens for "staged" and "wgmma"; blocks of
-            64 k of a warpgroup in a stage for "tiled_mma", of a stage for "tiled_wgmma", where K has to be a multiple.
+            64 k of a warpgroup in a stage for "tiled_mma" and "tiled_cluster", of a stage for "tiled_wgmma"; for the
+            latter two K has to be a multiple of a stage.
         stream_k: of the kernels of tiled weights, whether blocks share tiles where some of them would have none.
+        splits: of "tiled_cluster", blocks of a cluster that share the K of a tile.
+        sharers: of "tiled_cluster", blocks of a cluster that share tokens.
     """
 
     kernel: str
@@ -79,6 +103,8 @@ class GemmConfig:
     warps_k: int
     depth: int
     stream_k: bool = False
+    splits: int = 1
+    sharers: int = 1
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -88,7 +114,7 @@ class GemmConfig:
     @property
     def argument(self) -> type[ctypes.Structure]:
         """The struct that the kernel takes."""
-        return TmaGemmArguments if self.kernel == "tiled_wgmma" else GemmArguments
+        return TmaGemmArguments if self.kernel in ("tiled_wgmma", "tiled_cluster") else GemmArguments
 
     @property
     def layout(self) -> str:
@@ -97,7 +123,7 @@ class GemmConfig:
 
     @property
     def threads(self) -> int:
-        if self.kernel == "tiled_mma":  # and the producer warp
+        if self.kernel in ("tiled_mma", "tiled_cluster"):  # and the producer warp
             return 128 * self.warps_n * self.warps_k + 32
         if self.kernel == "tiled_wgmma":  # and the producer warpgroup
             return 128 * (self.warps_n + 1)
@@ -111,12 +137,20 @@ class GemmConfig:
     @property
     def least_k(self) -> int:
         """The least K that gives work to every warp along K."""
-        return self.warps_k * CHUNK if self.layout != TILED else self.warps_k * self.depth * 64
+        return self.warps_k * CHUNK if self.layout != TILED else self.splits * self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
         """The same, adapted to a K: stages that divide it, no stream-K where an int32 would overflow."""
-        fitted = replace(self, depth=math.gcd(self.depth, k // 64)) if self.kernel == "tiled_wgmma" else self
+        fitted = self
+        if self.kernel in ("tiled_wgmma", "tiled_cluster"):
+            fitted = replace(self, depth=math.gcd(self.depth, max(k // 64 // self.warps_k, 1)))
         return replace(fitted, stream_k=False) if k > _MAX_STREAM_K else fitted
+
+    def serves(self, num_experts: int, k: int) -> bool:
+        """False for "tiled_cluster" where there are groups, or a K that does not go round its warpgroups."""
+        if self.kernel != "tiled_cluster":
+            return True
+        return num_experts == 1 and k % (64 * self.warps_k) == 0 and k >= self.fitted(k).least_k
 
     @property
     def partial_sums(self) -> int:
@@ -128,7 +162,7 @@ class GemmConfig:
         """Of kernels of tiled weights: weights, tokens (whose rows "tiled_mma" pads by 16 bytes), the footer."""
         blocks, k_blocks = self.warps_n * self.row_blocks, self.warps_k * self.depth
         padding, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
-        footer = 48  # `StageFooter`
+        footer = 16 if self.kernel == "tiled_cluster" else 48  # `StageBarriers`, `StageFooter`
         tokens = 8 * self.token_blocks * (128 * k_blocks + padding)
         return -(-(blocks * k_blocks * (2048 + 256) + tokens + footer) // align) * align
 
@@ -141,6 +175,10 @@ class GemmConfig:
         """
         if self.kernel == "tiled_wgmma":
             return 1024 + 64 + (1024 * self.warps_n if self.row_blocks == 2 else 0)
+        if self.kernel == "tiled_cluster":
+            parts = self.splits * self.warps_k
+            owned = -(-self.token_blocks // parts)
+            return 1024 + 64 + 2048 * self.warps_n * self.warps_k * owned * (parts - 1)
         share = 128 * 4 * 4 * self.row_blocks * self.token_blocks if self.warps_k > 1 else 0
         return 1024 + 2 * self.warps_n * self.warps_k * share
 
@@ -174,6 +212,10 @@ class GemmConfig:
             flags.append(k % (64 * self.warps_k * self.depth) == 0)
         if tiled:
             sizes += [self.stream_k, self.stages]
+        if self.kernel == "tiled_cluster":
+            numbers = self.token_blocks, self.warps_n, self.warps_k, self.depth, self.splits, self.sharers
+            bf16 = str(dtype == torch.bfloat16).lower()
+            return f"mm_tiled_cluster<{bf16}, {', '.join(map(str, numbers))}, {self.stages}>"
         name = "grouped_mm" if self.kernel == "split" else f"grouped_mm_{self.kernel}"
         parameters = (dtype == torch.bfloat16, swiglu, *flags, *sizes)
         return f"{name}<{', '.join(str(value).lower() for value in parameters)}>"
@@ -224,7 +266,7 @@ def choose_config(
     """
     live = max(min(rows, num_experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
-    measured = _measured(capability, swiglu, layout)
+    measured = [entry for entry in _measured(capability, swiglu, layout) if entry[1].serves(num_experts, k)]
     if measured:
         # Where one tile held an expert's rows when it was measured, it should here: a second one reads the weights
         # again. And every warp along K should have work.
@@ -233,7 +275,9 @@ def choose_config(
             for at, config in measured
             if not at.rows <= 8 * config.token_blocks < point.rows and config.least_k <= max(k, CHUNK)
         ]
-        return min(fits or measured, key=lambda entry: entry[0].distance(point))[1].fitted(k)
+        # At a point that has both, what serves one weight alone is the faster one.
+        order = [(at.distance(point), config.kernel != "tiled_cluster", config) for at, config in fits or measured]
+        return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
         return _by_rule_tiled(point).fitted(k)
     return _by_rule(point, swiglu, multiprocessors, capability)
@@ -259,6 +303,35 @@ def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: 
             found.append(GemmConfig("staged", c, r, warps_n, 1, depth))
     available = _SHARED_BYTES if capability == (9, 0) else 99 << 10  # 99: Ada and consumer Blackwell
     return [config for config in found if config.shared_bytes <= available]
+
+
+def dense_candidates(rows: int, n: int, k: int, capability: tuple[int, int], layout: str = LINEAR) -> list[GemmConfig]:
+    """`candidates` for rows (M, K) and one weight (N, K), with those that only one weight can take."""
+    found = candidates(Point(1, float(rows), n, k), False, capability, layout)
+    if layout == TILED and capability == (9, 0):
+        found += _cluster_candidates(rows, n, k)
+    return found
+
+
+def _cluster_candidates(rows: int, n: int, k: int) -> Iterator[GemmConfig]:
+    """Those of which all blocks run at once, and of many rows those that come in two turns."""
+    least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
+    tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
+    sizes = [(splits, sharers) for sharers in (1, 2, 4) for splits in range(1, 8 // sharers + 1)]
+    for c, (warps_n, warps_k, depth), (splits, sharers) in itertools.product(
+        sorted(tokens), _TILED_CLUSTER_SPLITS, sizes
+    ):
+        k_blocks, size = warps_k * depth, splits * sharers
+        least, most = 2 if c < 12 else 1, 8 if c <= 4 else 4  # few tokens want deep stages, many leave no room for them
+        if not least <= k_blocks <= most or (sharers > 1 and (c < 4 or k_blocks % sharers != 0)):
+            continue
+        config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits, sharers=sharers)
+        clusters = -(-rows // (8 * c)) * -(-n // (64 * warps_n * sharers))
+        at_once = clusters <= _CLUSTERS[size - 1] and clusters * size >= 72
+        many = rows > 128 and c >= 16 and splits <= 2 and 132 < clusters * size <= 264
+        fits = c <= _TILED_CLUSTER_SUMS[warps_n * warps_k] and config.stages >= 2
+        if fits and (at_once or many) and config.fitted(k) == config and config.serves(1, k):
+            yield config
 
 
 def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:

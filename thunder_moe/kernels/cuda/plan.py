@@ -93,6 +93,8 @@ def plan_gemm(
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
             " use to_layout_(model) or NVFP4Weight.to_layout('linear')"
         )
+    if not config.serves(num_experts, k) or (config.kernel == "tiled_cluster" and (swiglu or gathered or scaled)):
+        raise ValueError(f"config: {config} is for one weight without routing or SwiGLU, and for another K than {k}")
     gather = None
     if config.kernel == "wgmma":  # in another order of k, padded to whole chunks and a tile
         gather = "order_rows", (rows + 8 * config.token_blocks, -(-k // CHUNK) * CHUNK)
@@ -109,7 +111,10 @@ def plan_gemm(
             " 2**30 tiles of them"
         )
     blocks, workspace, partial_sums = tiles, 0, 0
-    if config.layout == TILED:
+    if config.kernel == "tiled_cluster":
+        tiles_n = -(-features // config.tile_features(swiglu))
+        blocks = tiles // tiles_n * -(-tiles_n // config.sharers) * config.sharers * config.splits
+    elif config.layout == TILED:
         semaphores = 4 * config.warps_n * multiprocessors if config.stream_k else 0  # one for each warp along N
         workspace = CACHE_LINE + -(-semaphores // CACHE_LINE) * CACHE_LINE
     if config.stream_k:

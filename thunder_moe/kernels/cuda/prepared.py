@@ -127,11 +127,11 @@ class GemmLaunch:
         self._shape = rows, self._features + self._features % 2  # the kernels store pairs
         self.launcher = launch.launcher(
             plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
-            self._index, multiprocessors,
+            self._index, None if plan.config.kernel == "tiled_cluster" else multiprocessors,
         )  # fmt: skip
         self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
         self.out_bytes, self.sums_bytes = 2 * self._shape[0] * self._shape[1], 4 * plan.partial_sums
-        self.reads_early = plan.config.kernel == "tiled_mma"
+        self.reads_early = plan.config.kernel in ("tiled_mma", "tiled_cluster")
         form = form or SWIGLU
         self._numbers = (
             rows, num_experts, n, k, top_k or 1, per_row, _code(slot_scale), _code(bias),

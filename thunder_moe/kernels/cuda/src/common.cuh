@@ -16,6 +16,7 @@ typedef unsigned long long uint64_t;
 #define METHOD __device__ __forceinline__
 #define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)  // NVRTC 13.0 has no __builtin_offsetof
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
+#define CLUSTER_SHARED(type, name, blocks) DYNAMIC_SHARED(type, name)  // of a kernel whose blocks form clusters
 
 // On SM90 and newer a kernel's blocks start while the kernel before still runs (programmatic dependent launch, requested by
 // kernels/cuda/nvrtc.py): they wait here for its results, and only then allow the next kernel's blocks to start. So behind this

@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
       }
     }
     wgmma_wait<0>();
+    keep_behind(acc);
     store<BF16, SWIGLU, C, R, 64>(args, acc, expert, row0, end, n0, g, t);
     cp_async_wait<0>();
     __syncthreads();

@@ -8,6 +8,12 @@
 // While the tensor cores multiply, any other instruction takes about two cycles (measured; probably because of the register
 // bandwidth). So what a consumer does beside decoding counts: stages are long, and few addresses are computed.
 
+// Of the kernels by wgmma.
+struct TmaGemmArguments {
+  TensorMap x;         // of gemm.x, in boxes of a tile's tokens
+  GemmArguments gemm;  // x is gathered already; row_slot serves slot_scale alone
+};
+
 // The position in a ring of STAGES stages of BYTES each: the offset of the current stage, and the parity of the number of
 // rounds. All addresses follow from the offset, none from the index of the stage.
 template <int STAGES, int BYTES>

@@ -176,4 +176,34 @@ DEVICE void semaphore_acquire(int* semaphore) {
   while (released == 0);
   *semaphore = 0;
 }
+
+// ---- clusters of thread blocks (SM90): distributed shared memory ----
+
+// A barrier of all threads of the blocks of a cluster; behind the wait, what they have written before they arrived is visible.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Stores 16 bytes in the shared memory of block `rank` of the cluster, asynchronously: they count towards an mbarrier there. Both
+// addresses are those of the same places in this block.
+DEVICE void send_floats(float* to, const float (&values)[4], void* barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %6;\nmapa.shared::cluster.u32 barrier, %1, %6;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2, %3, %4, %5}, [barrier];\n}" ::"r"(shared_address(to)),
+      "r"(shared_address(barrier)), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(rank) : "memory");
+}
+// Arrives at the mbarrier at the same place in block `rank` of the cluster.
+DEVICE void mbarrier_arrive_remote(MbarrierAddress barrier, int rank) {
+  asm volatile("{\n.reg .b32 barrier;\nmapa.shared::cluster.u32 barrier, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];\n}" ::"r"(barrier),
+               "r"(rank) : "memory");
+}
+// tma_load_box to the same place in each block of the cluster whose bit is set in `ranks`, where the bytes count, too.
+DEVICE void tma_multicast_box(void* to_shared, const TensorMap* map, int k, int row, MbarrierAddress barrier, int ranks) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to_shared)),
+               "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(ranks)) : "memory");
+}
+DEVICE void mbarrier_wait_cluster(MbarrierAddress barrier, int parity) {  // mbarrier_wait for what other blocks have sent
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+      "@done bra end;\nbra again;\nend:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
 #endif

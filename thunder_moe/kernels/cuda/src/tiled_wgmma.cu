@@ -4,11 +4,6 @@
 //
 // Bound by the tensor cores: while they multiply one block of 64 k of a warpgroup's rows, the warpgroup decodes the next.
 
-struct TmaGemmArguments {
-  TensorMap x;         // of gemm.x, in boxes of a tile's tokens
-  GemmArguments gemm;  // x is gathered already; row_slot serves slot_scale alone
-};
-
 // out[row] = the token of slot row_slot[row].
 __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {
   await_previous_kernel();
@@ -165,6 +160,7 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
         before = now;
       }
       wgmma_wait<0>();
+      keep_behind(acc);
       keep_apart<-N>();
       release(before);
       if constexpr (STREAM_K) {

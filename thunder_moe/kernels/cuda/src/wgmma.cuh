@@ -9,6 +9,16 @@ template <int PENDING>
 DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Behind the wait for products: what is computed of the sums stays there. To the compiler, which sees nothing asynchronous, the
+// sums are results of the instruction that issued the product, and it has moved additions to them in front of the wait.
+template <int R, int C>
+DEVICE void keep_behind(float (&acc)[R][C][4]) {
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int c = 0; c < C; ++c) asm volatile("" : "+f"(acc[r][c][0]), "+f"(acc[r][c][1]), "+f"(acc[r][c][2]), "+f"(acc[r][c][3])::"memory");
+}
+
 // Pieces of code with different numbers are not merged: merged, accumulators of one would move to the registers of the other, and
 // ptxas would serialise the products (its warning C7512).
 template <int NUMBER>
@@ -76,7 +86,8 @@ template <bool BF16, int N, int C>
 DEVICE void wgmma(float (&acc)[C][4], const uint32_t (&a)[4], MatrixDescriptor tile, int step) {
   static_assert(N <= C, "acc holds as many tokens");
   const uint64_t b = tile + 2 * step;
-  if constexpr (N == 2) WGMMA(16, R8, "%8,%9,%10,%11", "%12", ACC2(0));
+  if constexpr (N == 1) WGMMA(8, R4, "%4,%5,%6,%7", "%8", ACC1(0));
+  else if constexpr (N == 2) WGMMA(16, R8, "%8,%9,%10,%11", "%12", ACC2(0));
   else if constexpr (N == 3) WGMMA(24, R12, "%12,%13,%14,%15", "%16", ACC2(0), ACC1(2));
   else if constexpr (N == 4) WGMMA(32, R16, "%16,%17,%18,%19", "%20", ACC4(0));
   else if constexpr (N == 5) WGMMA(40, R20, "%20,%21,%22,%23", "%24", ACC4(0), ACC1(4));
