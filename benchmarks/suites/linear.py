@@ -42,7 +42,7 @@ from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
 from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates
+from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_nvfp4weight_scaled_mm
 
 STEM, BASELINE = "linear", "bf16"
@@ -88,22 +88,25 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
             _copies(weight),
             [replace(packed, qdata=a, scale=b, global_scale=c) for a, b, c in _copies(*packed.tensors())],
         )
+        exact = _exact(packed)
         for count in args.rows:
             x = torch.randn(count, k, dtype=torch.bfloat16, device=args.device)
+            expected = x.float() @ exact.t()
             if args.tune is not None:
-                entries.append(_tuned(x, weight, packs, args))
+                entries.append(_tuned(x, expected, packs, args))
                 tqdm.write(f"{name} {count}: {entries[-1]['config']} {entries[-1]['us']} us")
                 continue
             operators: list[Call] = [functools.partial(_operator, x, pack) for pack in packs]
-            _check(operators[0](), x, packed)
+            _check(operators[0](), expected, "the operator")
             calls: dict[str, list[Call]] = {
                 BASELINE: [functools.partial(F.linear, x, *one) for one in weights],
                 "nvfp4": operators,
             }
             timings = _interleaved(calls, args)
             rows.append({"layer": name, "rows": count, **timed(timings, BASELINE)})
+        if args.tune is not None:  # after each layer, so that a run that is stopped has written what it has measured
+            _write(args.tune, entries)
     if args.tune is not None:
-        _write(args.tune, entries)
         print(f"wrote {args.tune}")
         return entries
     path = save(STEM, args.device, rows, args.output, tolerance=TOLERANCE)
@@ -142,13 +145,20 @@ def _operator(x: Tensor, pack: NVFP4Weight) -> Tensor:
     return f16a_nvfp4weight_scaled_mm(x, *dense_operands(pack), layout=pack.layout)
 
 
-def _check(out: Tensor, x: Tensor, packed: NVFP4Weight) -> None:
-    rows = slice(0, 1024)  # a head in float32 is large
+_CHECKED = slice(0, 1024)  # features: a head in float32 is large
+
+
+def _exact(packed: NVFP4Weight) -> Tensor:
+    """The first rows of the weight in float32."""
     linear = packed.to_layout("linear")
-    part = NVFP4Weight(linear.qdata[:, rows], linear.scale[:, rows], linear.row_global_scale()[:, rows])
-    error = relative_error(out[:, rows], x.float() @ dequantize(part, torch.float32)[0].t())
+    rows = linear.qdata[:, _CHECKED], linear.scale[:, _CHECKED], linear.row_global_scale()[:, _CHECKED]
+    return dequantize(NVFP4Weight(*rows), torch.float32)[0]
+
+
+def _check(out: Tensor, expected: Tensor, what: object) -> None:
+    error = relative_error(out[:, _CHECKED], expected)
     if error > TOLERANCE:
-        raise RuntimeError(f"the operator is wrong: relative error {error:.2g} at {packed.shape}, {x.shape[0]} rows")
+        raise RuntimeError(f"{what} is wrong: relative error {error:.2g} at {tuple(out.shape)}")
 
 
 def _interleaved(calls: dict[str, list[Call]], args: argparse.Namespace) -> dict[str, Timing]:
@@ -198,11 +208,10 @@ def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
     return replay
 
 
-def _tuned(x: Tensor, weight: Tensor, packs: list[NVFP4Weight], args: argparse.Namespace) -> dict[str, Any]:
+def _tuned(x: Tensor, expected: Tensor, packs: list[NVFP4Weight], args: argparse.Namespace) -> dict[str, Any]:
     """An entry of configs.json: the fastest configuration for these rows."""
-    rows, (n, k), capability = x.shape[0], weight.shape, torch.cuda.get_device_capability()
-    point = Point(1, float(rows), n, k)
-    configs = candidates(point, False, capability, packs[0].layout)
+    rows, (_, n, k), capability = x.shape[0], packs[0].shape, torch.cuda.get_device_capability()
+    configs = dense_candidates(rows, n, k, capability, packs[0].layout)
 
     def compile_one(config: GemmConfig) -> None:
         expression = config.expression(torch.bfloat16, False, k)
@@ -210,33 +219,42 @@ def _tuned(x: Tensor, weight: Tensor, packs: list[NVFP4Weight], args: argparse.N
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_one, configs))
-    calls: dict[GemmConfig, list[Call]] = {
-        config: [functools.partial(cuda.mm, x, pack, config=config) for pack in packs] for config in configs
-    }
-    for each in calls.values():
-        _check(each[0](), x, packs[0])
-    best: tuple[float, GemmConfig] | None = None
-    for config, each in calls.items():  # one after the other: graphs of all at once would hold all their results
-        clock = _clock(each, args.device)
-        seconds = median(clock() for _ in range(min(args.rounds, 7)))
-        if best is None or seconds < best[0]:
-            best = seconds, config
-    assert best is not None
+
+    def seconds(config: GemmConfig, rounds: int) -> float:
+        # A graph at a time: those of all candidates at once would hold all their results.
+        clock = _clock([functools.partial(cuda.mm, x, pack, config=config) for pack in packs], args.device)
+        return median(clock() for _ in range(rounds))
+
+    first: dict[GemmConfig, float] = {}
+    for config in configs:
+        _check(cuda.mm(x, packs[0], config=config), expected, config)
+        first[config] = seconds(config, 3)
+    finalists = sorted(configs, key=lambda config: first[config])[:5]
+    again = {config: median(seconds(config, 5) for _ in range(3)) for config in finalists}
+    best = min(again, key=lambda config: again[config])
+    point = Point(1, float(rows), n, k)
     return dict(
-        capability=list(capability), swiglu=False, point=point, config=astuple(best[1]), us=round(best[0] * 1e6, 2)
+        capability=list(capability), swiglu=False, point=point, config=astuple(best), us=round(again[best] * 1e6, 2)
     )
 
 
 def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    """Adds the entries to a file of configurations; those of the same points and layouts go."""
+    """Adds the entries to a file of configurations; those of the same points and layouts go.
+
+    Beside one that serves a single weight alone another one stays: groups may come to the same point.
+    """
 
     def key(entry: dict[str, Any]) -> Any:
         config = GemmConfig(*entry["config"])
         return tuple(entry["capability"]), entry["swiglu"], tuple(map(float, entry["point"])), config.layout
 
-    new = {key(entry) for entry in entries}
+    def for_groups(entry: dict[str, Any]) -> bool:
+        return bool(entry["config"][0] != "tiled_cluster")
+
+    new = {key(entry): for_groups(entry) for entry in entries}
     content = json.loads(file.read_text()) if file.exists() else {"entries": []}
-    kept = [entry for entry in content["entries"] if key(entry) not in new]
+    gone = [entry for entry in content["entries"] if key(entry) in new and (new[key(entry)] or not for_groups(entry))]
+    kept = [entry for entry in content["entries"] if entry not in gone]
     lines = ",\n".join(map(json.dumps, [*kept, *entries]))
     first = json.dumps(content["environment"] if "environment" in content else environment("cuda"))
     file.write_text(f'{{"environment": {first},\n"entries": [\n{lines}\n]}}\n')

@@ -123,6 +123,14 @@ def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_pa
     file.write_text(json.dumps({"environment": {"a": 1}, "entries": [old, other]}))
     linear._write(file, [new])
     assert json.loads(file.read_text()) == {"environment": {"a": 1}, "entries": [other, new]}
+    # Groups may come to the same points, and have no use for a configuration of one weight alone.
+    alone = dict(new, config=["tiled_cluster", 1, 1, 1, 1, 1, False, 2, 1])
+    linear._write(file, [alone])
+    assert json.loads(file.read_text())["entries"] == [other, new, alone]
+    linear._write(file, [dict(alone, us=2)])
+    assert json.loads(file.read_text())["entries"] == [other, new, dict(alone, us=2)]
+    linear._write(file, [old])
+    assert json.loads(file.read_text())["entries"] == [other, old]
 
 
 @pytest.mark.parametrize(
