@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class _Column:
                 self._cell("prefill", str(tokens), partial(self._prefill, forward, ids, first[tokens]))
             torch._dynamo.reset()
         if self.form.generates and self.spec.generate is not None:
-            self._cell("generate", "", lambda: {"tokens_per_second": self._generate(model)})
+            self._cell("generate", "", lambda: self._generate(model))
 
     def _serve(self) -> None:
         """Loads the weights and shares them until the process's input ends."""
@@ -298,10 +299,12 @@ class _Column:
         compiled: Callable[..., Any] = torch.compile(model, fullgraph=True, **how)
         return compiled
 
-    def _generate(self, model: nn.Module) -> float:
+    def _generate(self, model: nn.Module) -> dict[str, Any]:
         prompt_tokens, new_tokens = self.spec.generate or (1, 1)
         self._turn()
-        return generate_tokens_per_second(model, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        how = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=max(2, min(5, self.spec.rounds)))
+        first, median, third = quantiles(generate_tokens_per_second(model, **how), n=4, method="inclusive")
+        return {"tokens_per_second": median, "quartiles": [first, third]}
 
     def _decode(self, model: nn.Module, forward: Callable[..., Any], step: DecodeStep, batch: int) -> dict[str, Any]:
         # One graph for all batches but 1, on which torch specializes.

@@ -139,18 +139,20 @@ def prefill(forward: Forward, ids: Tensor, kept: int = 1) -> Tensor:
 
 
 @torch.no_grad()
-def generate_tokens_per_second(model: nn.Module, *, prompt_tokens: int, new_tokens: int) -> float:
-    """The second of two calls of generate(): greedy, one text, nothing compiled, transformers' default cache."""
+def generate_tokens_per_second(model: nn.Module, *, prompt_tokens: int, new_tokens: int, rounds: int) -> list[float]:
+    """Those of `rounds` calls of generate(), after one that warms up: greedy, one text, transformers' default cache."""
     config: Any = model.config
     device = next(model.parameters()).device
     ids = torch.randint(1, config.vocab_size, (1, prompt_tokens), device=device)
     options = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    for _ in range(2):
+    found = []
+    for _ in range(1 + rounds):
         start = time.perf_counter()
         model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # type: ignore[operator]
         if device.type == "cuda":
             torch.cuda.synchronize()
-    return new_tokens / (time.perf_counter() - start)
+        found.append(new_tokens / (time.perf_counter() - start))
+    return found[1:]
 
 
 def tensor_bytes(module: nn.Module) -> int:

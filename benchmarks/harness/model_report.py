@@ -89,7 +89,8 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
 
 def legend(rows: Iterable[Row]) -> str:
     """How far the quartiles of the cells are apart."""
-    spreads = [_spread(cell) for row in rows for kind in ("decode", "prefill") for cell in row.get(kind, {}).values()]
+    cells = [cell for row in rows for kind in ("decode", "prefill") for cell in row.get(kind, {}).values()]
+    spreads = [_spread(cell) for cell in (*cells, *(row.get("generate", {}) for row in rows))]
     calm = [spread for spread in spreads if spread is not None and spread <= DISTURBED]
     disturbed = sum(spread is not None for spread in spreads) - len(calm)
     text = f"Medians. (x): times faster than {BASELINE}, for generate than {EAGER}. "
@@ -148,7 +149,8 @@ def _spread(cell: dict[str, Any]) -> float | None:
     """The distance of a cell's quartiles as a share of its median."""
     if "quartiles" not in cell:
         return None
-    return float((cell["quartiles"][1] - cell["quartiles"][0]) / cell["median"])
+    median = cell["median"] if "median" in cell else cell["tokens_per_second"]
+    return float((cell["quartiles"][1] - cell["quartiles"][0]) / median)
 
 
 def _milliseconds(cell: dict[str, Any]) -> str:
@@ -156,9 +158,12 @@ def _milliseconds(cell: dict[str, Any]) -> str:
         return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:#.3g}"
 
     mark = " (no graph)" if "not captured" in cell["method"] else ""
-    if (_spread(cell) or 0) > DISTURBED:
-        mark += " [{}, {}]".format(*map(text, cell["quartiles"]))
-    return text(cell["median"]) + mark
+    return text(cell["median"]) + mark + _quartiles(cell, text)
+
+
+def _quartiles(cell: dict[str, Any], text: Callable[[float], str]) -> str:
+    """Those of a disturbed cell."""
+    return " [{}, {}]".format(*map(text, cell["quartiles"])) if (_spread(cell) or 0) > DISTURBED else ""
 
 
 def _times(rows: Iterable[Row], row: Row, kind: str, key: str) -> str:
@@ -175,7 +180,8 @@ def _generate(rows: Iterable[Row], row: Row) -> str | None:
         return cell.get("error")
     own = cell["tokens_per_second"]
     other = next((r.get("generate", {}).get("tokens_per_second") for r in rows if r["column"] == EAGER), None)
-    return f"{own:.1f}" + (f" ({own / other:.2f})" if other and row["column"] != EAGER else "")
+    spread = _quartiles(cell, lambda rate: f"{rate:.1f}")
+    return f"{own:.1f}" + spread + (f" ({own / other:.2f})" if other and row["column"] != EAGER else "")
 
 
 def peak_bytes(row: Row) -> int | None:

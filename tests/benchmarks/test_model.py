@@ -519,8 +519,8 @@ def test_reports_are_merged(tmp_path, capsys):
     )
     second = report(
         tmp_path / "b.json",
-        ("quantize_", noisy, {"generate": {"tokens_per_second": 30.0}}),
-        ("eager bf16", {}, {"generate": {"tokens_per_second": 20.0}}),
+        ("quantize_", noisy, {"generate": {"tokens_per_second": 30.0, "quartiles": [28.0, 30.5]}}),
+        ("eager bf16", {}, {"generate": {"tokens_per_second": 20.0, "quartiles": [20.0, 20.0]}}),
     )
     other = report(tmp_path / "c.json", ("compiled bf16", quiet, {}), model="other")
     out = tmp_path / "out"
@@ -540,8 +540,8 @@ def test_reports_are_merged(tmp_path, capsys):
         ["batch 1: tokens/s (x)", "-", "125", "250 (2.00)"],
         ["decode, batch 8: ms (% of floor)", "-", "-", "20.0 [15.0, 21.0]"],
     ]
-    assert ["eager generate: tokens/s (x)", "20.0", "-", "30.0 (1.50)"] in table
-    assert "at most 2.5% of the median apart, but for 1 DISTURBED cells" in text
+    assert ["eager generate: tokens/s (x)", "20.0", "-", "30.0 [28.0, 30.5] (1.50)"] in table
+    assert "at most 2.5% of the median apart, but for 2 DISTURBED cells" in text
     again = main(["model", "--device", "cpu", "--merge", str(out / "model_cuda.json"), "--output", str(out)])
     assert again == rows
 
