@@ -286,11 +286,15 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def machine_name(device: torch.device) -> str:
-    """The machine in the name of a report: "cuda", "cpu", or "cpu_amx".
+    """The machine in the name of a report: "cuda", or of a CPU who made it and what multiplies bf16 there.
 
-    A matrix unit makes bf16 products so much faster that a report says nothing about CPUs without one.
+    As "cpu_intel_amx", "cpu_intel_avx512_bf16", "cpu_amd_avx512_bf16": reports of one kind say nothing about another.
     """
-    return "cpu_amx" if device.type == "cpu" and _cpu_kind() == "AMX" else device.type
+    if device.type != "cpu":
+        return device.type
+    vendor = {"GenuineIntel": "intel", "AuthenticAMD": "amd"}.get(_cpuinfo("vendor_id"))
+    kind = _cpu_kind().lower().replace("-", "_").replace(" ", "_")
+    return "_".join(filter(None, ("cpu", vendor, kind)))
 
 
 def describe(device: torch.device) -> str:

@@ -94,15 +94,18 @@ def test_environment_names_what_a_result_depends_on():
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "name"),
+    ("vendor", "flags", "kind", "name"),
     [
-        ("sse2 avx2 avx512f avx512_bf16 amx_bf16", "AMX", "cpu_amx"),
-        ("sse2 avx2 avx512f avx512_bf16", "AVX512-BF16", "cpu"),
-        ("sse2 avx2", "AVX2", "cpu"),
+        ("GenuineIntel", "sse2 avx2 avx512f avx512_bf16 amx_bf16", "AMX", "cpu_intel_amx"),
+        ("GenuineIntel", "sse2 avx2 avx512f avx512_bf16", "AVX512-BF16", "cpu_intel_avx512_bf16"),
+        ("AuthenticAMD", "sse2 avx2 avx512f avx512_bf16", "AVX512-BF16", "cpu_amd_avx512_bf16"),
+        ("AuthenticAMD", "sse2 avx2", "AVX2", "cpu_amd_avx2"),
+        ("", "asimd bf16", "Arm BF16", "cpu_arm_bf16"),
     ],
 )
-def test_reports_of_cpus_with_a_matrix_unit_have_a_name_of_their_own(flags, kind, name, monkeypatch):
-    monkeypatch.setattr("benchmarks.harness.timing._cpuinfo", {"flags": flags, "model name": "A CPU"}.get)
+def test_reports_of_each_kind_of_cpu_have_a_name_of_their_own(vendor, flags, kind, name, monkeypatch):
+    words = {"flags": flags, "model name": "A CPU", "vendor_id": vendor}
+    monkeypatch.setattr("benchmarks.harness.timing._cpuinfo", words.get)
     assert machine_name(torch.device("cpu")) == name
     assert machine_name(torch.device("cuda")) == "cuda"
     assert f"A CPU with {kind}, " in describe(torch.device("cpu"))
