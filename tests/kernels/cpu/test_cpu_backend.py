@@ -40,7 +40,9 @@ SHAPES = [(1, 16), (17, 48), (33, 128), (64, 272), (130, 2080), (20, 4240)]
 KERNELS = {
     "dots": Limits(gemv=NEVER),
     "fma": Limits(gemv=NEVER, fma=True),
+    "tiles": Limits(tiles=NEVER),
     "slice": Limits(),
+    "slice_fp32": Limits(fp32_slices=True),
     "panel": Limits(panel=1),
 }
 
@@ -82,7 +84,7 @@ def assert_close(actual, expected, dtype, roundings=1):
         SHAPES,
         list(TOLERANCE),
         [False, True],
-        [*KERNELS.values(), Limits(mm=5), Limits(3, 9), Limits(3, 9, fma=True), None],
+        [*KERNELS.values(), Limits(mm=5), Limits(3, 9), Limits(3, 9, fma=True), Limits(3, 9, tiles=6), None],
     ),
     ids=str,
 )
@@ -393,11 +395,12 @@ def test_without_the_instructions_for_brgemm_the_panel_kernel_is_not_taken():
     assert "'panel'" not in run.stdout
 
 
-def times(dots, fma, slices, panel):
-    """Seconds as straight lines: (fixed, per row) of each kernel; dots and fma up to 32 rows."""
-    lines = {"dots": dots, "fma": fma, "slice": slices, "panel": panel}
+def times(dots, fma, slices, panel, **others):
+    """Seconds as straight lines: (fixed, per row) of each kernel; dots, fma and tiles up to 32 rows."""
+    lines = {"dots": dots, "fma": fma, "slice": slices, "panel": panel, **others}
+    few = ("dots", "fma", "tiles")
     return {
-        rows: {name: a + b * rows for name, (a, b) in lines.items() if name in ("slice", "panel") or rows <= 32}
+        rows: {name: a + b * rows for name, (a, b) in lines.items() if name not in few or rows <= 32}
         for rows in crossover.ROWS
     }
 
@@ -406,19 +409,27 @@ def times(dots, fma, slices, panel):
     ("table", "expected"),
     [
         (times((10, 3), (12, 6), (23, 2), (45, 2)), Limits(12)),  # AVX512-BF16 of AMD: dots, then slices
-        (times((40, 15), (30, 6), (70, 13), (45, 3)), Limits(4, 6, fma=True)),  # Intel with a matrix unit
+        (times((40, 15), (30, 6), (70, 13), (45, 3)), Limits(4, 6, fma=True)),  # a matrix unit, which tiles may not use
+        (
+            times((40, 15), (30, 6), (70, 13), (45, 3), tiles=(45, 1.5)),
+            Limits(3, 40, fma=True, tiles=32),
+        ),  # Intel's AMX
+        (times((40, 15), (30, 10), (70, 13), (70, 12), slice_fp32=(80, 7)), Limits(16, fma=True, fp32_slices=True)),
         (times((10, 3), (12, 6), (23, 2), (45, 1)), Limits(12, 20)),  # dots, slices, panels
         (times((50, 50), (50, 50), (25, 2), (math.inf, math.inf)), Limits()),
     ],
-    ids=["AVX512-BF16", "AMX", "all", "slices"],
+    ids=["AVX512-BF16", "panels", "AMX", "Intel without AMX", "all", "slices"],
 )
 def test_limits_take_the_fastest_kernel(table, expected):
     limits = crossover.best_limits(table)
     assert (limits.gemv, limits.mm, limits.fma) == (expected.gemv, NEVER, expected.fma)
+    assert (limits.tiles, limits.fp32_slices) == (expected.tiles, expected.fp32_slices)
     assert limits.panel == expected.panel or expected.panel < NEVER > abs(limits.panel - expected.panel) <= 2
     for rows, seconds in table.items():
+        slices = "slice_fp32" if limits.fp32_slices else "slice"
         few = "fma" if limits.fma else "dots"
-        name = few if rows <= limits.gemv else "panel" if rows >= limits.panel else "slice"
+        name = few if rows <= limits.gemv else "tiles" if rows <= limits.tiles else slices
+        name = "panel" if rows >= limits.panel else name
         assert seconds[name] <= 1.03 * min(seconds.values())
 
 
@@ -463,7 +474,7 @@ def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monke
     assert limits_for("b") == first
     name = "torch.bfloat16: fma, panel, slice"
     assert name in file.read_text()
-    for numbers in ("[1]", '"x"', f"[0, {NEVER}, 0, false]", f"[{1 << 70}, {1 << 70}, {1 << 70}, false]"):
+    for numbers in ("[1]", '"x"', f"[0, {NEVER}, 0, false, 0, false]", f"[{1 << 70}, 1, 1, false, 0, false]"):
         broken.append(f'{{"a": {{"{name}": {numbers}}}}}')
     for text in broken:
         file.write_text(text)
@@ -485,6 +496,7 @@ def test_limits_of_this_machine_are_those_of_its_kernels():
     for dtype in TOLERANCE:
         limits, kernels = cpu._limits(dtype), cpu._kernels(dtype, torch._C._get_mkldnn_enabled())
         assert limits.gemv == 0 or ("fma" if limits.fma else "dots") in kernels
+        assert limits.tiles == 0 or "tiles" in kernels
         assert limits.panel == NEVER or "panel" in kernels
         assert limits.mm == NEVER or "mm" in kernels
     assert cpu._limits(torch.float32).panel == NEVER

@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import math
 import os
@@ -52,7 +53,8 @@ __all__ = [
 _SOURCE = Path(__file__).with_name("src")
 _SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp", "router.cpp"))
 _HEADERS = tuple(
-    _SOURCE / name for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h")
+    _SOURCE / name
+    for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h", "tiles.h")
 )
 _STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
 
@@ -202,7 +204,7 @@ def _grouped_mm_into(
     rows = (activation.data_ptr(), activation.shape[0])
     pointers = _weight_pointers(qdata, scale, global_scale)
     shape = (offsets.data_ptr(), num_experts, n, 2 * half_k, DTYPE_CODES[activation.dtype])
-    kernels = (limits.mm - 1, limits.gemv, limits.panel, limits.fma)
+    kernels = (limits.mm - 1, limits.gemv, limits.tiles, limits.panel, limits.fma, limits.fp32_slices)
     _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *kernels, out.data_ptr()))
 
 
@@ -314,8 +316,10 @@ def _extension() -> ctypes.CDLL:
 
 # ---- which kernel for how many rows ----
 
-_DOTS, _PANELS, _FMA = 1, 2, 4  # of thunder_moe_kernels()
-_MEASURED = (256, 2048)  # (N, K) of the weight with which kernels are timed: 0.3 MB
+_DOTS, _PANELS, _FMA, _TILES = 1, 2, 4, 8  # of thunder_moe_kernels()
+# (N, K) of the experts with which kernels are timed, 0.3 MB each, and how many take turns: more than an L2 cache holds,
+# since those of a model are not in it either. Among weights in L2, tiles won by 2 where they lost by 2 in a model.
+_MEASURED, _EXPERTS = (256, 2048), 48
 
 
 def _limits(dtype: torch.dtype) -> Limits:
@@ -345,8 +349,12 @@ def _kernels(dtype: torch.dtype, onednn: bool) -> dict[str, Limits]:
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
     if dtype != torch.float32 and built & _DOTS:
         kernels["dots"] = Limits(gemv=NEVER)
+    if dtype == torch.bfloat16 and built & _DOTS:
+        kernels["slice_fp32"] = Limits(fp32_slices=True)
     if built & _FMA:
         kernels["fma"] = Limits(gemv=NEVER, fma=True)
+    if dtype != torch.float32 and onednn and built & _TILES:
+        kernels["tiles"] = Limits(tiles=NEVER)
     if dtype != torch.float32 and onednn and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
         kernels["panel"] = Limits(panel=1)
     elif dtype == torch.bfloat16 and "bf16" in _cpu_flags():  # Arm's BFMMLA, which the kernels do not use
@@ -357,7 +365,9 @@ def _kernels(dtype: torch.dtype, onednn: bool) -> dict[str, Limits]:
 def _seconds(dtype: torch.dtype, rows: int, limits: Limits) -> float:
     """One product of an expert with `rows` rows in this thread alone; infinite where oneDNN has no such kernel."""
     library, (activation, out, qdata, scale, global_scale) = _extension(), _operands(dtype)
-    operands = activation[:rows], qdata, scale, global_scale
+    expert = next(_turns) % _EXPERTS
+    one = slice(expert, expert + 1)
+    operands = activation[:rows], qdata[one], scale[one], global_scale
     offsets = torch.tensor([rows], dtype=torch.int32)
     library.thunder_moe_set_workers(1)
     try:
@@ -372,12 +382,15 @@ def _seconds(dtype: torch.dtype, rows: int, limits: Limits) -> float:
         library.thunder_moe_set_workers(0)
 
 
+_turns = itertools.count()
+
+
 @functools.lru_cache(maxsize=1)
 def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Activation, output and weight to be timed; without a random number, whose generator belongs to the user."""
     n, k = _MEASURED
-    qdata = (torch.arange(n * k // 2) * 167 % 256).to(torch.uint8).view(1, n, k // 2)
-    scale = torch.ones(1, n, k // 16).to(torch.float8_e4m3fn)
+    qdata = (torch.arange(n * k // 2) * 167 % 256).to(torch.uint8).view(1, n, k // 2).repeat(_EXPERTS, 1, 1)
+    scale = torch.ones(1, n, k // 16).to(torch.float8_e4m3fn).repeat(_EXPERTS, 1, 1)
     activation = (torch.arange(max(ROWS) * k) % 31 - 15).to(dtype).view(-1, k)
     return activation, activation.new_empty(max(ROWS), n), qdata, scale, torch.ones(1, dtype=torch.float32)
 
@@ -498,7 +511,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
     library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
     grouped: list[Any] = [pointer, i64, *weight, pointer, i64, i64, i64, i32]
-    library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, i32, pointer]
+    library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, i64, i32, i32, pointer]
     library.thunder_moe_grouped_mm_dgrad.argtypes = [*grouped, pointer]
     bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts
     library.thunder_moe_swiglu.argtypes = [pointer, i32, i64, i64, pointer, *bias, f32, f32, f32, pointer]

@@ -9,6 +9,7 @@ over all numbers of rows. `limits_are(...)` sets limits by hand.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -26,7 +27,9 @@ __all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_fo
 
 NEVER = 1 << 40
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
-GEMV_ROWS = 32  # far beyond the crossover of any CPU
+GEMVS = ("dots", "fma")
+SLICES = ("slice", "slice_fp32")
+FEW_ROWS = 32  # far beyond the crossover of any CPU
 ROUNDS = 5
 # Panels are taken where they tie with slices, because they gain more from a second thread: Zen 5, 256 rows of
 # (1536, 2048), one thread 28.8 and 28.9 ms, two threads 14.3 and 16.5 ms.
@@ -39,14 +42,16 @@ _forced: Limits | None = None
 
 @dataclass(frozen=True)
 class Limits:
-    """Rows per expert at which kernels take over from each other; where both limits hold, gemv.
+    """Rows per expert at which kernels take over from each other; where several limits hold, the first of these.
 
     Attributes:
         gemv: an expert with at most that many rows takes a gemv kernel,
         fma: the one by fp32 multiply-adds, else that by bf16 dot products.
+        tiles: one with at most that many takes tiles of a matrix unit.
         panel: one with at least that many takes the panel kernel.
         mm: one with at least that many is dequantized and multiplied by torch.mm.
-        All others take the slice kernel.
+        All others take the slice kernel,
+        fp32_slices: also those of bf16 rows in fp32, else these by bf16 dot products.
 
     Raises:
         ValueError: a number of rows that none of this can be, which would leave rows to no kernel.
@@ -56,9 +61,11 @@ class Limits:
     panel: int = NEVER
     mm: int = NEVER
     fma: bool = False
+    tiles: int = 0
+    fp32_slices: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("gemv", 0), ("panel", 1), ("mm", 1)):
+        for name, least in (("gemv", 0), ("tiles", 0), ("panel", 1), ("mm", 1)):
             rows = getattr(self, name)
             if not least <= rows <= NEVER:
                 raise ValueError(f"{name}: got {rows}, wanted rows from {least} to {NEVER}")
@@ -94,7 +101,7 @@ def limits_for(
 
     Args:
         dtype: of the activations.
-        kernels: name -> limits with which all rows take that kernel; "slice" is one of them.
+        kernels: name -> limits with which all rows take that kernel; of SLICES there is one.
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
         file: where limits are kept, by machine and dtype.
         machine: the CPU's name.
@@ -122,9 +129,9 @@ def _read_or_measure(
     contents = _read(file)
     numbers = contents.get(machine, {}).get(name, [])
     if len(numbers) == len(fields(Limits)):
-        gemv, panel, mm, fma = numbers
+        gemv, panel, mm, fma, tiles, fp32_slices = numbers
         with contextlib.suppress(ValueError):  # of a file that was damaged
-            return Limits(gemv, panel, mm, bool(fma))
+            return Limits(gemv, panel, mm, bool(fma), tiles, bool(fp32_slices))
     limits = best_limits(measure(dtype, kernels, seconds))
     logging.getLogger("thunder_moe").info("CPU kernels for %s on %s: %s", name, machine, limits)
     contents.setdefault(machine, {})[name] = list(astuple(limits))
@@ -140,7 +147,9 @@ def measure(
     """rows -> kernel -> the least seconds of a few rounds, in which the kernels take turns."""
     times: dict[int, dict[str, float]] = {}
     for rows in ROWS:
-        running = {name: limits for name, limits in kernels.items() if not limits.gemv or rows <= GEMV_ROWS}
+        running = {
+            name: limits for name, limits in kernels.items() if rows <= FEW_ROWS or not (limits.gemv or limits.tiles)
+        }
         best = dict.fromkeys(running, math.inf)
         for _ in range(1 + ROUNDS):  # the first round also makes oneDNN's kernels
             for name, limits in running.items():
@@ -154,18 +163,28 @@ def best_limits(times: Mapping[int, Mapping[str, float]]) -> Limits:
     rows = sorted(times)
     names = set().union(*times.values())
     many = next((name for name in ("panel", "mm") if name in names), None)
-    best = (math.inf, Limits())
-    for few in sorted(names & {"dots", "fma"}) or ["no gemv"]:
-        for gemv in [0, *rows] if few in names else [0]:
-            for start in [*(row for row in rows if row > gemv), NEVER] if many else [NEVER]:
-                cost = 0.0
-                for row in rows:
-                    name = few if row <= gemv else many if many and row >= start else "slice"
-                    cost += math.log(times[row].get(name, math.inf) * (TIE if many and name == "slice" else 1))
-                if cost < best[0]:
-                    limit = _between(rows, start)
-                    panel, mm = (limit, NEVER) if many == "panel" else (NEVER, limit)
-                    best = cost, Limits(gemv, panel, mm, few == "fma" and gemv > 0)
+    # sums[kernel][i]: cost of the first i numbers of rows
+    sums = {name: [0.0] for name in names}
+    for name, row in itertools.product(names, rows):
+        tie = TIE if many and name in SLICES else 1
+        sums[name].append(sums[name][-1] + math.log(times[row].get(name, math.inf) * tie))
+    none = [0.0] + [math.inf] * len(rows)
+    most, best = range(len(rows) + 1), (math.inf, Limits())
+    few, slices = [name for name in GEMVS if name in names] or [""], [name for name in SLICES if name in names]
+    # The first `a` numbers of rows take a gemv kernel, those up to `b` tiles, from `c` on `many`, others slices.
+    for gemv, wide, a, b, c in itertools.product(few, slices, most, most, most):
+        if not a <= b <= c:
+            continue
+        costs = sums.get(gemv, none), sums.get("tiles", none), sums[wide], sums.get(many or "", none)
+        ends = (0, a, b, c, len(rows))
+        cost = sum(
+            of[end] - of[start] for of, start, end in zip(costs, ends[:-1], ends[1:], strict=True) if end > start
+        )
+        if cost < best[0]:
+            start = _between(rows, rows[c] if c < len(rows) else NEVER)
+            panel, mm = (start, NEVER) if many == "panel" else (NEVER, start)
+            tiles = rows[b - 1] if b > a else 0
+            best = cost, Limits(rows[a - 1] if a else 0, panel, mm, gemv == "fma" and a > 0, tiles, wide == SLICES[1])
     return best[1]
 
 

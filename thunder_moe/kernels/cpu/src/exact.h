@@ -28,16 +28,17 @@ struct Problem {
   Parts parts;           // x as bf16 summands, of gemv and panel tasks
   const bf16* permuted;  // rows of dots tasks, K rounded up to 128, in the order that they read
   const float* spread;   // rows of fma tasks, likewise
+  const bf16* tiled;     // rows of tile tasks, likewise
 
   const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
   const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
   float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
 };
-enum class Kernel { dots, fma, slice, panel };
+enum class Kernel : int32_t { dots, fma, tile, slice, slice_fp32, panel };
 struct Task {
   Kernel kernel;
   int64_t expert, row, rows, column, columns;
-  int64_t permuted;  // dots, fma: the first row in Problem::permuted, spread
+  int64_t permuted;  // dots, fma, tile: the first row in Problem::permuted, spread, tiled
 };
 
 // Calls run(first expert, last expert, first row, last row, memory for the copy of these rows) for ranges of experts
@@ -62,7 +63,7 @@ void for_ranges(const int32_t* offsets, int64_t num_experts, int64_t count, int6
 // small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
 // are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
 // finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
-constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+96f, kLargest = 0x1.FFFFFEp+127f;
+constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+27f, kLargest = 0x1.FFFFFEp+127f;
 
 inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
 inline bool has_doubtful(const float* sums, int64_t count) {  // without a branch, so that compilers vectorize it

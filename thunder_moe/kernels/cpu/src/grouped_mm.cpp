@@ -6,8 +6,9 @@
 // global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
 //   gemv   few rows, AVX512 (gemv.h): codes become numbers in registers and are multiplied at once; a weight is read
 //          once and never stored. By bf16 dots (AVX512_BF16, 16-bit rows) or fp32 FMA.
+//   tile   few rows, 16 bits, AMX (tiles.h): codes become tiles of bf16 in L1, which the matrix unit multiplies.
 //   slice  any rows, dtype and machine: a slice of N is dequantized into L2 and multiplied in register tiles;
-//          bf16 dots where the machine has them, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
+//          bf16 dots where they are fast, else fp32 FMA on GCC/clang vectors (AVX512, AVX2, NEON, ...).
 //   panel  16-bit rows, AVX512_BF16 (panels.h): 64 columns are decoded into L2 for oneDNN's brgemm.
 //   exact  outputs that flushed subnormals or an overflow of the sum may have made wrong, again in fp64 (exact.h).
 // Every output is the work of one task in a fixed order: results do not depend on the number of threads.
@@ -15,6 +16,7 @@
 #include "gemv.h"
 #include "panels.h"
 #include "register_tiles.h"
+#include "tiles.h"
 
 namespace {
 
@@ -122,19 +124,22 @@ void run_task(const Problem& problem, const Task& task) {
 #if defined(HAS_BRGEMM)
     if (task.kernel == Kernel::panel) return panel_task<T>(problem, task);
 #endif
-  }
-  using Element = std::conditional_t<std::is_same<T, bf16>::value, bf16, float>;
-#else
-  using Element = float;
+#if defined(HAS_TILES)
+    if (task.kernel == Kernel::tile) return tile_task<T>(problem, task);
 #endif
-  slice_task<T, Element>(problem, task);
+  }
+  if constexpr (std::is_same<T, bf16>::value)
+    if (task.kernel == Kernel::slice) return slice_task<T, bf16>(problem, task);
+#endif
+  slice_task<T, float>(problem, task);
 }
 
 // What grouped_mm is told of the kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots, those with
-// at least `panel` rows the panel kernel, others slices; those with more than `most` rows are left out.
+// at most `tile` rows tiles, those with at least `panel` rows panels, others slices, of fp32 or, if x has, of bf16; those
+// with more than `most` rows are left out.
 struct Limits {
-  int64_t gemv, panel, most;
-  bool fma;
+  int64_t gemv, tile, panel, most;
+  bool fma, fp32_slices;
 };
 
 #if defined(HAS_AVX512_BF16)
@@ -178,6 +183,25 @@ const Element* gather_groups(const Problem& problem, const std::vector<Task>& ta
 }
 #endif
 
+#if defined(HAS_TILES)
+// Rows of tile tasks as tiles, of which Task::permuted counts the rows.
+const bf16* gather_tiles(const Problem& problem, const std::vector<Task>& tasks, int64_t rows, int64_t parts,
+                         Scratch& memory) {
+  const int64_t padded = round_up(problem.k, 128);
+  bf16* to = reinterpret_cast<bf16*>(memory.get(size_t(rows * padded) * sizeof(bf16)));
+  std::vector<const Task*> groups;
+  for (const Task& task : tasks)
+    if (task.kernel == Kernel::tile && task.column == 0) groups.push_back(&task);
+  for_each(int64_t(groups.size()), [&](int64_t i) {
+    const Task& task = *groups[size_t(i)];
+    tile_rows(parts * task.rows, problem.k, to + task.permuted * padded, [&](int64_t r) {
+      return problem.parts.row(r / task.rows, task.row + r % task.rows);
+    });
+  });
+  return to;
+}
+#endif
+
 // Experts [first_expert, last_expert), whose rows are [first_row, last_row); memory for a copy of these.
 template <class T>
 void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, int64_t last_expert, int64_t first_row,
@@ -190,67 +214,74 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, i
 #endif
 #if defined(HAS_AVX512)
   const Kernel gemv = native && !limits.fma ? Kernel::dots : Kernel::fma;
-  const int64_t gemv_rows = limits.gemv;
+  const int64_t gemv_rows = limits.gemv, tile_rows = native && has_tiles() ? limits.tile : 0;
 #else
-  const Kernel gemv = Kernel::slice;
-  const int64_t gemv_rows = 0;
+  const Kernel gemv = Kernel::fma;
+  const int64_t gemv_rows = 0, tile_rows = 0;
 #endif
 #if defined(HAS_BRGEMM)
   constexpr bool panels = native;
 #else
   constexpr bool panels = false;
 #endif
-  const int64_t slice = native && std::is_same<T, bf16>::value ? slice_columns<bf16>(k) : slice_columns<float>(k);
+  const bool bf16_slices = native && std::is_same<T, bf16>::value && !limits.fp32_slices;
+  const int64_t slice = bf16_slices ? slice_columns<bf16>(k) : slice_columns<float>(k);
   std::vector<Task> tasks;
-  int64_t permuted = 0;
-  bool some_panels = false;
+  int64_t gathered_rows = 0, tiled = 0;  // in Problem::permuted or spread, and in Problem::tiled
+  [[maybe_unused]] bool some_panels = false;
   const auto within = [&](int64_t row) { return std::min(std::max(row, first_row), last_row); };
   // Rows in groups of about the same size, at most `most`, times columns in slices of `wide`.
-  const int64_t parts = gemv == Kernel::dots ? kParts<T> : 1;
   const auto add = [&](Kernel kernel, int64_t e, int64_t begin, int64_t rows, int64_t most, int64_t wide) {
-    const int64_t groups = (rows + most - 1) / most;
-    for (int64_t column = 0; column < n; column += wide)
+    const int64_t groups = (rows + most - 1) / most, parts = kernel == Kernel::fma ? 1 : kParts<T>;
+    int64_t none = 0, &count_of = kernel == Kernel::tile ? tiled : kernel == gemv ? gathered_rows : none;
+    const int64_t before = count_of;
+    for (int64_t column = 0; column < n; column += wide) {
+      count_of = before;
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t first = rows * g / groups, last = rows * (g + 1) / groups;
-        tasks.push_back({kernel, e, begin + first, last - first, column, std::min(wide, n - column),
-                         permuted + parts * first});
+        const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
+        tasks.push_back({kernel, e, begin + first, count, column, std::min(wide, n - column), count_of});
+        count_of += kernel == Kernel::tile ? tiled_rows(parts * count) : parts * count;
       }
+    }
   };
   for (int64_t e = first_expert; e < last_expert; ++e) {
     const int64_t begin = e == 0 ? 0 : within(offsets[e - 1]), rows = within(offsets[e]) - begin;
     if (rows <= 0 || rows > limits.most) continue;
     if (rows <= gemv_rows) {
-      add(gemv, e, begin, rows, gemv == Kernel::dots ? kDotsRows / parts : kFmaRows, kGemvCols);
-      permuted += parts * rows;
+      add(gemv, e, begin, rows, gemv == Kernel::dots ? kDotsRows / kParts<T> : kFmaRows, kGemvCols);
+    } else if (rows <= tile_rows) {
+      add(Kernel::tile, e, begin, rows, kTilesRows / kParts<T>, kTilesCols);
     } else if (panels && rows >= limits.panel) {
       add(Kernel::panel, e, begin, rows, kPanelTaskRows, kPanelCols);
       some_panels = true;
     } else {
-      add(Kernel::slice, e, begin, rows, kTaskRows, slice);
+      add(bf16_slices ? Kernel::slice : Kernel::slice_fp32, e, begin, rows, kTaskRows, slice);
     }
   }
-  Scratch gathered;
+  Scratch for_gemv, for_tiles;
 #if defined(HAS_AVX512_BF16)
-  if (some_panels || (permuted > 0 && gemv == Kernel::dots)) {
+  if (some_panels || tiled > 0 || (gathered_rows > 0 && gemv == Kernel::dots)) {
 #if defined(HAS_BRGEMM)
     const bool copy = some_panels && has_matrix_unit();
 #else
     const bool copy = false;
 #endif
-    const T* x = static_cast<const T*>(problem.x);
-    problem.parts = as_parts<T>(x, problem.count, first_row, last_row, k, copy, memory);
+    problem.parts =
+        as_parts<T>(static_cast<const T*>(problem.x), problem.count, first_row, last_row, k, copy, memory);
     problem.permuted = gather_groups<bf16>(
-        problem, tasks, Kernel::dots, parts, gathered, [&](int64_t row, int64_t part, int64_t rows, bf16* to) {
+        problem, tasks, Kernel::dots, kParts<T>, for_gemv, [&](int64_t row, int64_t part, int64_t rows, bf16* to) {
           permute_row(problem.parts.row(part, row), k, rows, to);
         });
   }
 #endif
+#if defined(HAS_TILES)
+  if (tiled > 0) problem.tiled = gather_tiles(problem, tasks, tiled, kParts<T>, for_tiles);
+#endif
 #if defined(HAS_AVX512)
-  if (permuted > 0 && gemv == Kernel::fma)
-    problem.spread = gather_groups<float>(
-        problem, tasks, Kernel::fma, 1, gathered, [&](int64_t row, int64_t, int64_t rows, float* to) {
-          spread_row(static_cast<const T*>(problem.x) + row * k, k, rows, to);
-        });
+  problem.spread = gather_groups<float>(
+      problem, tasks, Kernel::fma, 1, for_gemv, [&](int64_t row, int64_t, int64_t rows, float* to) {
+        spread_row(static_cast<const T*>(problem.x) + row * k, k, rows, to);
+      });
 #endif
   for_each(
       int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
@@ -315,7 +346,7 @@ extern "C" {
 // What the last call that returned 2 in this thread died of.
 const char* thunder_moe_error() { return thunder_moe_last_error.c_str(); }
 
-// Kernels that were built for this CPU: 1 dots, 2 panels, 4 fma.
+// Kernels that were built for this CPU: 1 dots, 2 panels, 4 fma, 8 tiles.
 int32_t thunder_moe_kernels() {
   int32_t kernels = 0;
 #if defined(HAS_AVX512_BF16)
@@ -326,6 +357,9 @@ int32_t thunder_moe_kernels() {
 #endif
 #if defined(HAS_AVX512)
   kernels |= 4;
+#endif
+#if defined(HAS_TILES)
+  if (has_tiles()) kernels |= 8;
 #endif
   return kernels;
 }
@@ -344,15 +378,15 @@ int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const
 void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = workers; }
 
 // x (count, k); row ends are held to count. Experts whose number of rows is above max_rows are left out. gemv_rows: rows
-// up to which x takes a gemv kernel (fma, else dots if x has 16 bits); panel_rows: from which 16-bit x takes the panel
-// kernel; where there are these.
+// up to which x takes a gemv kernel (fma, else dots if x has 16 bits), tile_rows: up to which 16-bit x takes tiles,
+// panel_rows: from which it takes panels; where there are these. fp32_slices: bf16 x takes slices of fp32, too.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
                                int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows,
-                               int64_t panel_rows, int32_t fma, void* out) {
+                               int64_t tile_rows, int64_t panel_rows, int32_t fma, int32_t fp32_slices, void* out) {
   return guarded([&] {
-    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, {}, nullptr, nullptr};
-    const Limits limits{gemv_rows, panel_rows, max_rows, fma != 0};
+    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, {}, nullptr, nullptr, nullptr};
+    const Limits limits{gemv_rows, tile_rows, panel_rows, max_rows, fma != 0, fp32_slices != 0};
     const int64_t bytes = dtype == kFloat32 ? 0 : 2 * (dtype == kFloat16 ? 2 : 1) * k;
     for_ranges(offsets, num_experts, count, bytes,
                [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {

@@ -11,14 +11,15 @@
 #endif
 #endif
 
-#if defined(HAS_BRGEMM)
 namespace {
 
-constexpr int64_t kPanelCols = 64;          // the widest row of pairs that brgemm takes
+constexpr int64_t kPanelCols = 64;       // the widest row of pairs that brgemm takes
+constexpr int64_t kPanelTaskRows = 512;  // rows of one task; more rows decode the panel again
+
+#if defined(HAS_BRGEMM)
 constexpr int64_t kPanelBytes = 512 << 10;  // of K at a time: a panel stays in L2, see panel_depth
 constexpr int64_t kBlockRows = 64;          // rows of one brgemm
 constexpr int64_t kAhead = 512;             // weights of a column between a prefetch and its use
-constexpr int64_t kPanelTaskRows = 512;     // rows of one task; more rows decode the panel again
 
 inline int64_t panel_width(int64_t columns) { return std::min(kPanelCols, (columns + 15) / 16 * 16); }
 inline bool has_matrix_unit() {
@@ -139,5 +140,6 @@ Parts copy_parts(int64_t first, int64_t last, int64_t k, Scratch& memory, const 
   return {parts, first, rows, stride};
 }
 
-}  // namespace
 #endif
+
+}  // namespace
