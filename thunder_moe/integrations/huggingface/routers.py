@@ -32,11 +32,23 @@ from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
 from thunder_moe.routing import RouterForm
 
-__all__ = ["FusedRouter", "RouterCall", "RowOrders", "fuse_routers", "fused_call", "restore_routers", "routers_of"]
+__all__ = [
+    "KNOWN_CODE",
+    "FusedRouter",
+    "RouterCall",
+    "RowOrders",
+    "fuse_routers",
+    "fused_call",
+    "has_only_settings",
+    "probe_copy",
+    "restore_routers",
+    "routers_of",
+    "settings_of",
+]
 
 _LOGGER = logging.getLogger("thunder_moe")
 _TORCH_STATE = frozenset(vars(nn.Module()))
-_KNOWN_CODE = "transformers.models."
+KNOWN_CODE = "transformers.models."
 _OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}
 # Attributes of routers with the numbers of a form.
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
@@ -134,11 +146,17 @@ class RouterCall:
             return False
         if torch.is_autocast_enabled(hidden_states.device.type):
             return False
-        return all(getattr(router, name, None) == value for name, value in self.settings)
+        for name, value in self.settings:  # noqa: SIM110  (a generator would take as long again)
+            if getattr(router, name, None) != value:
+                return False
+        return True
 
     def logits(self, router: Any, hidden_TH: Tensor) -> Tensor:
         """(T, H) -> (T, E)."""
-        weight, bias = router.weight, getattr(router, "bias", None)
+        if "parametrizations" in router._modules or "weight" not in router._parameters:
+            weight, bias = router.weight, getattr(router, "bias", None)
+        else:  # nn.Module's own look-up takes half a microsecond, a vain one two
+            weight, bias = router._parameters["weight"], router._parameters.get("bias", router._buffers.get("bias"))
         if self.wide:
             if bias is None and _takes_16_bits(hidden_TH, weight):
                 return torch.mm(hidden_TH, weight.t(), out_dtype=torch.float32)
@@ -172,7 +190,8 @@ class FusedRouter(nn.Module):
         call = self.router_call
         if options or not call.holds(self, hidden_states, len(args)):
             return super().forward(hidden_states, *args, **options)
-        logits = call.logits(self, hidden_states.reshape(-1, hidden_states.shape[-1]))
+        flat = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = call.logits(self, flat)
         bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if call.scores_float else hidden_states.dtype
@@ -225,7 +244,7 @@ def routers_of(layer: nn.Module) -> list[nn.Module]:
     found = []
     for child in layer.children():
         weight = child._parameters.get("weight")
-        own = type(child).__module__.startswith(_KNOWN_CODE)
+        own = type(child).__module__.startswith(KNOWN_CODE)
         known = own and weight is not None and weight.ndim == 2 and isinstance(getattr(child, "top_k", None), int)
         if known or isinstance(child, FusedRouter):
             found.append(child)
@@ -236,7 +255,7 @@ def fuse_routers(layer: nn.Module, orders: RowOrders) -> bool:
     """`fuse_router` for the routers of a layer; whether its experts can take the order of rows from one."""
     fused = [fuse_router(router, orders) for router in routers_of(layer)]
     # Code of others may change the ids in place between router and experts, which a compiler's trace would not show.
-    return any(fused) and type(layer).__module__.startswith(_KNOWN_CODE)
+    return any(fused) and type(layer).__module__.startswith(KNOWN_CODE)
 
 
 def restore_routers(layer: nn.Module) -> None:
@@ -291,7 +310,12 @@ def fused_call(router: nn.Module) -> RouterCall | None:
     if not plain or any(name[0] != "_" for name in others):
         return None  # what it takes from its other attributes, a configuration say, may change
     tensors = tuple((name, tensor.shape) for name, tensor in _tensors(router))
-    key = type(router), tensors, tuple((name, type(child)) for name, child in router.named_modules()), _settings(router)
+    key = (
+        type(router),
+        tensors,
+        tuple((name, type(child)) for name, child in router.named_modules()),
+        settings_of(router),
+    )
     if key not in _CALLS:
         try:
             _CALLS[key] = _compare(router)
@@ -307,9 +331,14 @@ def fused_call(router: nn.Module) -> RouterCall | None:
 _CALLS: dict[Any, RouterCall | None] = {}
 
 
-def _settings(router: nn.Module) -> tuple[tuple[str, Any], ...]:
+def has_only_settings(module: nn.Module) -> bool:
+    """Whether a module has no attributes of its own but those of `settings_of` and what torch and accelerate keep."""
+    return all(_is_setting(value) for name, value in vars(module).items() if name not in _OWN_STATE)
+
+
+def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """Numbers and strings of a module; `training` is none of them, since both values are compared."""
-    own = ((name, value) for name, value in vars(router).items() if name not in _OWN_STATE)
+    own = ((name, value) for name, value in vars(module).items() if name not in _OWN_STATE)
     return tuple(sorted((name, value) for name, value in own if _is_setting(value) and name[0] != "_"))
 
 
@@ -327,7 +356,7 @@ def _at(module: Any, path: str) -> Any:
     return module
 
 
-def _probe_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def probe_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module of the same class and attributes with zeros of a dtype on the CPU in the place of its tensors."""
     new = type(module).__new__(type(module))
     nn.Module.__init__(new)
@@ -335,7 +364,7 @@ def _probe_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
         if name not in _OWN_STATE:
             vars(new)[name] = value
     for name, child in module._modules.items():
-        new.register_module(name, None if child is None else _probe_copy(child, dtype))
+        new.register_module(name, None if child is None else probe_copy(child, dtype))
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         zeros = None if tensor is None else torch.zeros(tensor.shape, dtype=dtype, device="cpu")
         if name in module._parameters:
@@ -381,7 +410,7 @@ def _compare(router: nn.Module) -> RouterCall | None:
     # The kinds of a linear layer differ in bfloat16.
     for wide, logits_float in ((False, False), (True, False), (False, True)):
         call = RouterCall(
-            RouterForm(seen[0].ids.shape[1]), wide, logits_float, scores_float, bias, flattens, _settings(router)
+            RouterForm(seen[0].ids.shape[1]), wide, logits_float, scores_float, bias, flattens, settings_of(router)
         )
         logits = call.logits(probe, hidden)
         if all(one.logits.dtype == logits.dtype and torch.equal(one.logits, logits) for one in seen):
@@ -395,12 +424,12 @@ def _compare(router: nn.Module) -> RouterCall | None:
 
 def _see(router: nn.Module, dtype: torch.dtype, bias: str | None) -> tuple[Any, Tensor, list[_Seen]] | None:
     """A copy of the router whose hidden states are its logits (before a bias), probes of it, and what it gives."""
-    probe: Any = _probe_copy(router, dtype)
+    probe: Any = probe_copy(router, dtype)
     experts, hidden_size = probe.weight.shape
     # Near the identity: exact in float32, rounded in 16 bits.
     eye = torch.eye(experts, dtype=torch.float32, device="cpu")
     probe.weight = nn.Parameter((eye + 2**-9 * eye.roll(1, 0)).to(dtype), requires_grad=False)
-    for name, value in _settings(router):
+    for name, value in settings_of(router):
         if value == hidden_size and name in ("hidden_dim", "hidden_size"):
             setattr(probe, name, experts)
     generator = torch.Generator("cpu").manual_seed(0)
@@ -450,7 +479,7 @@ def _probes(experts: int, generator: torch.Generator) -> Tensor:
 def _forms(router: Any, seen: list[_Seen]) -> Iterator[RouterForm]:
     """The forms that choose as seen and whose numbers are attributes of the router, the simplest first."""
     top_k, experts = seen[0].ids.shape[1], seen[0].logits.shape[1]
-    settings = dict(_settings(router))
+    settings = dict(settings_of(router))
     groups: list[dict[str, Any]] = [{}]
     for names in _GROUPS:
         total, kept = (settings.get(name) for name in names)
