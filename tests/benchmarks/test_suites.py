@@ -20,6 +20,7 @@ from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
 from benchmarks.suites import linear, router
 from thunder_moe.kernels import reference
+from thunder_moe.kernels.training import reference as training_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = machine_name(torch.device("cpu"))
@@ -69,6 +70,21 @@ def test_routers_that_choose_others_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(router.ROUTERS, "mixtral-8x7b", wrong)
     with pytest.raises(RuntimeError, match="mixtral-8x7b: the sums of scores differ by"):
         main(["router", "--device", "cpu", "--routers", "mixtral-8x7b", "--output", str(tmp_path)])
+
+
+def test_training_runs_end_to_end(tmp_path, monkeypatch):
+    parts = "dgrad,wgrad,main_grad,bias,activation,checks"
+    arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--rows", "40", "--output", str(tmp_path)]
+    rows = main(["training", *arguments, "--parts", parts])
+    content = json.loads((tmp_path / f"training_{HERE}.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert content["checks"] == {"small": {"bias gradients are the same bits": "100 runs"}}
+    assert {row["part"] for row in rows} | {"checks"} == set(parts.split(","))
+    assert all("thunder_moe" in row["bandwidth_share"] for row in rows if row["part"] in ("bias", "activation"))
+    assert (tmp_path / f"training_{HERE}.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(training_reference, "bias_grad", lambda grad, *_: torch.zeros(4, grad.shape[1]))
+    with pytest.raises(RuntimeError, match="the bias gradient is wrong"):
+        main(["training", *arguments, "--parts", "bias"])
 
 
 def test_gemm_runs_end_to_end(tmp_path, capsys):

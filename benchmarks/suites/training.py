@@ -1,0 +1,408 @@
+"""Times the kernels of training and whole expert blocks: forward, backward and gradients of weights, beside torch's.
+Called by `python -m benchmarks training`; calls kernels.training, GroupedMLP, both compilers and benchmarks/harness.
+
+    dgrad, wgrad   the gradients of an expert GEMM of bf16 rows, beside torch._grouped_mm(dy, w) and (dy.t(), x)
+    main_grad      the weight's gradient added to a float32 tensor, beside that of torch and add_
+    bias           the gradient of a bias (E, N), beside index_add_ of float32 rows; its share of the memory's bandwidth
+    activation     SwiGLU times a scale per row and its backward, beside torch's operations; likewise
+    step           forward and backward of GroupedMLP, beside three grouped_mm and torch's operations: time, peak memory
+    checks         one CUDA graph of forward and backward under other routings, synchronization, bits of bias gradients
+
+Bandwidth is that of a copy of 1 GiB in the same run. "even": all experts have as many rows; "zipf": the i-th most
+frequent expert has 1/i of the rows of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from benchmarks.harness.report import (
+    comma_list,
+    one_of,
+    parser,
+    plot_lines,
+    positive,
+    relative_error,
+    save,
+    table,
+    timed,
+)
+from benchmarks.harness.shapes import MoEShape
+from benchmarks.harness.timing import measure
+from thunder_moe.activations import SWIGLU
+from thunder_moe.kernels.training.select import training_kernels
+
+STEM = "training"
+MODELS = {
+    shape.name: shape
+    for shape in (
+        MoEShape("qwen3-30b-a3b", 2048, 768, 128, 8),
+        MoEShape("mixtral-8x7b", 4096, 14336, 8, 2),
+        MoEShape("gpt-oss-20b", 2880, 2880, 32, 4),
+        MoEShape("small", 64, 32, 4, 2),  # for a CPU
+    )
+}
+ROUTINGS = ("even", "zipf")
+PARTS = ("dgrad", "wgrad", "main_grad", "bias", "activation", "step", "checks")
+KEYS = ("part", "model", "of", "rows", "routing")
+TOLERANCE = 1e-2  # of bf16 results, beside torch's
+Calls = dict[str, Callable[[], Any]]
+
+
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs the benchmark; prints tables, writes JSON and a plot.
+
+    Args:
+        argv: the arguments behind the subcommand.
+
+    Returns:
+        The rows of the JSON.
+
+    Raises:
+        RuntimeError: a result is wrong.
+        SystemExit: bad arguments.
+    """
+    args = _arguments(argv)
+    copy = _copy_bandwidth(args.device)
+    rows: list[dict[str, Any]] = []
+    checks: dict[str, Any] = {}
+    cells = [
+        (part, MODELS[name], count, routing)
+        for part in args.parts
+        if part != "checks"
+        for name in args.models
+        for count in args.rows
+        for routing in args.routings
+    ]
+    bar = tqdm(cells, unit="cell")
+    for part, shape, count, routing in bar:
+        bar.set_description(f"{part} {shape.name} {count} {routing}")
+        offsets = routed(shape.num_experts, count, routing, args.device)
+        for of, bytes_moved, baseline, calls, extra in CELLS[part](shape, count, offsets):
+            timings = measure(calls, device=args.device, rounds=args.rounds, budget=args.budget, slow=args.slow)
+            row = dict(zip(KEYS, (part, shape.name, of, count, routing), strict=True))
+            row |= timed(timings, baseline) | extra
+            if bytes_moved:
+                row["bandwidth_share"] = {
+                    name: bytes_moved / timing.median / copy for name, timing in timings.items() if name != baseline
+                }
+            rows.append(row)
+    if "checks" in args.parts:
+        checks = {name: _checks(MODELS[name], args.rows[-1], args.device) for name in args.models}
+    path = save(STEM, args.device, rows, args.output, copy_bytes_per_second=copy, checks=checks)
+    image = _plot(path, rows, args.device)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        of_part = [row for row in rows if row["part"] == part]
+        baselines = [name for name in of_part[0]["seconds"] if name not in of_part[0]["times_faster"]]
+        print(table(of_part, KEYS, baselines[0]), end="\n\n")
+        for row in of_part:
+            for key in ("bandwidth_share", "peak_mib"):
+                if key in row:
+                    numbers = ", ".join(f"{name} {value:.2f}" for name, value in row[key].items())
+                    print(" ".join(str(row[k]) for k in KEYS), f"{key}: {numbers}")
+    print(checks, path, image, sep="\n")
+    return rows
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    result = parser("training", __doc__ or "", shapes=False)
+    result.add_argument("--models", type=comma_list(one_of(MODELS)), help=f"of: {', '.join(MODELS)}")
+    result.add_argument("--rows", type=comma_list(positive), help="M (default: 1024, 8192 and 32768; on a CPU 64)")
+    result.add_argument("--routings", type=comma_list(one_of(ROUTINGS)), default=[*ROUTINGS], help="even, zipf")
+    result.add_argument("--parts", type=comma_list(one_of(PARTS)), default=[*PARTS], help=f"of: {', '.join(PARTS)}")
+    args = result.parse_args(argv)
+    cuda = args.device.type == "cuda"
+    args.models = args.models or ([name for name in MODELS if name != "small"] if cuda else ["small"])
+    args.rows = args.rows or ([1024, 8192, 32768] if cuda else [64])
+    return args
+
+
+def routed(experts: int, rows: int, routing: str, device: torch.device, seed: int = 0) -> Tensor:
+    """Row ends, int32 (E,), of all rows."""
+    share = torch.ones(experts)
+    if routing == "zipf":
+        share = 1 / torch.arange(1, experts + 1).float()
+        share = share[torch.randperm(experts, generator=torch.Generator().manual_seed(seed))]
+    ends = (share.cumsum(0) / share.sum() * rows).round().int()
+    ends[-1] = rows
+    return ends.to(device)
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written per second by a copy."""
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = measure({"copy": lambda: target.copy_(source)}, device=device, budget=0.5)["copy"]
+    return 2 * source.nbytes / timing.median
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=device, dtype=dtype)
+
+
+def _compare(what: str, got: Tensor, wanted: Tensor) -> None:
+    error = relative_error(got, wanted)
+    if error > TOLERANCE:
+        raise RuntimeError(f"{what} is wrong: relative error {error:.2g}")
+
+
+Cell = tuple[str, int, str, Calls, dict[str, Any]]  # of, bytes moved or 0, baseline, calls, more of the row
+
+
+def _gemms(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[tuple[str, Tensor, Tensor, int, int]]:
+    """(name, x (M, K), grad (M, N), N, K) of gate_up and down."""
+    for which in ("gate_up", "down"):
+        _, n, k = shape.gemm(which)
+        yield which, _random(rows, k, device=offsets.device), _random(rows, n, device=offsets.device), n, k
+
+
+def _dgrad(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    for which, _, grad, n, k in _gemms(shape, rows, offsets):
+        weight = _random(shape.num_experts, n, k, device=offsets.device)
+        torchs = partial(torch._grouped_mm, grad, weight, offs=offsets)
+        ours = partial(training_kernels(grad.device).dgrad, grad, weight, offsets)
+        _compare("dgrad", ours(), torchs())
+        yield which, 0, "torch", {"torch": torchs, "thunder_moe": ours}, {}
+
+
+def _wgrad(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    for which, x, grad, _, _ in _gemms(shape, rows, offsets):
+        torchs = partial(torch._grouped_mm, grad.t(), x, offs=offsets)
+        ours = partial(training_kernels(grad.device).wgrad, x, grad, offsets)
+        _compare("wgrad", ours(), torchs())
+        yield which, 0, "torch", {"torch": torchs, "thunder_moe": ours}, {}
+
+
+def _main_grad(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    for which, x, grad, n, k in _gemms(shape, rows, offsets):
+        main_grad = torch.zeros(shape.num_experts, n, k, device=offsets.device)
+        kernels = training_kernels(grad.device)
+
+        def torchs(main_grad: Tensor = main_grad, x: Tensor = x, grad: Tensor = grad) -> None:
+            main_grad.add_(torch._grouped_mm(grad.t(), x, offs=offsets))
+
+        kernels.wgrad(x, grad, offsets, main_grad, True)
+        _compare("wgrad into main_grad", main_grad, torch._grouped_mm(grad.t(), x, offs=offsets))
+        add = partial(kernels.wgrad, x, grad, offsets, main_grad, True)
+        write = partial(kernels.wgrad, x, grad, offsets, main_grad, False)
+        yield which, 0, "torch + add_", {"torch + add_": torchs, "add": add, "overwrite": write}, {}
+
+
+def _bias(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    of_row = torch.bucketize(torch.arange(rows, device=offsets.device), offsets, right=True)
+    for which, _, grad, n, _ in _gemms(shape, rows, offsets):
+        scale = torch.rand(rows, device=offsets.device)
+
+        def torchs(grad: Tensor = grad, n: int = n) -> Tensor:
+            return torch.zeros(shape.num_experts, n, device=grad.device).index_add_(0, of_row, grad.float())
+
+        kernels = training_kernels(grad.device)
+        calls: Calls = {
+            "index_add_": torchs,
+            "thunder_moe": partial(kernels.bias_grad, grad, offsets),
+            "thunder_moe, scaled": partial(kernels.bias_grad, grad, offsets, scale),
+        }
+        _compare("the bias gradient", calls["thunder_moe"](), torchs())
+        yield which, grad.nbytes + 4 * shape.num_experts * n, "index_add_", calls, {}
+
+
+def _activation(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    features, device = shape.intermediate_size, offsets.device
+    y, grad = _random(rows, 2 * features, device=device), _random(rows, features, device=device)
+    scales, kernels = torch.rand(rows, device=device), training_kernels(device)
+
+    def torchs(y: Tensor = y, scales: Tensor = scales) -> Tensor:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up * scales[:, None].to(y.dtype)
+
+    leaf, leaf_scales = y.clone().requires_grad_(), scales.clone().requires_grad_()
+    with torch.enable_grad():
+        out = torchs(leaf, leaf_scales)
+
+    def torchs_backward() -> Any:
+        return torch.autograd.grad(out, (leaf, leaf_scales), grad, retain_graph=True)
+
+    forward = partial(kernels.scaled_swiglu, y, scales, offsets, form=SWIGLU)
+    backward = partial(kernels.scaled_swiglu_gradient, grad, y, scales, offsets, form=SWIGLU)
+    _compare("the activation", forward(), torchs())
+    for got, wanted in zip(backward(), torchs_backward(), strict=True):
+        assert got is not None
+        _compare("the activation's gradient", got, wanted)
+    calls: Calls = {"torch": torchs, "thunder_moe": forward}
+    for interleave in (1, 32):
+        if features % interleave == 0:
+            of = partial(kernels.scaled_swiglu, y, scales, offsets, form=SWIGLU, interleave=interleave)
+            calls[f"thunder_moe, interleave {interleave}"] = of
+    yield "forward", y.nbytes + grad.nbytes, "torch", calls, {}
+    calls = {"torch": torchs_backward, "thunder_moe": backward}
+    for interleave in (1, 32):
+        if features % interleave == 0:
+            of = partial(kernels.scaled_swiglu_gradient, grad, y, scales, offsets, form=SWIGLU, interleave=interleave)
+            calls[f"thunder_moe, interleave {interleave}"] = of
+    yield "backward", 2 * y.nbytes + grad.nbytes, "torch", calls, {}
+
+
+class ThreeGemms(nn.Module):
+    """The same block by torch's operations: three grouped GEMMs, silu, products."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Parameter(weight.detach().clone()) for weight in (gate, up, down))
+
+    def forward(self, x: Tensor, offsets: Tensor, scales: Tensor) -> Tensor:
+        gate, up = (F.grouped_mm(x, weight.transpose(1, 2), offs=offsets) for weight in (self.gate, self.up))
+        hidden = F.silu(gate) * up * scales[:, None].to(gate.dtype)
+        return F.grouped_mm(hidden, self.down.transpose(1, 2), offs=offsets)
+
+
+def _blocks(shape: MoEShape, device: torch.device, **options: Any) -> tuple[nn.Module, ThreeGemms]:
+    """GroupedMLP, and the block of torch's operations with the same weights."""
+    from thunder_moe import GroupedMLP
+
+    sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    ours: Any = GroupedMLP(*sizes, dtype=torch.bfloat16, device=device, **options)
+    gate, up = ours.gate_up_proj.weight.chunk(2, 1)
+    return ours, ThreeGemms(gate, up, ours.down_proj.weight)
+
+
+def _steps(model: Callable[..., Tensor], parameters: list[nn.Parameter], *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Forward and backward: the output, the gradient of x."""
+    x, offsets, scales, grad = inputs
+    for parameter in parameters:
+        parameter.grad = None
+    x.grad = scales.grad = None
+    out = model(x, offsets, scales)
+    torch.autograd.backward(out, grad)
+    assert x.grad is not None
+    return out, x.grad
+
+
+def _step(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
+    import thunder
+
+    from thunder_moe import RewriteWarning, moe_executor
+
+    device = offsets.device
+    inner = "inductor" if device.type == "cuda" else "aot_eager"
+    ours, torchs = _blocks(shape, device)
+    x = _random(rows, shape.hidden_size, device=device).requires_grad_()
+    scales = torch.rand(rows, device=device).requires_grad_()
+    grad = _random(rows, shape.hidden_size, device=device)
+    options: dict[str, Any] = {"thunder_moe.inner": inner}
+    models: dict[str, tuple[Callable[..., Tensor], nn.Module]] = {
+        "torch eager": (torchs, torchs),
+        "torch inductor": (torch.compile(torchs, fullgraph=True, backend=inner, dynamic=False), torchs),
+        "eager": (ours, ours),
+        "torch.compile": (
+            torch.compile(ours, fullgraph=True, backend="thunder_moe", options=options, dynamic=False),
+            ours,
+        ),
+        "thunder": (thunder.jit(ours, executors=[moe_executor, *thunder.get_default_executors()]), ours),
+    }
+    calls: Calls = {}
+    peak: dict[str, float] = {}
+    wanted = None
+    for name, (run, module) in models.items():
+        calls[name] = partial(_steps, run, [*module.parameters()], x, offsets, scales, grad)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RewriteWarning)  # weights that train stay 16-bit, as intended
+            results = [result.detach().clone() for result in calls[name]()]
+        wanted = wanted or results
+        for what, got, expected in zip(("output", "gradient of x"), results, wanted, strict=True):
+            _compare(f"the {what} of {name}", got, expected)
+        if device.type == "cuda":
+            calls[name]()
+            ours.zero_grad()
+            torchs.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            calls[name]()
+            torch.cuda.synchronize()
+            peak[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    ours.zero_grad()
+    torchs.zero_grad()
+    yield "forward + backward", 0, "torch eager", calls, {"peak_mib": peak} if peak else {}
+    torch._dynamo.reset()
+
+
+def _checks(shape: MoEShape, rows: int, device: torch.device) -> dict[str, Any]:
+    """What has to hold on a CUDA device; raises RuntimeError where it does not."""
+    results: dict[str, Any] = {}
+    kernels = training_kernels(device)
+    offsets, grad = routed(shape.num_experts, rows, "zipf", device), _random(rows, shape.hidden_size, device=device)
+    first = kernels.bias_grad(grad, offsets)
+    if not all(torch.equal(kernels.bias_grad(grad, offsets), first) for _ in range(100)):
+        raise RuntimeError(f"{shape.name}: bias gradients differ between runs")
+    results["bias gradients are the same bits"] = "100 runs"
+    if device.type != "cuda":
+        return results
+    ours, torchs = _blocks(shape, device, bias=True)
+    x = _random(rows, shape.hidden_size, device=device).requires_grad_()
+    scales = torch.rand(rows, device=device).requires_grad_()
+    parameters = [*ours.parameters()]
+    for bias in (parameter for parameter in parameters if parameter.ndim == 2):
+        nn.init.zeros_(bias)  # torch's block has none
+    step = partial(_steps, ours, parameters, x, offsets, scales, grad)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    results["synchronizations"] = "none"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grad_x = step()
+    grads = [parameter.grad for parameter in parameters if parameter.ndim == 3]
+    for seed, routing in enumerate(("zipf", "even", "zipf"), 1):
+        offsets.copy_(routed(shape.num_experts, rows, routing, device, seed))
+        graph.replay()
+        captured = [tensor.clone() for tensor in (out, grad_x, *grads) if tensor is not None]
+        wanted = _steps(torchs, [*torchs.parameters()], x.detach().requires_grad_(), offsets, scales.detach(), grad)
+        of_gate, of_up, of_down = (parameter.grad for parameter in torchs.parameters())
+        assert of_gate is not None
+        assert of_up is not None
+        expected = (*wanted, torch.cat([of_gate, of_up], 1), of_down)
+        for got, each in zip(captured, expected, strict=True):
+            assert each is not None
+            _compare(f"{shape.name}: a replay of the graph under routing {routing} {seed}", got, each)
+    results["one CUDA graph, other routings"] = "3 replays"
+    return results
+
+
+CELLS: dict[str, Callable[[MoEShape, int, Tensor], Iterator[Cell]]] = {
+    "dgrad": _dgrad,
+    "wgrad": _wgrad,
+    "main_grad": _main_grad,
+    "bias": _bias,
+    "activation": _activation,
+    "step": _step,
+}
+
+
+def _plot(path: Any, rows: list[dict[str, Any]], device: torch.device) -> Any:
+    """Times faster than torch, a panel for each part."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        lines = panels.setdefault(row["part"], {})
+        for name, ratio in row["times_faster"].items():
+            if "interleave" not in name and row["routing"] == "even":
+                lines.setdefault(f"{row['model']} {row['of']}, {name}", []).append((row["rows"], ratio))
+    return plot_lines(
+        path.with_suffix(".png"), panels, x="rows", y="times faster than torch", reference=1.0,
+        title=f"Training, {device.type}, even routing",
+    )  # fmt: skip
