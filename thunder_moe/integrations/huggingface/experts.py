@@ -134,7 +134,9 @@ class NVFP4Experts(nn.Module):
         second: Any = modules["down_proj"]
         order = None if self.row_orders is None else self.row_orders.take(top_k_index, getattr(first, "num_experts", 0))
         bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
-        if bare and (order is None or isinstance(order, PackedOrder)):
+        bare = bare and calls_only_its_class(first, NVFP4GroupedLinear)
+        bare = bare and calls_only_its_class(second, NVFP4GroupedLinear)
+        if bare:
             kernels = self._kernels(first, second)
             done: Tensor | None = None if kernels is None else kernels(*inputs, order)
             if done is not None:
@@ -151,12 +153,10 @@ class NVFP4Experts(nn.Module):
         return out
 
     def _kernels(self, first: Any, second: Any) -> Any:
-        """The kernels that are bound to the weights as they are, of projections that calls need not go through."""
+        """The kernels that are bound to the weights as they are."""
         if self._bound is None or (known := self._bound.kernels) is None:
             return None
         state, kernels = known
-        if not (calls_only_its_class(first, NVFP4GroupedLinear) and calls_only_its_class(second, NVFP4GroupedLinear)):
-            return None
         return kernels if state == _state_of(first, second, self) else None
 
     def _bind(self, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ from thunder_moe.activations import GLU
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.by_parts import PackedOrder
+from thunder_moe.kernels.by_parts import Order, PackedOrder
 from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.configs import TILED
 from thunder_moe.kernels.cuda.layer import GEMMS, LayerLaunch
@@ -107,15 +107,15 @@ class BoundExperts:
         device: torch.device,
     ) -> None:
         self._launches, self._weights, self._index = launches, weights, device.index
-        self._chains: dict[Any, Chain] = {}
+        self._chains: dict[Any, Chain | None] = {}  # None: for the operator
 
     def __call__(
-        self, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, order: PackedOrder | None
+        self, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, order: PackedOrder | Order | None
     ) -> Tensor | None:
         """What the operator gives for (T, H), (T, A) and (T, A), bit for bit; None where only it can tell.
 
         The first call for operands of a kind is the operator's, which checks them: `learn` makes the next ones quick.
-        `order`: that of the ids, where it is known.
+        `order`: that of the ids, where it is known, as a router has left it.
         """
         chain = self._chains.get(_kind(hidden_states, expert_ids, expert_weights))
         if (
@@ -125,20 +125,25 @@ class BoundExperts:
             or hidden_states.data_ptr() & 15
         ):
             return None
-        if order is not None:
+        if isinstance(order, PackedOrder):
             return chain(hidden_states, expert_weights, order.addresses)
-        assert chain.layer.route is not None
-        row_slot, offsets, slot_row = chain.layer.route(expert_ids)
+        if order is None:
+            assert chain.layer.route is not None
+            order = chain.layer.route(expert_ids)
+        row_slot, offsets, slot_row = order
+        if not (row_slot.is_contiguous() and offsets.is_contiguous() and slot_row.is_contiguous()):
+            return None
         return chain(hidden_states, expert_weights, (row_slot.data_ptr(), offsets.data_ptr(), slot_row.data_ptr()))
 
     def learn(self, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
         """Makes calls with operands of the kind of these quick, for which the operator has just run."""
+        kind = _kind(hidden_states, expert_ids, expert_weights)
+        if kind in self._chains:
+            return
         layer = self._launches(hidden_states, expert_ids, expert_weights)
         if len(self._chains) >= _MAX_KINDS:
             self._chains.clear()
-        if layer is not None:
-            chain = Chain(layer, self._weights, hidden_states.shape)
-            self._chains[_kind(hidden_states, expert_ids, expert_weights)] = chain
+        self._chains[kind] = None if layer is None else Chain(layer, self._weights, hidden_states.shape)
 
 
 class BoundLinear:
@@ -163,7 +168,7 @@ class BoundLinear:
     ) -> None:
         self._launch_of, self._weight, self._bias = launch_of, weight, bias
         self._features, self._index = features, device.index
-        self._known: dict[Any, tuple[GemmLaunch, tuple[int, ...]]] = {}
+        self._known: dict[Any, tuple[GemmLaunch, tuple[int, ...]] | None] = {}  # None: for the operator
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """What the operator gives for (..., K), bit for bit; None where only it can tell, as in `BoundExperts`."""
@@ -186,11 +191,13 @@ class BoundLinear:
 
     def learn(self, x: Tensor) -> None:
         """Makes calls with rows like these quick, for which the operator has just run."""
+        kind = x.shape, x.dtype, x.device
+        if kind in self._known:
+            return
         gemm = self._launch_of(x)
         if len(self._known) >= _MAX_KINDS:
             self._known.clear()
-        if gemm is not None:
-            self._known[x.shape, x.dtype, x.device] = gemm, (*x.shape[:-1], self._features)
+        self._known[kind] = None if gemm is None else (gemm, (*x.shape[:-1], self._features))
 
 
 def bind_linear(weight: NVFP4Weight, bias: Tensor | None) -> BoundLinear | None:
