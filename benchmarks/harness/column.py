@@ -344,7 +344,8 @@ class _Column:
     def _first_call(self, function: Callable[[], Tensor]) -> tuple[float, Tensor]:
         """Compiles, at the same time as other processes do.
 
-        Without the collector of garbage, which visits the graphs again and again: 1.4 of 7.2 s to trace 24 layers.
+        Without the collector of garbage, which visits the graphs again and again and finds little: to trace 48 small
+        layers took 28.6 s of a CPU's time and 0.63 GB, without it 25.2 s and 0.68 GB.
         """
         gc.disable()
         try:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -48,6 +49,8 @@ class _Task:
     results: TextIO | None = None
     log: Path | None = None
     ended: bool = False
+    started: float = 0.0
+    late: bool = False  # was killed because it took too long to compile
     ready: bool = False  # waits for its turn
     weights: str | None = None  # of a loader: the file by which it shares them
 
@@ -78,6 +81,7 @@ class _Task:
         return not (self.ended or self.ready or self.serves)
 
     def start(self, directory: Path, index: int, jobs: int) -> None:
+        self.started = time.monotonic()
         results, self.log = directory / f"{index}.jsonl", directory / f"{index}.log"
         results.touch()
         self.results = results.open()
@@ -121,6 +125,11 @@ class _Task:
     def _fail(self, code: int) -> None:
         """Says what went wrong, if the process could not say it."""
         assert self.log is not None
+        if self.late:
+            self.row.setdefault(
+                "error", f"too slow: not compiled {time.monotonic() - self.started:.0f} s after its start"
+            )
+            return
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
         self.row.setdefault("error", f"{how}: {lines[-1] if lines else 'no output'}")
@@ -147,12 +156,13 @@ class _Task:
             self.process.kill()
 
 
-def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
+def run_columns(specs: Sequence[Spec], jobs: int, patience: float = math.inf) -> tuple[Row, list[Row]]:
     """Measures columns.
 
     Args:
         specs: of whole columns.
         jobs: processes that compile at the same time, as far as their device's memory allows.
+        patience: seconds after which a process that still compiles is ended, since the others wait for it.
 
     Returns:
         The device's limits, and the row of each spec. A row whose process failed has an "error".
@@ -171,7 +181,7 @@ def run_columns(specs: Sequence[Spec], jobs: int) -> tuple[Row, list[Row]]:
         try:
             for index, group in enumerate(groups):
                 (Path(directory) / str(index)).mkdir()
-                _run(group, jobs, Path(directory) / str(index), bar)
+                _run(group, jobs, patience, Path(directory) / str(index), bar)
         except KeyboardInterrupt:  # what there is, is written
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             interrupts = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -247,7 +257,7 @@ def _parts(spec: Spec) -> Iterator[Spec]:
         yield replace(part, batches=(), generate=None)
 
 
-def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> None:
+def _run(tasks: Sequence[_Task], jobs: int, patience: float, directory: Path, bar: tqdm[Any]) -> None:
     """Runs processes until all have ended: starts what may run together, then lets it measure one by one, and again."""
     waiting, running = list(tasks), list[_Task]()
     capacity = _capacity(tasks[0].spec.device)
@@ -260,6 +270,10 @@ def _run(tasks: Sequence[_Task], jobs: int, directory: Path, bar: tqdm[Any]) -> 
         while not measuring and waiting and _may_start(waiting[0], waiting, running, jobs, capacity):
             running.append(waiting.pop(0))
             running[-1].start(directory, tasks.index(running[-1]), jobs)
+        for task in running:
+            if not measuring and task.busy and not task.leads and time.monotonic() - task.started > patience:
+                task.late = True
+                task.kill()
         ready = [task for task in running if task.ready]
         if not any(task.busy for task in running):
             measuring = bool(ready)

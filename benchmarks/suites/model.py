@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         path.write_text(json.dumps(report, indent=1) + "\n")
         _show(path, report["rows"])
         return list(report["rows"])
-    limits, rows = run_columns(list(_specs(args)), args.jobs)
+    limits, rows = run_columns(list(_specs(args)), args.jobs, args.patience)
     for row in rows:
         row["model"] = _name(row["model"])
     bandwidth = limits.get("read_bytes_per_second")
@@ -137,6 +138,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="the kernels of one decode step of each batch and of one prefill of each length",
     )
+    result.add_argument(
+        "--patience", type=positive, default=math.inf, metavar="SECONDS",
+        help="a process that has not compiled by then is ended, since the others wait for it (default: none is)",
+    )  # fmt: skip
     result.add_argument("--seed", type=int, default=0, help="of weights (default: %(default)s)")
     result.add_argument(
         "--inner", choices=("inductor", "aot_eager"), default="inductor",

@@ -458,6 +458,17 @@ def test_a_process_measures_when_no_other_computes(config, tmp_path, monkeypatch
     assert measured == 1 + (3 if capacity == 0 else 2) + 3
 
 
+def test_a_process_that_hangs_is_ended(config, tmp_path, monkeypatch):
+    slow = SHARING.replace("LOG", str(tmp_path / "log")).replace('sys.exit("died while it compiled")', "time.sleep(60)")
+    (tmp_path / "worker.py").write_text(slow)
+    monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(processes, "_capacity", lambda device: 1e15)
+    specs = [Spec(config(), "compiled bf16", "cuda", batches=(1, 8), prompts=(), generate=None)]
+    _, (row,) = processes.run_columns(specs, jobs=9, patience=2)
+    assert list(row["decode"]) == ["1"]
+    assert row["error"].startswith("too slow: not compiled ")
+
+
 def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(tmp_path / "log")))
     monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
