@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
@@ -268,8 +269,17 @@ def test_bare_calls_have_nothing_to_dispatch():
             assert is_bare(torch.randn(2))
         assert not is_bare(nn.Parameter(x))
         assert not is_bare(FakeTensorMode().from_tensor(x))
-        for mode in (FakeTensorMode(), FlopCounterMode(display=False), torch.device("cpu"), use_backend("reference")):
+        for mode in (
+            FakeTensorMode(),
+            FlopCounterMode(display=False),
+            BaseTorchFunctionMode(),
+            use_backend("reference"),
+        ):
             with mode:
+                assert not is_bare(x)
+        with torch.device("cpu"):  # as torch.set_default_device
+            assert is_bare(x)
+            with BaseTorchFunctionMode():
                 assert not is_bare(x)
         with forward_ad.dual_level():
             assert not is_bare(forward_ad.make_dual(x, x))

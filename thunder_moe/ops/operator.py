@@ -23,6 +23,8 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import chosen_backend, prepare
@@ -239,7 +241,7 @@ def is_bare(tensor: Tensor) -> bool:
         and type(tensor) is Tensor
         and not _grad_enabled()
         and _dispatch_modes() == 0
-        and _function_modes() == 0
+        and (_function_modes() == 0 or _only_devices())
         and _transform() is None
         and _tracing() is None
         and forward_ad._current_level < 0
@@ -253,6 +255,11 @@ _grad_enabled, _is_functional = torch.is_grad_enabled, torch._is_functional_tens
 _tracing = torch._C._get_tracing_state
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
+
+
+def _only_devices() -> bool:
+    """Whether all function modes are those of torch.set_default_device, which make no difference to kernels."""
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def define(
