@@ -14,10 +14,11 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def now(monkeypatch):
-    """What the thread runs on: a stream, which may be captured."""
-    now = SimpleNamespace(cuda_stream=1, capturing=False)
+    """What the thread runs on: a stream, and the number of the capture that it takes part in, 0 for none."""
+    now = SimpleNamespace(cuda_stream=1, capture=0)
     monkeypatch.setattr(launch, "current_stream", lambda device: now.cuda_stream)
-    monkeypatch.setattr(workspace, "_is_capturing", lambda device: now.capturing)
+    monkeypatch.setattr(launch, "capture_of", lambda stream: now.capture)
+    monkeypatch.setattr(workspace, "_is_capturing", lambda device: now.capture > 0)
     monkeypatch.setattr(workspace, "_POOLS", {})
     return now
 
@@ -27,33 +28,44 @@ def make(size):
 
 
 def test_kernels_that_may_run_at_once_have_rows_of_their_own(now):
-    all_rows = make(5 * workspace.STREAM_SIZE)
+    all_rows = make(6 * workspace.STREAM_SIZE)
 
-    def row(stream, capturing=False):
-        now.cuda_stream, now.capturing = stream, capturing
-        return all_rows.take()
+    def row(stream, capture=0, **how):
+        now.cuda_stream, now.capture = stream, capture
+        return all_rows.take(**how)
 
     first, again, other = row(1), row(1), row(2)
     assert first.data_ptr() == again.data_ptr()
-    taken = [first, other, *(row(1, capturing=True) for _ in range(5))]  # more than there are
-    assert len({one.data_ptr() for one in taken}) == 7
+    captured = [
+        row(1, 7),
+        row(1, 7, overlapping=True),
+        row(2, 7),
+        row(1, 8),
+        row(1, 9),
+        row(1, 10),
+    ]  # more than there are
+    taken = [first, other, *captured]
+    assert len({one.data_ptr() for one in taken}) == 8
     assert row(1).data_ptr() == first.data_ptr()
     assert not any(one.any() for one in taken)
 
 
-def test_a_captured_call_takes_no_more_than_it_needs(now):
-    now.capturing = True
-    all_rows = make(workspace.STREAM_SIZE)
-    rows = [all_rows.take(32) for _ in range(workspace.STREAM_SIZE // 32)]
-    taken = {index for row in rows for index in range(row.data_ptr(), row.data_ptr() + 4 * 32, 4)}
-    assert len(taken) == workspace.STREAM_SIZE  # apart from each other
-    assert all_rows.take(32).data_ptr() not in taken
+def test_the_kernels_of_a_graph_that_follow_each_other_share_a_row(now):
+    now.capture = 3
+    all_rows = make(2 * workspace.STREAM_SIZE)
+    first = all_rows.take(32)
+    assert all(all_rows.take(size).data_ptr() == first.data_ptr() for size in (32, 64, workspace.STREAM_SIZE))
+    now.capture = 4
+    second = all_rows.take(32)
+    assert second.data_ptr() != first.data_ptr()
+    now.capture = 0
+    assert all_rows.take(32).data_ptr() not in (first.data_ptr(), second.data_ptr())
 
 
-@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("capture", [0, 1])
 @pytest.mark.parametrize("room", [1, 8])
-def test_a_row_is_as_long_as_was_asked_for(now, room, capturing):
-    now.capturing = capturing
+def test_a_row_is_as_long_as_was_asked_for(now, room, capture):
+    now.capture = capture
     all_rows = make(room * workspace.STREAM_SIZE)
     small, large = all_rows.take(32), all_rows.take(2 * workspace.STREAM_SIZE)
     assert large.numel() >= 2 * workspace.STREAM_SIZE
@@ -102,11 +114,11 @@ def test_a_device_has_one_set_but_under_capture(now, monkeypatch):
         return torch.zeros(size, dtype=torch.int32)
 
     monkeypatch.setattr(workspace, "_filled", filled)
-    now.capturing = True
+    now.capture = 1
     assert workspace.semaphore_pool(CPU) is not workspace.semaphore_pool(CPU)
     assert workspace.semaphore_pool(CPU).take(4 * workspace.STREAM_SIZE).numel() == 4 * workspace.STREAM_SIZE
     assert not made
-    now.capturing = False
+    now.capture = 0
     found = []
     workers = [threading.Thread(target=lambda: found.append(workspace.semaphore_pool(CPU))) for _ in range(4)]
     for worker in workers:

@@ -18,7 +18,7 @@ import torch
 
 from thunder_moe.kernels.cuda import nvrtc
 
-__all__ = ["Launcher", "current_device", "current_stream", "is_capturing", "launcher", "packer"]
+__all__ = ["Launcher", "capture_of", "current_device", "current_stream", "is_capturing", "launcher", "packer"]
 
 # Of the calling thread, as torch has them (a torch without CUDA has none): the index of the current device, the address
 # of the current stream of a device, whether the current stream of the current device is being captured.
@@ -140,9 +140,31 @@ def _format(argument: type[ctypes.Structure]) -> str:
 @functools.cache
 def _launch_function() -> Any:
     """cuLaunchKernelEx(config, function, parameters, extra) -> status."""
-    function = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
+    function = _driver().cuLaunchKernelEx
     function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
     return function
+
+
+def capture_of(stream: int) -> int:
+    """A number for the capture that a stream takes part in, another one for each of the process; 0 for none."""
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    failed = _capture_function()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    if failed != 0:
+        nvrtc.raise_error(failed)
+    return number.value if status.value == 1 else 0  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+@functools.cache
+def _capture_function() -> Any:
+    """cuStreamGetCaptureInfo_v2(stream, status*, id*, graph*, dependencies*, their number*) -> status."""
+    function = _driver().cuStreamGetCaptureInfo_v2
+    function.argtypes, function.restype = [ctypes.c_void_p] * 6, ctypes.c_int
+    return function
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 _CONFIG_BYTES = ctypes.sizeof(LaunchConfig)

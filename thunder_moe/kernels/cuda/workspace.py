@@ -2,8 +2,8 @@
 Called by kernels/cuda/prepared.py; calls launch.py for the current stream.
 
 A kernel finds its slice of the workspace all zeros and leaves it so. Kernels that may run at the same time need
-different slices: each stream has its own, and so has every call that a CUDA graph captures, because a graph is replayed
-on any stream.
+different slices: each stream has its own, and in each CUDA graph, which is replayed on any stream, each of the streams
+that were captured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class SemaphorePool:
         self._device = device
         self._zeros = zeros
         self._used = 0
+        # By the stream and whether kernels overlap: the slice, and the capture that it belongs to.
         self._of_stream: dict[tuple[int, bool], Tensor] = {}
+        self._of_capture: dict[tuple[int, bool], tuple[int, Tensor]] = {}
         self._lock = threading.Lock()
 
     def take(self, size: int = STREAM_SIZE, *, overlapping: bool = False) -> Tensor:
@@ -45,18 +47,23 @@ class SemaphorePool:
             overlapping: the kernel uses the slice before the one in front of it in the stream has ended, so it gets
                 another than that one, which may not overlap in its turn.
         """
-        capturing = _is_capturing(self._device)
         stream = launch.current_stream(self._device.index), overlapping
-        if not capturing:
+        capture = launch.capture_of(stream[0]) if _is_capturing(self._device) else 0
+        if capture == 0:
             semaphores = self._of_stream.get(stream)
-            if semaphores is not None and semaphores.numel() >= size:
-                return semaphores
-            size = max(size, STREAM_SIZE)  # enough for most later kernels of the stream, too
+        else:  # the last graph of a stream: nothing is captured into an earlier one any more
+            owner, semaphores = self._of_capture.get(stream, (0, None))
+            semaphores = semaphores if owner == capture else None
+        if semaphores is not None and semaphores.numel() >= size:
+            return semaphores
+        size = max(size, STREAM_SIZE)  # enough for most later kernels of the stream, too
         with self._lock:
             if self._used + size <= self._zeros.numel():
                 semaphores, self._used = self._zeros[self._used : self._used + size], self._used + size
-                if not capturing:
+                if capture == 0:
                     self._of_stream[stream] = semaphores
+                else:
+                    self._of_capture[stream] = capture, semaphores
                 return semaphores
         # The pool is empty: one more launch per call, or per replay of a graph.
         return torch.zeros(size, dtype=torch.int32, device=self._device)
