@@ -335,6 +335,11 @@ static int atomicAdd(int* to, int value) {
 
 // ---- numbers ----
 
+static uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
 static float bits_to_float(uint32_t bits) {
   float out;
   std::memcpy(&out, &bits, 4);
@@ -584,6 +589,11 @@ static void named_barrier_sync(int id, int threads) {
 }
 
 static float load_l2(const float* p) { return *p; }
+static void store_word(uint32_t* p, uint32_t word) { *p = word; }
+static uint32_t load_word(const uint32_t* p) {
+  if (*p == 0) yield();  // who waits for another word lets others run
+  return *p;
+}
 static void semaphore_release(int* flag) { *flag = 1; }
 static void semaphore_acquire(int* flag) {
   while (*flag == 0) yield();

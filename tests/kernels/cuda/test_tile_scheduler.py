@@ -8,7 +8,7 @@ from emulated_gemms import CONFIGS, TILED_CONFIGS, make
 from oracle import grouped_mm, relative_error
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import workspace
+from thunder_moe.kernels.cuda import plan, prepared, workspace
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
 SMALL_TILES = GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True)
@@ -76,3 +76,26 @@ def test_more_blocks_than_work(emulated, hopper, monkeypatch, config):
     out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
     assert not workspace.semaphore_pool(rows.device).take().any()
+
+
+@pytest.mark.parametrize("config", [SMALL_TILES, GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], ids=["small", "large"])
+@pytest.mark.parametrize(("tiles", "stages"), [(1, 15), (3, 9), (8, 6)])
+def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, tiles, stages):
+    """Their sums are semaphores of themselves, also those that are zero; the order of the addition is the same."""
+    k, blocks = stages * 64 * config.warps_k * config.depth, 7
+    weight, exact = make(3, tiles * config.tile_features(swiglu=False), k)
+    weight, rows = weight.to_layout("tiled_64x64"), torch.randn(3, k).bfloat16()
+    rows[1] = 0
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
+    for ends in ([1, 2, 3], [1, 1, 3]):  # all tiles have one row, or some have two
+        offsets = torch.tensor(ends).int()
+        out = cuda.grouped_mm(rows, weight, offsets, config=config)
+        assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
+        assert not workspace.semaphore_pool(rows.device)._zeros.any()
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "_FEW_ROWS", 0)
+            plan.plan_gemm.cache_clear()
+            prepared.gemm_launch.cache_clear()
+            assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
+        plan.plan_gemm.cache_clear()
+        prepared.gemm_launch.cache_clear()

@@ -16,6 +16,7 @@ __all__ = [
     "QuantizeArguments",
     "RouteArguments",
     "RouterArguments",
+    "RouterLinearArguments",
     "RowStartsArguments",
     "SwigluArguments",
     "TmaGemmArguments",
@@ -29,7 +30,8 @@ class GemmArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),
-        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out", "partial_sums", "semaphores")),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "slot_scale", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("partial_sums", "semaphores", "row_sums")),
         *((name, ctypes.c_int) for name in ("rows", "num_experts", "n", "k", "top_k")),
         *((name, ctypes.c_int) for name in ("global_per_row", "slot_scale_dtype", "bias_dtype")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
@@ -77,6 +79,16 @@ class RouterArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("sigmoid", "normalize", "num_groups", "top_groups")),
         *((name, ctypes.c_int) for name in ("group_best", "mask_to_zero", "lanes_per_group")),
         *((name, ctypes.c_float) for name in ("epsilon", "least_sum", "scale")),
+    )
+
+
+class RouterLinearArguments(ctypes.Structure):
+    """In router.cu."""
+
+    _fields_ = (
+        ("router", RouterArguments),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "words")),
+        ("hidden_size", ctypes.c_int),
     )
 
 

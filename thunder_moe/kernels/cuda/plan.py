@@ -18,6 +18,7 @@ CACHE_LINE = 32  # int32 in a cache line: the tile counter has one of its own, i
 # Loading weights with L2 evict_first saves the time to write back what they would evict. Above so many bytes of weights
 # that time is hidden, and the copies themselves are slower, unless the tensor cores are the limit (H200).
 _READ_ONCE_BYTES = 300_000_000
+_FEW_ROWS = 32  # up to so many, no more than there are experts, tiles have one row as a rule
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,9 @@ class GemmPlan:
         shared_bytes: dynamic shared memory of a block.
         blocks: of the grid, before it is limited to those that run at once.
         gather: the kernel that gathers the rows beforehand, and the shape of its output; None where the GEMM does.
-        workspace: int32 of the tile counter and the semaphores; 0 for kernels without a tile scheduler.
+        workspace: int32 of the tile counter, the semaphores and the sums of single rows; 0 for kernels without a tile
+            scheduler.
+        row_sums: where the sums of single rows begin in the workspace; 0 for none.
         partial_sums: float32 of workspace for tiles that blocks share; 0 where they share none.
         read_once: whether weights are loaded with L2 evict_first.
     """
@@ -45,6 +48,7 @@ class GemmPlan:
     blocks: int
     gather: tuple[str, tuple[int, int]] | None
     workspace: int
+    row_sums: int
     partial_sums: int
     read_once: bool
 
@@ -110,7 +114,7 @@ def plan_gemm(
             f"activation: got {rows} rows, {num_experts} experts and {features} output features, wanted fewer than"
             " 2**30 tiles of them"
         )
-    blocks, workspace, partial_sums = tiles, 0, 0
+    blocks, workspace, row_sums, partial_sums = tiles, 0, 0, 0
     if config.kernel == "tiled_cluster":
         tiles_n = -(-features // config.tile_features(swiglu))
         blocks = tiles // tiles_n * -(-tiles_n // config.sharers) * config.sharers * config.splits
@@ -119,6 +123,8 @@ def plan_gemm(
         workspace = CACHE_LINE + -(-semaphores // CACHE_LINE) * CACHE_LINE
     if config.stream_k:
         partial_sums = multiprocessors * config.partial_sums
+        if config.kernel == "tiled_mma" and rows <= _FEW_ROWS and rows <= num_experts:
+            row_sums, workspace = workspace, workspace + multiprocessors * config.warps_n * config.row_blocks * 64
         blocks = min(tiles * (k // 64), multiprocessors)
     compute_bound = config.token_blocks > 1
     few_weights = live * n * k * 9 // 16 <= _READ_ONCE_BYTES
@@ -131,6 +137,7 @@ def plan_gemm(
         blocks,
         gather,
         workspace,
+        row_sums,
         partial_sums,
         read_once=config.kernel == "tiled_mma" and (compute_bound or few_weights),
     )

@@ -132,6 +132,7 @@ class GemmLaunch:
         self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
         self.out_bytes, self.sums_bytes = 2 * self._shape[0] * self._shape[1], 4 * plan.partial_sums
         self.reads_early = plan.config.kernel in ("tiled_mma", "tiled_cluster")
+        self._row_sums = 4 * plan.row_sums
         form = form or SWIGLU
         self._numbers = (
             rows, num_experts, n, k, top_k or 1, per_row, _code(slot_scale), _code(bias),
@@ -232,9 +233,10 @@ class GemmLaunch:
         """Of the GEMM's struct, from the addresses of what it reads and writes; 0 for none."""
         first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
         semaphores = workspace + 4 * CACHE_LINE if partial_sums else 0
+        row_sums = workspace + self._row_sums if self._row_sums else 0
         return (
             *first, x, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, out, partial_sums, semaphores,
-            *self._numbers, workspace, self._read_once, late_x,
+            row_sums, *self._numbers, workspace, self._read_once, late_x,
         )  # fmt: skip
 
     def launch(self, gemm: Gemm) -> None:

@@ -25,11 +25,28 @@ typedef unsigned long long uint64_t;
 // front of this line is what was complete when the kernel before them began, if that one is ours: it allowed them to start
 // behind its own wait, so all kernels before it had completed and their results were visible. Hence every block of every
 // kernel waits, also one that finds no work: otherwise a kernel could complete before the kernel that it follows.
+//
+// Between ours there may be kernels of inductor that start early, too (`triton.enable_pdl`). They wait before they allow the
+// next one to start, and wait first where the kernel in front of them is not inductor's; one that follows another of inductor's
+// may load before it waits what that one does not write. So by induction the same holds for a chain of both: once a kernel has
+// waited, all earlier ones have completed, also those that read the memory which it is about to write (a buffer that inductor
+// or the caching allocator uses again). Weights are never read in front of the wait, since the kernel in front may write them,
+// but for those of a chain of ours. A kernel of inductor that loads nothing (a fill) is the exception: it may not wait at all,
+// so that the kernel behind it may find an earlier one unfinished. Inductor writes one where an operator is given a constant
+// tensor that is made in the graph, which no operator of ours needs.
 DEVICE void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// Of single words in global memory that blocks exchange; no order with other accesses.
+DEVICE void store_word(uint32_t* p, uint32_t word) { asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(p), "r"(word) : "memory"); }
+DEVICE uint32_t load_word(const uint32_t* p) {
+  uint32_t word;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(word) : "l"(p) : "memory");
+  return word;
 }
 
 DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
@@ -41,6 +58,7 @@ DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // 
 
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
+DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 
 DEVICE float half_to_float(uint16_t bits) {
   float out;

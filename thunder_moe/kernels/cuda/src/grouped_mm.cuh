@@ -17,6 +17,7 @@ struct GemmArguments {
   uint16_t* out;            // (M, N), or (M, N / 2) with SwiGLU, rounded up to an even number
   float* partial_sums;      // workspace of stream-K, or null, see store_partial_sums
   int* semaphores;          // of partial_sums: zero before and after
+  uint32_t* row_sums;       // the same for tiles of one row, or null, see send_row: zero before and after
   int rows, num_experts, n, k, top_k;
   int global_per_row, slot_scale_dtype, bias_dtype;  // dtypes: 0 float32, 1 bfloat16, 2 float16
   float alpha, limit, up_shift;  // limit <= 0: none

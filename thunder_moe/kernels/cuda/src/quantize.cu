@@ -21,17 +21,11 @@ DEVICE float divide(float a, float b) { return a / b; }
 DEVICE float multiply(float a, float b) { return a * b; }
 DEVICE float add(float a, float b) { return a + b; }
 DEVICE float fused(float a, float b, float c) { return std::fma(a, b, c); }
-DEVICE uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 #else
 DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 #endif
 
 // 16 weights as float32. DTYPE: 0 float32, 1 bfloat16, 2 float16.

@@ -136,3 +136,58 @@ DEVICE void reduce_partial_sums(const GemmArguments& args, float (&acc)[R][C][4]
   for (int i = 0; i < contributors; ++i)
     for_each_sum(acc, [&](float& sum, int at) { sum += load_l2(from + (i * groups * R * ROOM * 4 + at) * 128); });
 }
+
+// The same for tiles of one row, by tiled_mma.cu: a sum is its own semaphore, so one latency of the L2 cache takes the place of
+// three. Zero stands for "not there yet", so the sender makes a sum of 0 a -0, and the receiver leaves zeros behind.
+//   row_sums [blocks][groups][R][4 warps][2 halves][8 g]
+template <int R, int C>
+DEVICE void send_row(const GemmArguments& args, const float (&acc)[R][C][4], int group, int groups) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  uint32_t* const to = args.row_sums + (static_cast<int>(blockIdx.x) * groups + group) * (64 * R) + 16 * warp + lane / 4;
+  if (lane % 4 != 0) return;  // these lanes have column 0
+#pragma unroll
+  for (int r = 0; r < R; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = acc[r][0][2 * half];
+      store_word(to + 64 * r + 8 * half, float_to_bits(sum == 0.0f ? -0.0f : sum));
+    }
+}
+
+// Adds the sums of the `contributors` blocks in front of this one, in their order, to column 0. The four lanes of a row
+// wait for one block each.
+template <int R, int C>
+DEVICE void receive_row(const GemmArguments& args, float (&acc)[R][C][4], int group, int groups, int contributors) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, t = lane % 4;
+  uint32_t* const from = args.row_sums + ((static_cast<int>(blockIdx.x) - contributors) * groups + group) * (64 * R) + 16 * warp + lane / 4;
+  for (int first = 0; first < contributors; first += 4) {
+    uint32_t bits[R][2] = {};
+    uint32_t* const own = from + (first + t) * groups * (64 * R);
+    if (first + t < contributors) {
+      bool missing;
+      do {
+        missing = false;
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            bits[r][half] = load_word(own + 64 * r + 8 * half);
+            missing |= bits[r][half] == 0;
+          }
+      } while (missing);
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) own[64 * r + 8 * half] = 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int other = 0; other < 4; ++other)
+      if (first + other < contributors)
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            acc[r][0][2 * half] += bits_to_float(static_cast<uint32_t>(__shfl_sync(0xffffffffu, static_cast<int>(bits[r][half]), lane / 4 * 4 + other)));
+  }
+}

@@ -41,8 +41,10 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   // With late_x the producer alone waits, before it reads x. Consumers see x in shared memory, so whatever they store is behind
   // that wait.
   const bool late = args.late_x;
-  if (!late) await_previous_kernel();
+  const bool early = late || args.offsets == nullptr;  // tiles are counted without a look at memory
+  if (!early) await_previous_kernel();
   if (warp == 0) count_tiles_by_warp(args, kTokens, tile_start, row_start);
+  if (early && !late) await_previous_kernel();
   __syncthreads();
   PipelineState<STAGES, kStage> stage;
   auto footer = [&] { return reinterpret_cast<StageFooter*>(memory + stage.begin + kEnd); };
@@ -196,11 +198,14 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
       });
     }
     if constexpr (STREAM_K) {
+      const bool one_row = args.row_sums != nullptr && at.end - at.row0 == 1;
       if (work.contributors < 0) {
-        store_partial_sums(args, acc, warp_n, WN);
+        if (one_row) send_row(args, acc, warp_n, WN);
+        else store_partial_sums(args, acc, warp_n, WN);
         continue;
       }
-      reduce_partial_sums(args, acc, warp_n, WN, work.contributors);
+      if (one_row) receive_row(args, acc, warp_n, WN, work.contributors);
+      else reduce_partial_sums(args, acc, warp_n, WN, work.contributors);
     }
     store<BF16, SWIGLU, C, R, 64>(
         args, acc, rows, [&](int i) { return SCALED ? row_scale[i / 8][i % 2] : 1.0f; }, at.row0, at.end, n0, g, t);
