@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
     from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
-    from thunder_moe.ops.router import moe_router
+    from thunder_moe.ops.router import moe_linear_router, moe_router
     from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
@@ -61,7 +61,7 @@ _HOMES = {
     "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
     "ops.route": ("moe_route",),
     "ops.scaled_mm": ("f16a_nvfp4weight_scaled_mm",),
-    "ops.router": ("moe_router",),
+    "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
 }
@@ -89,6 +89,7 @@ __all__ = [
     "load_checkpoint",
     "moe_executor",
     "moe_experts",
+    "moe_linear_router",
     "moe_route",
     "moe_router",
     "prepare_qat_",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -19,10 +20,12 @@ __all__ = [
     "expert_of_row",
     "gather_rows",
     "invert",
+    "linear_router",
     "live_rows",
     "route",
     "router",
     "router_gradient",
+    "router_logits",
     "row_groups",
     "scale_of_rows",
     "sort_by_expert",
@@ -128,6 +131,29 @@ def router(
     """See ops.router.moe_router: scores (T, A) in a dtype, ids int64 (T, A), row_slot, offsets and slot_row."""
     chosen, ids = choose_experts(logits, bias, form)
     return form.weigh(chosen).to(dtype), ids, *route(ids, logits.shape[-1])
+
+
+def router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(T, H), (E, H) -> logits (T, E) in a dtype, which is rounded to once: that of `hidden`, or float32."""
+    if dtype == hidden.dtype:
+        return F.linear(hidden, weight, linear_bias)
+    if hidden.is_cuda and linear_bias is None:
+        return torch.mm(hidden, weight.t(), out_dtype=dtype)  # without copies in float32
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype))
+
+
+def linear_router(
+    hidden: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    form: RouterForm,
+    logits_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See ops.router.moe_linear_router: what `router` gives for the logits, and the logits."""
+    logits = router_logits(hidden, weight, linear_bias, logits_dtype)
+    return *router(logits, bias, form, dtype), logits
 
 
 def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterForm) -> Tensor:

@@ -80,6 +80,7 @@ def emulated(emulator, adversary, monkeypatch):
     for name in ("gemm", "combine", "dgrad", "route"):
         getattr(prepared, f"{name}_launch").cache_clear()
     router.router_launch.cache_clear()
+    router.linear_router_launch.cache_clear()
     monkeypatch.setattr(launch, "launcher", Launcher)
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "current_stream", lambda device: 1)

@@ -1,4 +1,4 @@
-"""moe_router: results against the oracle, ties, NaN, gradients, opcheck, compiled graphs, bad input.
+"""moe_router, moe_linear_router: results against the oracle, ties, NaN, gradients, opcheck, graphs, bad input.
 Called by pytest; judged by tests/oracle.py and by autograd of plain torch.
 """
 
@@ -8,7 +8,7 @@ from oracle import relative_error
 from oracle import router as oracle
 from router_forms import FORMS, make_router
 
-from thunder_moe import moe_route, moe_router
+from thunder_moe import moe_linear_router, moe_route, moe_router
 from thunder_moe.kernels.select import BACKENDS, use_backend
 from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.routing import RouterForm, choose_experts, router_gradient
@@ -164,3 +164,69 @@ def test_the_description_has_the_dtypes_of_the_results():
     logits, bias, options = make_router("mixtral", 3, torch.bfloat16)
     described = OPERATORS["moe_router"].dtypes(logits, bias, **options)
     assert [result.dtype for result in moe_router(logits, bias, **options)] == [*described]
+
+
+def make_linear(tokens, dtype, experts=24, hidden_size=40):
+    hidden, weight = torch.randn(tokens, hidden_size).to(dtype), (torch.randn(experts, hidden_size) / 4).to(dtype)
+    return hidden, weight, torch.randn(experts).to(dtype)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_linear_layer_in_front(backend, dtype, wide):
+    hidden, weight, linear_bias = make_linear(7, dtype)
+    bias = torch.randn(24)
+    options = dict(top_k=3, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
+    given = dict(logits_dtype=torch.float32, scores_dtype=torch.float32) if wide else {}
+    for added, correction in ((None, None), (linear_bias, bias)):
+        with use_backend(backend):
+            *results, logits = moe_linear_router(hidden, weight, added, correction, **options, **given)
+            exact = hidden.double() @ weight.double().T + (0 if added is None else added.double())
+            assert logits.dtype == (torch.float32 if wide else dtype)
+            assert relative_error(logits, exact) < (2e-6 if wide else TOLERANCE[dtype])
+            scores_dtype = given.get("scores_dtype", dtype)
+            again = moe_router(logits, correction, **options, scores_dtype=scores_dtype)
+        for result, other in zip(results, again, strict=True):
+            assert torch.equal(result, other)
+            assert result.dtype == other.dtype
+
+
+def test_the_linear_router_passes_opcheck():
+    hidden, weight, linear_bias = make_linear(5, torch.bfloat16)
+    op = torch.ops.thunder_moe.moe_linear_router.default
+    for given in (dict(top_k=2), dict(top_k=3, logits_dtype=torch.float32, scores_dtype=torch.float16)):
+        torch.library.opcheck(op, (hidden, weight), given)
+        torch.library.opcheck(op, (hidden, weight, linear_bias, torch.zeros(24)), given)
+
+
+def test_the_linear_router_compiled_with_other_numbers_of_tokens():
+    def route(hidden, weight):
+        return moe_linear_router(hidden, weight, top_k=2)
+
+    compiled = torch.compile(route, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 6):
+        hidden, weight, _ = make_linear(tokens, torch.bfloat16)
+        for result, other in zip(compiled(hidden, weight), route(hidden, weight), strict=True):
+            assert torch.equal(result, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(hidden_states=torch.randn(2, 3, 40)), r"hidden_states: got torch.float32 \(2, 3, 40\)"),
+        (dict(weight=torch.randn(24, 41)), r"weight: got torch.float32 \(24, 41\) .*wanted shape \(experts, 40\)"),
+        (dict(weight=torch.randn(24, 40).half()), "weight: got torch.float16"),
+        (dict(linear_bias=torch.randn(23)), "linear_bias: got torch.float32"),
+        (dict(linear_bias=torch.randn(24).half()), "linear_bias: got torch.float16"),
+        (dict(bias=torch.randn(23)), "bias: got torch.float32"),
+        (dict(top_k=25), "top_k: got 25, wanted 1 to 24"),
+        (dict(logits_dtype=torch.float16), "logits_dtype: got torch.float16, wanted torch.float32, float32 or None"),
+        (dict(scores_dtype=torch.float64), "scores_dtype: got torch.float64"),
+    ],
+)
+def test_bad_input_of_the_linear_router(change, message):
+    hidden, weight, _ = make_linear(2, torch.float32)
+    given = dict(hidden_states=hidden, weight=weight, linear_bias=None, bias=None, top_k=2) | change
+    with pytest.raises(ValueError, match=message):
+        moe_linear_router(**given)

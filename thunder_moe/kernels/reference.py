@@ -16,13 +16,14 @@ from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import dequantize_expert
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import combine, gather_rows, route, router, row_groups, scale_of_rows
+from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
 
 __all__ = [
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "linear_router",
     "mm",
     "mm_dgrad",
     "route",

@@ -60,7 +60,7 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
 
     Returns:
         A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `mm`, `mm_dgrad`,
-        `route` and `router`, as in kernels.reference.
+        `route`, `router` and `linear_router`, as in kernels.reference.
 
     Raises:
         ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).

@@ -14,13 +14,14 @@ from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
-from thunder_moe.routing import combine, gather_rows, live_rows, route, router, scale_of_rows
+from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
 
 __all__ = [
     "grouped_mm",
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "linear_router",
     "mm",
     "mm_dgrad",
     "quantize_rows",

@@ -1,7 +1,8 @@
-"""The operator thunder_moe::moe_router: a router's logits -> scores, expert ids and the order of rows, in one call.
+"""Operators of routers: moe_router, logits -> scores, expert ids and the order of rows; moe_linear_router, the same
+behind a linear layer.
 Called by integrations, nn, users and compiled graphs; calls kernels.select, and routing for the gradient.
 
-Legend: T tokens, E experts, A = top_k, slot = t * A + a, M = T * A rows.
+Legend: T tokens, H hidden_size, E experts, A = top_k, slot = t * A + a, M = T * A rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops.operator import operator
 from thunder_moe.routing import RouterForm, router_gradient
 
-__all__ = ["moe_router"]
+__all__ = ["moe_linear_router", "moe_router"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCORES = ("softmax", "sigmoid")
@@ -37,10 +38,21 @@ def _check(
 ) -> None:
     require(logits.ndim == 2, "logits", logits, "shape (tokens, experts)")
     require(logits.dtype in _DTYPES, "logits", logits, "dtype bfloat16, float16 or float32")
-    experts = logits.shape[1]
+    _check_form(logits.shape[1], bias, logits.device, top_k, scores_dtype, options)
+
+
+def _check_form(
+    experts: int,
+    bias: Tensor | None,
+    device: torch.device,
+    top_k: int,
+    scores_dtype: torch.dtype | None,
+    options: dict[str, Any],
+) -> None:
+    """The bias and the options of a choice among so many experts."""
     if bias is not None:
-        ok = bias.shape == (experts,) and bias.dtype in _DTYPES and bias.device == logits.device
-        require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {logits.device}")
+        ok = bias.shape == (experts,) and bias.dtype in _DTYPES and bias.device == device
+        require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {device}")
     if scores_dtype is not None and scores_dtype not in _DTYPES:
         raise ValueError(f"scores_dtype: got {scores_dtype}, wanted bfloat16, float16 or float32, or None")
     form = RouterForm(top_k, **options)
@@ -145,4 +157,100 @@ def moe_router(
     )
     kernel = select(logits.device).router
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(logits, bias, form, scores_dtype or logits.dtype)
+    return results
+
+
+def _linear_shapes(
+    hidden_states: Tensor, weight: Tensor, *_: Any, top_k: int, **__: Any
+) -> tuple[tuple[int, ...], ...]:
+    tokens, experts = hidden_states.shape[0], weight.shape[0]
+    return (tokens, top_k), (tokens, top_k), (tokens * top_k,), (experts,), (tokens, top_k), (tokens, experts)
+
+
+def _linear_dtypes(
+    *_: Any, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **__: Any
+) -> tuple[torch.dtype | None, ...]:
+    return scores_dtype, torch.int64, torch.int32, torch.int32, torch.int32, logits_dtype
+
+
+def _check_linear(
+    hidden_states: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    logits_dtype: torch.dtype | None = None,
+    scores_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> None:
+    dtype, device = hidden_states.dtype, hidden_states.device
+    require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
+    require(dtype in _DTYPES, "hidden_states", hidden_states, "dtype bfloat16, float16 or float32")
+    fits = weight.ndim == 2 and weight.shape[1] == hidden_states.shape[1]
+    ok = fits and weight.dtype == dtype and weight.device == device
+    require(ok, "weight", weight, f"shape (experts, {hidden_states.shape[1]}), dtype {dtype}, on {device}")
+    if linear_bias is not None:
+        ok = linear_bias.shape == weight.shape[:1] and linear_bias.dtype == dtype and linear_bias.device == device
+        require(ok, "linear_bias", linear_bias, f"shape ({weight.shape[0]},), dtype {dtype}, on {device}")
+    if logits_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"logits_dtype: got {logits_dtype}, wanted {dtype}, float32 or None")
+    _check_form(weight.shape[0], bias, device, top_k, scores_dtype, options)
+
+
+def _check_linear_values(hidden_states: Tensor, *_: Any, top_k: int, **__: Any) -> None:
+    tokens = hidden_states.shape[0]
+    require(tokens * top_k < 2**31, "hidden_states", hidden_states, "tokens * top_k below 2**31: rows are int32")
+
+
+@operator(shapes=_linear_shapes, dtype=_linear_dtypes, check=_check_linear, check_values=_check_linear_values)
+def moe_linear_router(
+    hidden_states: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    score: str = "softmax",
+    normalize: bool = True,
+    epsilon: float = 0.0,
+    least_sum: float = 0.0,
+    scale: float = 1.0,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_best: int = 2,
+    mask_to_zero: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    scores_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`moe_router` of a linear layer's logits, for inference: it has no gradient.
+
+    The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is
+    that of `moe_router` for the rounded ones. On CUDA one kernel computes it all for one token, with 16-bit tensors; else
+    it is a GEMM and the kernels of `moe_router`.
+
+    Args:
+        hidden_states: (T, H) bfloat16, float16 or float32.
+        weight: (E, H), of that dtype.
+        linear_bias: (E,) of the linear layer and of that dtype, a part of the logits.
+        bias: (E,), as of `moe_router`: added to the scores for the choice alone.
+        top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero: as of
+            `moe_router`.
+        logits_dtype: that of hidden_states when None, or float32.
+        scores_dtype: of the scores; hidden_states' when None.
+
+    Returns:
+        What `moe_router` returns, and the logits (T, E).
+
+    Raises:
+        ValueError: a tensor has the wrong rank, shape, dtype or device, or an option is out of its range.
+    """
+    form = RouterForm(
+        top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero
+    )
+    dtypes = logits_dtype or hidden_states.dtype, scores_dtype or hidden_states.dtype
+    kernel = select(hidden_states.device).linear_router
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = kernel(
+        hidden_states, weight, linear_bias, bias, form, *dtypes
+    )
     return results

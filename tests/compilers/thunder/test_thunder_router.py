@@ -34,6 +34,18 @@ def test_the_operator_and_its_gradient():
         assert torch.equal(result, other)
 
 
+def test_the_operator_with_a_linear_layer():
+    def choose(hidden, weight):
+        return torch.ops.thunder_moe.moe_linear_router(hidden, weight, top_k=2, logits_dtype=torch.float32)
+
+    hidden, weight = torch.randn(5, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    with pytest.warns(UserWarning, match="rewrote no expert GEMM"):
+        actual = thunder.jit(choose, executors=[moe_executor])(hidden, weight)
+    for result, other in zip(actual, choose(hidden, weight), strict=True):
+        assert torch.equal(result, other)
+        assert result.dtype == other.dtype
+
+
 def test_a_layer_of_transformers():
     model = quantize_(tiny_model("qwen3_moe"))
     layer = model.model.layers[0].mlp

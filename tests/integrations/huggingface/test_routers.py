@@ -400,3 +400,62 @@ def test_no_float32_copies_of_weights_only_in_eager_inference_on_cuda(monkeypatc
         assert torch.equal(layer.gate(hidden)[1], expected[1])
         assert multiplied == [(torch.bfloat16, torch.bfloat16, torch.float32)]
     assert not routers._takes_16_bits(hidden, layer.gate.weight)  # with gradients
+
+
+@pytest.mark.parametrize(("name", "kind", "settings", "options"), FUSED)
+def test_with_its_linear_layer_in_one_operator(monkeypatch, name, kind, settings, options):
+    """What inference on CUDA runs."""
+    layer, more = make(name, kind, settings, torch.bfloat16)
+    hidden = states(torch.bfloat16)
+    assert fuse_routers(layer, RowOrders())
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(str(function))
+            return function(*args, **kwargs or {})
+
+    with torch.no_grad():
+        wanted = layer.gate(hidden, *more)
+        monkeypatch.setattr(routers, "is_one_operator", lambda hidden, weight: True)
+        with Calls():
+            found = layer.gate(hidden, *more)
+    if layer.gate.router_call.logits_float:
+        assert "thunder_moe.moe_linear_router.default" not in called
+    else:
+        assert called.count("thunder_moe.moe_linear_router.default") == 1
+        assert "thunder_moe.moe_router.default" not in called
+    for result, other in zip(found, wanted, strict=True):
+        assert torch.equal(result, other)
+        assert result.dtype == other.dtype
+
+
+def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda():
+    weight = torch.zeros(4, 8, dtype=torch.bfloat16)
+    on_cuda = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    with torch.no_grad():
+        assert routers.is_one_operator(on_cuda, weight)
+        assert not routers.is_one_operator(weight, weight)
+        assert not routers.is_one_operator(SimpleNamespace(is_cuda=True, dtype=torch.float16), weight)
+        assert not routers.is_one_operator(SimpleNamespace(is_cuda=True, dtype=torch.float32), weight.float())
+    assert not routers.is_one_operator(on_cuda, weight)
+
+
+def test_experts_take_the_order_of_the_one_operator_in_compiled_graphs(monkeypatch):
+    model, ids = quantize_(tiny_model("llama4")), tokens()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    with torch.no_grad():
+        wanted = model(ids).logits
+        for module in (routers, importlib.import_module("thunder_moe.integrations.huggingface.llama4")):
+            monkeypatch.setattr(module, "is_one_operator", lambda hidden, weight: True)
+        found = torch.compile(model, fullgraph=True, backend=backend)(ids).logits
+    (code,) = graphs
+    assert code.count("moe_linear_router") >= 1
+    assert "moe_route(" not in code
+    assert "moe_router(" not in code
+    assert relative_error(found, wanted) < 1e-5

@@ -11,6 +11,7 @@ from router_forms import FORMS, make_router
 
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import router as routers
+from thunder_moe.kernels.cuda import workspace
 from thunder_moe.routing import RouterForm
 from thunder_moe.routing import router as plain
 
@@ -83,3 +84,35 @@ def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
     with pytest.warns(UserWarning, match="more than 32 experts per token"):
         check(torch.randn(3, 64), None, dict(top_k=33))
     check(torch.empty(0, 8), None, dict(top_k=2))
+
+
+def check_linear(tokens, hidden_size, options, dtype, experts=16, linear_bias=False, bias=None, logits_dtype=None):
+    x, weight = torch.randn(tokens, hidden_size).to(dtype), (torch.randn(experts, hidden_size) / 8).to(dtype)
+    linear_bias = torch.randn(experts).to(dtype) if linear_bias else None
+    form, logits_dtype = RouterForm(**options), logits_dtype or dtype
+    *actual, logits = cuda.linear_router(x, weight, linear_bias, bias, form, logits_dtype, dtype)
+    exact = x.double() @ weight.double().T + (0 if linear_bias is None else linear_bias.double())
+    assert logits.dtype == logits_dtype
+    assert relative_error(logits, exact) < TOLERANCE[logits_dtype]
+    for result, other in zip(actual, cuda.router(logits, bias, form, dtype), strict=True):
+        assert torch.equal(result, other)  # of the logits that it returns
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypatch):
+    monkeypatch.setattr(routers, "_LINEAR_TOKENS", 4)
+    monkeypatch.setattr(cuda, "router_logits", None)
+    check_linear(tokens, 264, dict(top_k=4), dtype)
+    check_linear(tokens, 64, dict(top_k=3), dtype, experts=37, linear_bias=True, logits_dtype=torch.float32)
+    form = dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
+    check_linear(tokens, 1032, form, dtype, bias=torch.randn(16), logits_dtype=torch.float32)
+    assert not workspace.semaphore_pool(torch.device("cpu"))._zeros.any()
+
+
+def test_more_tokens_take_a_linear_layer_of_torch(emulated, monkeypatch):
+    monkeypatch.setattr(routers, "linear_router_launch", None)
+    check_linear(routers._LINEAR_TOKENS + 1, 64, dict(top_k=4), torch.bfloat16)
+    check_linear(1, 68, dict(top_k=2), torch.float16)
+    check_linear(0, 64, dict(top_k=2), torch.float16)
+    check_linear(1, 64, dict(top_k=2), torch.float32)

@@ -44,6 +44,18 @@ OTHERS = {
             *(f"router_scatter<{per_lane}>" for per_lane in (1, 5, 16)),
         ],
     ),
+    cuda_arguments.RouterLinearArguments: (
+        router.SOURCES,
+        [
+            f"router_linear<{dtype}, {per_lane}, {by}, 256, {tokens}>"
+            for dtype, per_lane, by, tokens in (
+                ("true", 4, 0, 1),
+                ("false", 1, 1, 2),
+                ("true", 8, 2, 4),
+                ("true", 16, 0, 4),
+            )
+        ],
+    ),
     cuda_arguments.CombineArguments: (
         cuda._ROUTE,
         [f"combine<{dtype}, {slots}>" for dtype in ("true", "false") for slots in (1, 2, 4, 8)],

@@ -29,6 +29,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
     grouped_mm,
     moe_experts,
+    moe_linear_router,
     moe_route,
     moe_router,
     nvfp4_combine,
@@ -87,6 +88,7 @@ moe_executor._lookasides.update(
             for symbol in (
                 moe_route,
                 moe_router,
+                moe_linear_router,
                 nvfp4_fake_quantize,
                 nvfp4_grouped_mm,
                 nvfp4_grouped_swiglu,

@@ -3,7 +3,8 @@ Called by rewrite.py and executor.py; calls the operators of ops and weight_cach
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
 NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine,
-f16a_nvfp4weight_scaled_mm and moe_route, moe_router: the operators that `ops.operator.OPERATORS` describes.
+f16a_nvfp4weight_scaled_mm and moe_route, moe_router, moe_linear_router: the operators that `ops.operator.OPERATORS`
+describes.
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
 quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
@@ -50,6 +51,7 @@ __all__ = [
     "declare_changed",
     "grouped_mm",
     "moe_experts",
+    "moe_linear_router",
     "moe_route",
     "moe_router",
     "nvfp4_combine",
@@ -241,6 +243,7 @@ def _router_backward_run(grad: Tensor, logits: Tensor, ids: Tensor, **options: A
 
 
 moe_router = _symbol("moe_router")
+moe_linear_router = _symbol("moe_linear_router")
 _router_backward = EXECUTOR.register_operator(
     "moe_router_backward", meta=_router_backward_meta, fn=_router_backward_run
 )
@@ -357,6 +360,7 @@ for _each, _grad_transform in (
     (moe_route, None),
     (nvfp4_fake_quantize, _fake_quantize_grad),
     (moe_router, _router_grad),
+    (moe_linear_router, None),
     (_router_backward, None),
 ):
     EXECUTOR.register_implementation(_each, _each, grad_transform=_grad_transform)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
-from thunder_moe.integrations.huggingface.routers import RowOrders
+from thunder_moe.integrations.huggingface.routers import RowOrders, is_one_operator
 from thunder_moe.nn import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
@@ -36,16 +36,20 @@ Moe = TypeVar("Moe", bound=Llama4MoE)
 
 
 class RoutedLlama4Router(Llama4Router):
-    """`Llama4Router` with a method for a `RoutedLlama4TextMoe`: one operator behind its linear layer."""
+    """`Llama4Router` with a method for a `RoutedLlama4TextMoe`: its choice, or all of it, is one operator."""
 
     row_orders: RowOrders
 
     def choose(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, H) -> scores (T, A) of the chosen experts, logits (T, E), ids int64 (T, A)."""
-        logits = F.linear(hidden_states, self.weight, self.bias)
-        scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
-            logits, top_k=self.top_k, score="sigmoid", normalize=False
-        )
+        options: dict[str, Any] = dict(top_k=self.top_k, score="sigmoid", normalize=False)
+        if is_one_operator(hidden_states, self.weight):
+            scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
+                hidden_states, self.weight, self.bias, **options
+            )
+        else:
+            logits = F.linear(hidden_states, self.weight, self.bias)
+            scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(logits, **options)
         self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return scores, logits, ids
 

@@ -1,5 +1,7 @@
-"""Routers of transformers' models in one operator, `moe_router`, where probes prove that it computes the same.
+"""Routers of transformers' models in one operator, where probes prove that it computes the same.
 Called by families with the layer whose experts become 4-bit; calls ops.router, and the router's own forward to compare.
+
+The operator is `moe_linear_router` in inference on CUDA, else `moe_router` behind the router's linear layer.
 
 A router is a module of transformers that returns (logits (T, E), scores (T, A), ids (T, A)) for hidden states. It keeps
 its class' name for isinstance (hooks that record logits go by it), its parameters and its hooks: only the forward is
@@ -27,6 +29,7 @@ from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTE
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels
 from thunder_moe.nn.bound import Bound
+from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
@@ -40,6 +43,7 @@ __all__ = [
     "fuse_routers",
     "fused_call",
     "has_only_settings",
+    "is_one_operator",
     "probe_copy",
     "restore_routers",
     "routers_of",
@@ -110,7 +114,11 @@ def _ids_in_graph(known: str) -> str:
     return ""
 
 
-_ROUTERS = (torch.ops.thunder_moe.moe_router, torch.ops.thunder_moe.moe_router.default)
+_ROUTERS = tuple(
+    target
+    for operation in (torch.ops.thunder_moe.moe_router, torch.ops.thunder_moe.moe_linear_router)
+    for target in (operation, operation.default)
+)
 _constant: Any = torch.compiler.assume_constant_result
 _traced_ids: Callable[[str], str] = _constant(_ids_in_graph)
 
@@ -165,6 +173,13 @@ class RouterCall:
         return logits.float() if self.logits_float else logits
 
 
+def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
+    """Whether `moe_linear_router` is to compute the logits, too: in inference on CUDA, where it saves a launch."""
+    if torch.is_grad_enabled() or traced_by_thunder() or not hidden_TH.is_cuda:
+        return False
+    return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
+
+
 def _takes_16_bits(hidden_TH: Tensor, weight: Tensor) -> bool:
     """Whether a float32 product of 16-bit tensors is to be made without float32 copies, in eager inference alone.
 
@@ -190,12 +205,24 @@ class FusedRouter(nn.Module):
         call = self.router_call
         if options or not call.holds(self, hidden_states, len(args)):
             return super().forward(hidden_states, *args, **options)
-        flat = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = call.logits(self, flat)
+        hidden_TH = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
         bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if call.scores_float else hidden_states.dtype
         bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
+        if not bare and not call.logits_float and is_one_operator(hidden_TH, self.weight):
+            scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
+                hidden_TH,
+                self.weight,
+                getattr(self, "bias", None),
+                bias,
+                logits_dtype=torch.float32 if call.wide else None,
+                scores_dtype=dtype,
+                **self.router_options,
+            )
+            self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
+            return logits, scores, ids
+        logits = call.logits(self, hidden_TH)
         launch = self._launch(logits, bias, dtype) if bare else None
         found = None if launch is None else launch.packed(logits, bias)
         if found is not None:

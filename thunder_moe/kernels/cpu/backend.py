@@ -35,7 +35,7 @@ from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, point
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
+from thunder_moe.routing import RouterForm, gather_rows, router_logits, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -43,6 +43,7 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "linear_router",
     "mm",
     "mm_dgrad",
     "route",
@@ -259,6 +260,20 @@ def router(
     run = _router_of(tuple(logits.shape), form, logits.dtype, dtype)
     results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(logits.detach().contiguous(), bias)
     return results
+
+
+def linear_router(
+    hidden: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    form: RouterForm,
+    logits_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
+    logits = router_logits(hidden, weight, linear_bias, logits_dtype)
+    return *router(logits, bias, form, dtype), logits
 
 
 @functools.lru_cache(maxsize=4096)

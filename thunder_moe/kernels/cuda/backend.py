@@ -43,7 +43,7 @@ from thunder_moe.kernels.cuda.prepared import (
     route_launch,
 )
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import RouterForm, gather_rows
+from thunder_moe.routing import RouterForm, gather_rows, router_logits
 
 __all__ = [
     "PREPARED",
@@ -54,6 +54,7 @@ __all__ = [
     "grouped_mm_dgrad",
     "grouped_swiglu",
     "layer_launch",
+    "linear_router",
     "mm",
     "mm_dgrad",
     "moe_experts",
@@ -298,6 +299,28 @@ def router(
     tokens, experts = logits.shape
     run = routers.router_launch((tokens, experts), form, logits.dtype, _dtype(bias), dtype, logits.device)
     return run(logits.contiguous(), bias)
+
+
+def linear_router(
+    hidden: Tensor,
+    weight: Tensor,
+    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    form: RouterForm,
+    logits_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
+    shape = hidden.shape[0], weight.shape[0]
+    if not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
+        logits = router_logits(hidden, weight, linear_bias, logits_dtype)
+        return *router(logits, bias, form, dtype), logits
+    linear_bias, bias = (None if b is None else b.contiguous() for b in (linear_bias, bias))
+    run = routers.linear_router_launch(
+        shape, hidden.shape[1], form, hidden.dtype, linear_bias is not None, _dtype(bias), logits_dtype, dtype,
+        hidden.device,
+    )  # fmt: skip
+    return run(hidden.contiguous(), weight.contiguous(), linear_bias, bias)
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
@@ -571,6 +594,27 @@ def _prepare_router(
     return lambda logits, bias=None, **_: choose(logits, bias)
 
 
+def _prepare_linear_router(
+    hidden: Tensor, weight: Tensor, linear_bias: Tensor | None = None, bias: Tensor | None = None, *, top_k: int,
+    logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **options: Any,
+) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
+    form, shape = RouterForm(top_k, **options), (hidden.shape[0], weight.shape[0])
+    read = all(map(_is_read, (hidden, weight, linear_bias, bias)))
+    if not read or not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
+        return None
+    choose = routers.linear_router_launch(
+        shape, hidden.shape[1], form, hidden.dtype, linear_bias is not None, _dtype(bias),
+        logits_dtype or hidden.dtype, scores_dtype or hidden.dtype, hidden.device,
+    )  # fmt: skip
+
+    def run(
+        hidden: Tensor, weight: Tensor, linear_bias: Tensor | None = None, bias: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, ...]:
+        return choose(hidden, weight, linear_bias, bias)
+
+    return run
+
+
 def _prepare_mm(
     activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, *,
     layout: str = LINEAR,
@@ -620,6 +664,7 @@ PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
     "f16a_nvfp4weight_moe_experts": _prepare_experts,
     "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _prepare_dgrad,
     "f16a_nvfp4weight_scaled_mm": _prepare_mm,
+    "moe_linear_router": _prepare_linear_router,
     "moe_route": _prepare_route,
     "moe_router": _prepare_router,
 }

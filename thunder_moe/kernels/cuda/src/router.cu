@@ -21,18 +21,17 @@ struct RouterArguments {
   float epsilon, least_sum, scale;
 };
 
+struct RouterLinearArguments {
+  RouterArguments router;  // logits: written
+  const uint16_t* x;       // (T, H)
+  const uint16_t* weight;  // (E, H)
+  const uint16_t* bias;    // (E,) of the linear layer, or null
+  uint32_t* words;         // (T, E): zero before and after
+  int hidden_size;         // H, a multiple of 8
+};
+
 constexpr uint32_t kAll = 0xffffffffu;
 constexpr int kThreads = 512, kWarps = kThreads / 32;  // of router_scatter
-
-#ifdef CUDA_EMULATOR
-DEVICE uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-#else
-DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
-#endif
 
 // Keys order as the values do: -0 as 0, NaN above infinity; no value has key 0.
 DEVICE uint32_t key_of(float value) {
@@ -302,8 +301,7 @@ DEVICE void count_slots(const RouterArguments& args, int* warp_count, int per_wa
 
 // All of it in one block: at most THREADS slots.
 template <int PER_LANE, int BY, int THREADS>
-__global__ void __launch_bounds__(THREADS) router_one_block(const RouterArguments args) {
-  await_previous_kernel();
+DEVICE void route_in_one_block(const RouterArguments& args) {
   __shared__ uint4 shared[THREADS / 4];
   int* ids = reinterpret_cast<int*>(shared);  // [T * A]
   const int lane = threadIdx.x % 32, slots = args.tokens * args.top_k;
@@ -335,6 +333,65 @@ __global__ void __launch_bounds__(THREADS) router_one_block(const RouterArgument
       args.offsets[id - 1] = count;
     }
   }
+}
+
+template <int PER_LANE, int BY, int THREADS>
+__global__ void __launch_bounds__(THREADS) router_one_block(const RouterArguments args) {
+  await_previous_kernel();
+  route_in_one_block<PER_LANE, BY, THREADS>(args);
+}
+
+// x @ weight.T in front of it: a warp has an expert. The last block chooses; it gets the logits as words that are their own
+// semaphores (zero: not there yet), in one latency of the L2 cache where a counter and a second look take three. Blocks start
+// in the order of their indices, so those that it waits for are running.
+template <bool BF16, int PER_LANE, int BY, int THREADS, int TOKENS>
+__global__ void __launch_bounds__(THREADS) router_linear(const RouterLinearArguments args) {
+  await_previous_kernel();
+  __shared__ uint32_t received[TOKENS * 32 * PER_LANE];  // the logits, in their own dtype
+  RouterArguments router = args.router;
+  const bool wide = router.logits_dtype == 0;
+  const int lane = threadIdx.x % 32, expert = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+  const uint16_t* const weight = args.weight + static_cast<int64_t>(min(expert, router.num_experts - 1)) * args.hidden_size;
+  struct alignas(16) Eight {
+    uint16_t of[8];
+  };
+  float sum[TOKENS] = {};
+#pragma unroll(TOKENS == 1 ? 8 : 4)
+  for (int k = 8 * lane; k < args.hidden_size; k += 256) {
+    Eight w, x[TOKENS];
+    *reinterpret_cast<uint4*>(w.of) = *reinterpret_cast<const uint4*>(weight + k);
+#pragma unroll
+    for (int t = 0; t < TOKENS; ++t)
+      *reinterpret_cast<uint4*>(x[t].of) = *reinterpret_cast<const uint4*>(args.x + static_cast<int64_t>(t) * args.hidden_size + k);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) sum[t] += widen<BF16>(w.of[i]) * widen<BF16>(x[t].of[i]);
+  }
+#pragma unroll
+  for (int t = 0; t < TOKENS; ++t) {
+    float logit = sum_of_warp(sum[t]);
+    if (lane != 0 || expert >= router.num_experts) continue;
+    if (args.bias != nullptr) logit += widen<BF16>(args.bias[expert]);
+    const int at = t * router.num_experts + expert;
+    const uint16_t narrow_logit = narrow<BF16>(logit);
+    const uint32_t word = wide ? float_to_bits(logit == 0.0f ? -0.0f : logit) : narrow_logit | 0x10000u;
+    store_word(args.words + at, word);
+    if (wide) static_cast<float*>(const_cast<void*>(router.logits))[at] = logit;
+    else static_cast<uint16_t*>(const_cast<void*>(router.logits))[at] = narrow_logit;
+  }
+  if (blockIdx.x != gridDim.x - 1) return;
+  for (int at = threadIdx.x; at < TOKENS * router.num_experts; at += THREADS) {
+    uint32_t word;
+    while ((word = load_word(args.words + at)) == 0) {
+    }
+    args.words[at] = 0;
+    if (wide) received[at] = word;
+    else reinterpret_cast<uint16_t*>(received)[at] = static_cast<uint16_t>(word);
+  }
+  __syncthreads();
+  router.logits = received;
+  route_in_one_block<PER_LANE, BY, THREADS>(router);
 }
 
 // The choice, and counts[block][expert].
