@@ -225,9 +225,9 @@ def moe_linear_router(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`moe_router` of a linear layer's logits, for inference: it has no gradient.
 
-    The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is
-    that of `moe_router` for the rounded ones. On CUDA one kernel computes it all for one token, with 16-bit tensors; else
-    it is a GEMM and the kernels of `moe_router`.
+    The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is that of
+    `moe_router` for the rounded ones. On CUDA one kernel computes it all for one token of 16 bits; else it is a GEMM
+    and the kernels of `moe_router`.
 
     Args:
         hidden_states: (T, H) bfloat16, float16 or float32.
