@@ -235,10 +235,11 @@ def test_masks_of_one_new_token(padding, offset, monkeypatch):
     expected = masking_utils.sdpa_mask(**given)
     monkeypatch.setattr(attention, "sdpa_mask", None)  # not called
     mask = grouped_sdpa_mask(**given)
-    assert mask.dtype == torch.bool
     assert mask.shape == (3, 1, 1, 30)
-    assert torch.equal(mask, expected)
-    assert mask.any()
+    assert mask.dtype == torch.bfloat16
+    assert torch.equal(mask, torch.zeros(mask.shape).masked_fill(~expected, -torch.inf).bfloat16())
+    assert expected.any()
+    assert torch.equal(grouped_sdpa_mask(**given | dict(dtype=torch.float32)), expected)
 
 
 @pytest.mark.parametrize(
