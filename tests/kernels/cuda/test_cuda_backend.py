@@ -83,7 +83,7 @@ def test_tokens_may_lie_unaligned_and_weights_be_shared_by_rows(layout):
 
 
 # They may read before they wait; tests/kernels/cuda/test_layer.py hides from them what they have to wait for.
-EARLY_READERS = {"grouped_mm_tiled_mma", "combine"}
+EARLY_READERS = {"mm_tiled_cluster", "grouped_mm_tiled_mma", "combine"}
 
 
 @pytest.mark.parametrize("file", sorted(cuda_configs.COMMON.parent.glob("*.cu")), ids=lambda file: file.stem)
