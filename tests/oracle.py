@@ -132,3 +132,37 @@ def router(
         all_scores.append([scale * value / divisor for value in chosen])
         all_ids.append(ids)
     return torch.tensor(all_scores).reshape(-1, top_k), torch.tensor(all_ids).reshape(-1, top_k)
+
+
+def trained_linear(x, weight, offsets, bias=None, bias_scale=None):
+    """fp64 loop over experts: (M, K), (E, N, K), bias (E, N), bias_scale (M,) -> (M, N), zeros past the end."""
+    out = torch.zeros(x.shape[0], weight.shape[1], dtype=torch.float64)
+    for expert, start, end in groups(offsets):
+        y = x[start:end].double() @ weight[expert].double().T
+        if bias is not None:
+            factor = 1 if bias_scale is None else bias_scale[start:end].double()[:, None]
+            y = y + bias[expert].double() * factor
+        out = torch.cat([out[:start], y, out[end:]])
+    return out
+
+
+def scaled_swiglu(y, scales=None, interleave=None, alpha=1.0, limit=None, up_shift=0.0):
+    """fp64, column by column: (M, 2I) -> (M, I)."""
+    width = y.shape[-1] // 2
+    size = width if interleave is None else interleave
+    gates = [2 * size * (i // size) + i % size for i in range(width)]
+    gate, up = y[..., gates].double(), y[..., [i + size for i in gates]].double()
+    if limit is not None:
+        gate, up = torch.clamp(gate, max=limit), torch.clamp(up, -limit, limit)
+    out = gate * torch.sigmoid(alpha * gate) * (up + up_shift)
+    return out if scales is None else out * scales.double()[..., None]
+
+
+def trained_mlp(x, offsets, gate_up, down, gate_up_bias=None, down_bias=None, scales=None, **form):
+    """fp64: (M, H), (E, 2I, H), (E, H, I), biases, scales (M,) -> (M, H), zeros past the last row end."""
+    rows = scaled_swiglu(trained_linear(x, gate_up, offsets, gate_up_bias), None, **form)
+    factor = torch.ones(x.shape[0]) if scales is None else scales
+    unscaled = trained_linear(rows, down, offsets, down_bias)
+    parts = [unscaled[start:end] * factor[start:end].double()[:, None] for _, start, end in groups(offsets)]
+    live = torch.cat(parts)
+    return torch.cat([live, unscaled[live.shape[0] :]])

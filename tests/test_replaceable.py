@@ -117,8 +117,8 @@ CHANGES = {
     ),
     "a child more": (on_block(lambda b: b.add_module("norm", nn.LayerNorm(64))), "it has the child norm more or less"),
     "a parameter more": (
-        on_block(lambda b: b.up_proj.register_parameter("bias", nn.Parameter(torch.ones(2)))),
-        "up_proj: it has the parameter bias more or less than a GroupedLinear",
+        on_block(lambda b: b.up_proj.register_parameter("gain", nn.Parameter(torch.ones(2)))),
+        "up_proj: it has the parameter gain more or less than a GroupedLinear",
     ),
     "a buffer more": (on_block(lambda b: b.register_buffer("scale", torch.ones(2))), "it has the buffer scale more or"),
     "parametrization": (

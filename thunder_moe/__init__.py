@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.nn import (
         GroupedLinear,
+        GroupedMLP,
         GroupedSwiGLU,
         Llama4MoE,
         Llama4MoEConfig,
         NVFP4GroupedLinear,
         NVFP4GroupedSwiGLU,
         NVFP4Linear,
+        ScaledSReLU,
+        ScaledSwiGLU,
         SwiGLU,
+        per_expert_state_dict,
     )
     from thunder_moe.ops.experts import f16a_nvfp4weight_moe_experts, moe_experts
     from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
+    from thunder_moe.routing import offsets_from_splits
     from thunder_moe.weight_cache import refresh_
 
 __version__ = "0.2.0"
@@ -46,13 +51,17 @@ _HOMES = {
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "nn": (
         "GroupedLinear",
+        "GroupedMLP",
         "GroupedSwiGLU",
         "Llama4MoE",
         "Llama4MoEConfig",
         "NVFP4GroupedLinear",
         "NVFP4GroupedSwiGLU",
         "NVFP4Linear",
+        "ScaledSReLU",
+        "ScaledSwiGLU",
         "SwiGLU",
+        "per_expert_state_dict",
     ),
     "formats.nvfp4": ("NVFP4Weight",),
     "ops.experts": ("f16a_nvfp4weight_moe_experts", "moe_experts"),
@@ -64,11 +73,13 @@ _HOMES = {
     "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
+    "routing": ("offsets_from_splits",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "GroupedLinear",
+    "GroupedMLP",
     "GroupedSwiGLU",
     "Llama4MoE",
     "Llama4MoEConfig",
@@ -78,6 +89,8 @@ __all__ = [
     "NVFP4Weight",
     "RewriteReport",
     "RewriteWarning",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
     "SwiGLU",
     "dequantize_",
     "f16a_nvfp4weight_grouped_mm_combine",
@@ -92,6 +105,8 @@ __all__ = [
     "moe_linear_router",
     "moe_route",
     "moe_router",
+    "offsets_from_splits",
+    "per_expert_state_dict",
     "prepare_qat_",
     "quantize_",
     "refresh_",

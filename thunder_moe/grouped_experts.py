@@ -82,8 +82,10 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
     key = weight_key(*weights)
     if key not in run.memo:
         run.memo[key] = lay_out(NVFP4Weight.concatenate(*map(run.pack, weights)), run.layout)
+    bias = linears[0].bias if len(linears) == 1 else None
     module = NVFP4GroupedLinear(
         run.memo[key],
+        bias,
         weight_dtype=[weight.dtype for weight in weights],
         weight_requires_grad=[weight.requires_grad for weight in weights],
         auto_layout=run.layout == "auto",
@@ -101,7 +103,7 @@ def _dequantized(module: NVFP4GroupedLinear, memo: dict[Any, Any]) -> list[Group
     for parameter in memo[key]:
         experts, n, k = parameter.shape
         linear = GroupedLinear(experts, k, n, device="meta", dtype=parameter.dtype)
-        linear.weight = parameter
+        linear.weight, linear.bias = parameter, module.bias
         linears.append(linear.train(module.training))
     return linears
 

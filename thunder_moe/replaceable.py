@@ -20,9 +20,9 @@ __all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
 _PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), GroupedLinear)
 _PACKED = dict.fromkeys(("gate_up_proj", "down_proj"), NVFP4GroupedLinear)
 _PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...], tuple[str, ...]]] = {
-    GroupedLinear: ({}, ("weight",), ()),
+    GroupedLinear: ({}, ("weight", "bias"), ()),
     GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
-    NVFP4GroupedLinear: ({}, (), ("qdata", "scale", "global_scale")),
+    NVFP4GroupedLinear: ({}, ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
 }
 _FORWARDS = {cls: cls.forward for cls in _PARTS}
@@ -66,7 +66,7 @@ def not_plain(module: nn.Module) -> str | None:
         if set(wanted) != set(has):
             return f"it has the {kind} {_listed(set(wanted) ^ set(has))} more or less than a {known.__name__}"
     for name, parameter in module._parameters.items():
-        if type(parameter) is not nn.Parameter:
+        if parameter is not None and type(parameter) is not nn.Parameter:
             return f"its {name} is a {type(parameter).__name__}, not a plain parameter"
     for name, child in module._modules.items():
         if not isinstance(child, children[name]):

@@ -7,7 +7,11 @@ Only `row_groups` synchronises with the host. Indices out of range read another 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import index
+from typing import SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ __all__ = [
     "invert",
     "linear_router",
     "live_rows",
+    "offsets_from_splits",
     "route",
     "router",
     "router_gradient",
@@ -31,6 +36,8 @@ __all__ = [
     "sort_by_expert",
     "token_of_slot",
 ]
+
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,43 @@ def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
 def live_rows(offsets: Tensor, rows: int) -> Tensor:
     """bool (M, 1): whether the row belongs to an expert."""
     return (torch.arange(rows, dtype=torch.int32, device=offsets.device) < offsets[-1])[:, None]
+
+
+def offsets_from_splits(splits: Sequence[int] | Tensor, *, device: torch.device | str | None = None) -> Tensor:
+    """Rows per expert -> int32 (E,) row ends, as `offsets` of the expert modules and operators are.
+
+    Args:
+        splits: integers, a sequence or a tensor (E,). One on another device than a CPU is not synchronised with.
+        device: of the result; that of the splits, or torch's default, when None.
+
+    Raises:
+        ValueError: splits of another rank than 1, none, fractional ones; where they are on a CPU also negative ones, or
+            ends past int32.
+    """
+    if isinstance(splits, Tensor):
+        whole = not (splits.dtype.is_floating_point or splits.dtype.is_complex or splits.dtype == torch.bool)
+        if splits.ndim != 1 or not splits.shape[0] or not whole:
+            raise ValueError(
+                f"splits: got {splits.dtype} {tuple(splits.shape)}, wanted integers (num_experts,), rows per expert"
+            )
+        if splits.device.type == "cpu" and not torch.compiler.is_compiling():
+            _check_splits(splits.tolist())
+        return splits.to(device=device or splits.device).cumsum(0, dtype=torch.int64).to(torch.int32)
+    values = list(splits)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise ValueError(f"splits: got {value!r} among them, wanted integers, rows per expert")
+    _check_splits(values)
+    return torch.tensor(list(accumulate(map(index, values))), dtype=torch.int32, device=device)
+
+
+def _check_splits(values: list[int]) -> None:
+    if not values:
+        raise ValueError("splits: got none, wanted one per expert")
+    if min(values) < 0:
+        raise ValueError(f"splits: got {min(values)} among them, wanted rows per expert, at least 0")
+    if sum(values) > _MAX_INT32:
+        raise ValueError(f"splits: got a sum of {sum(values)}, wanted at most {_MAX_INT32}, the largest int32")
 
 
 def row_groups(offsets: Tensor, rows: int) -> list[tuple[int, int, int]]:

@@ -332,7 +332,7 @@ def test_refuses():
         (lambda: linear(torch.randn(4, 1, 64), offsets), r"x: got .*wanted shape \(rows, in_features = 64\)"),
         (lambda: linear(torch.randn(4, 64).bfloat16(), offsets), r"x: got torch.bfloat16.*wanted dtype torch.float32"),
         (lambda: linear(torch.randn(4, 64, device="meta"), offsets), r"x: got .*on meta, wanted device cpu"),
-        (lambda: linear(torch.randn(4, 64), offsets.long()), r"offsets: got torch.int64.*wanted dtype int32"),
+        (lambda: linear(torch.randn(4, 64), offsets.float()), r"offsets: got torch.float32.*wanted dtype int32"),
         (lambda: linear(torch.randn(4, 64), offsets[:3]), r"offsets: got .*\(3,\).*, wanted shape \(4,\)"),
         (lambda: linear(torch.randn(4, 64), offsets.to("meta")), "offsets: got .*on meta, wanted device cpu"),
         (lambda: GroupedLinear(0, 64, 32), "num_experts: got 0, wanted an integer of at least 1"),

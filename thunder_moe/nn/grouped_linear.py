@@ -1,34 +1,57 @@
 """`GroupedLinear`: one linear map per expert, as a single grouped GEMM.
-Called by users, nn.swiglu, quantize and integrations.huggingface; calls torch's grouped GEMM, which compilers rewrite.
+Called by users, nn.swiglu, nn.grouped_mlp, quantize and integrations.huggingface; calls the operators of
+ops.grouped_linear, which compilers rewrite, and ops.grouped_linear_into.
 
-Legend: M rows sorted by expert, E experts, N out_features, K in_features. `offsets` is int32 (E,): cumulative row ENDS,
-group 0 starts at row 0.
+Legend: M rows sorted by expert, E experts, N out_features, K in_features. `offsets` is int32 or int64 (E,): cumulative
+row ENDS, group 0 starts at row 0.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.checks import require
+from thunder_moe.nn.expert_states import NAMES, one_per_weight
+from thunder_moe.nn.linear import traced_by_thunder
+from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
+from thunder_moe.ops.activation import ActivationForm
+from thunder_moe.ops.grouped_linear_into import Into, Waiting, check_buffer, grouped_linear_into, run_waiting
 
-__all__ = ["GroupedLinear", "require_at_least"]
+__all__ = ["GroupedLinear", "compute_dtype", "per_expert_state_dict", "require_at_least", "run_into"]
 
 
 class GroupedLinear(nn.Module):
-    """One linear map per expert, without bias: rows of expert e are multiplied by ``weight[e].T``.
+    """One linear map per expert: rows of expert e are multiplied by ``weight[e].T``, and get ``bias[e]``.
 
     Args:
         num_experts: E.
         in_features: K.
         out_features: N.
-        dtype: of the weight, torch's default when None.
-        device: of the weight, torch's default when None.
+        bias: whether there is one.
+        dtype: of the parameters, torch's default when None.
+        device: of the parameters, torch's default when None.
+        accumulate_into_main_grad: the gradient of a trainable weight is added to ``weight.main_grad``, a float32 tensor
+            of its shape that the caller provides, without a rounding to the weight's dtype; ``weight.grad`` stays None.
+            With a true ``weight.overwrite_main_grad`` it takes the place of what main_grad holds. Where the weight has
+            an attribute ``grad_added_to_main_grad``, it is set to True, and autograd gets zeros, so that hooks fire.
+        delay_wgrad: a backward keeps the rows and the gradient of its output, and `backward_dw` computes the weight's
+            gradient. Biases do not wait.
 
     Attributes:
         weight: parameter (E, N, K), initialised as `torch.nn.Linear` does: U(-K**-0.5, K**-0.5).
+        bias: parameter (E, N), initialised likewise, or None.
+
+    State dicts have ``weight`` and ``bias``; with one ``weight0``, ``bias0``, ... per expert they load too. What waits
+    for `backward_dw` is not copied or pickled with the module.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -36,47 +59,171 @@ class GroupedLinear(nn.Module):
         in_features: int,
         out_features: int,
         *,
+        bias: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
     ) -> None:
         super().__init__()
         sizes = dict(num_experts=num_experts, in_features=in_features, out_features=out_features)
         for name, size in sizes.items():
             require_at_least(1, name, size)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
+        self._waiting: deque[Waiting] = deque()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
+        of_experts = torch.empty(num_experts, out_features, dtype=dtype, device=device) if bias else None
+        self.register_parameter("bias", None if of_experts is None else nn.Parameter(of_experts))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -bound, bound)
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N); rows past ``offsets[-1]`` are undefined.
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        bias_scale: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
+
+        Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
+
+        Args:
+            bias_scale: floating point (M,), multiplies each row's bias.
+            out: buffer (M, N) for the result, which then shares its memory; rows past the end stay as they were.
+            grad_input: buffer (M, K) for the gradient of x, likewise; untouched where x needs none.
 
         Raises:
-            ValueError: x or offsets has the wrong rank, size, dtype or device.
+            ValueError: an argument has the wrong rank, size, dtype or device; bias_scale without a bias; a buffer that
+                requires a gradient, is not contiguous or overlaps x. On a CPU also offsets that decrease, are negative
+                or exceed the rows. In the backward of a trainable weight: main_grad is missing or does not fit.
         """
-        _check_rows(x, offsets, self.weight)
-        return F.grouped_mm(x, self.weight.transpose(-2, -1), offs=offsets)
+        dtype = compute_dtype(x, self.weight)
+        if out is None and grad_input is None and not self._writes():
+            weight = self.weight if dtype == self.weight.dtype else self.weight.to(dtype)
+            rows = x if dtype == x.dtype else x.to(dtype)
+            result: Tensor = linear_operator(x)(rows, weight, offsets, self.bias, bias_scale)
+            return result
+        refuse_traced(self, x, out=out, grad_input=grad_input)
+        return run_into(self, x, offsets, bias_scale, out, grad_input, dtype)
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
+        of the parameter; does nothing when none waits.
+
+        Raises:
+            ValueError: the weight is frozen by now, or main_grad does not fit.
+            RuntimeError: rows or gradient were changed in place in the meantime.
+        """
+        run_waiting(self.weight, self._waiting, self.accumulate_into_main_grad)
+
+    def need_backward_dw(self) -> bool:
+        """Whether a weight gradient waits for `backward_dw`."""
+        return bool(self._waiting)
+
+    def _writes(self) -> bool:
+        """Whether a backward is to write the weight's gradient elsewhere than autograd does, or later."""
+        apart = self.accumulate_into_main_grad or self.delay_wgrad
+        return apart and self.weight.requires_grad and torch.is_grad_enabled()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
+    ) -> None:
+        state_dict = one_per_weight(state_dict, prefix, self)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | dict(_waiting=deque())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of earlier versions have no bias and none of the options.
+        parent: Any = super()
+        parent.__setstate__(dict(accumulate_into_main_grad=False, delay_wgrad=False, _waiting=deque()) | state)
+        self._parameters.setdefault("bias", None)
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        options = dict(bias=self.bias is not None, accumulate_into_main_grad=self.accumulate_into_main_grad)
+        options |= dict(delay_wgrad=self.delay_wgrad)
+        return ", ".join([sizes, *(f"{name}=True" for name, value in options.items() if value)])
 
 
-def _check_rows(x: Tensor, offsets: Tensor, weight: Tensor) -> None:
-    """The checks of `GroupedLinear.forward`; conditions on sizes and dtypes alone, so that compilers trace through."""
-    experts, _, k = weight.shape
-    require(x.ndim == 2 and x.shape[1] == k, "x", x, f"shape (rows, in_features = {k})")
-    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
-    require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
-    # While Thunder traces, a dtype is one of its own; its symbol for the grouped GEMM checks it then.
-    require(
-        offsets.dtype == torch.int32 or not isinstance(offsets.dtype, torch.dtype), "offsets", offsets, "dtype int32"
-    )
-    wanted = f"shape ({experts},), one row end per expert"
-    require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
-    require(offsets.device == x.device, "offsets", offsets, f"device {x.device}, that of x")
+def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the ``weight`` and
+    ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the parameters' memory.
+    """
+    linears = {name: child for name, child in module.named_modules() if isinstance(child, GroupedLinear)}
+    state: dict[str, Tensor] = {}
+    for key, tensor in module.state_dict().items():
+        owner, _, name = key.rpartition(".")
+        if owner in linears and name in NAMES:
+            state |= {f"{key}{expert}": of_expert for expert, of_expert in enumerate(tensor)}
+        else:
+            state[key] = tensor
+    return state
+
+
+def linear_operator(x: Tensor) -> Callable[..., Tensor]:
+    """What computes a linear: the operator; in traces of Thunder without moe_executor, which knows no operators of
+    ours, torch's functions."""
+    if not isinstance(x.dtype, torch.dtype) and not traced_by_thunder():
+        return _linear_of_torch
+    operator: Callable[..., Tensor] = torch.ops.thunder_moe.grouped_linear
+    return operator
+
+
+def _linear_of_torch(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None
+) -> Tensor:
+    if bias is not None:
+        raise ValueError("bias: got one under thunder.jit without moe_executor, wanted executors=[moe_executor]")
+    return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+
+
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype that a linear computes in: autocast's, or the weight's."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return weight.dtype
+
+
+def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) -> None:
+    """ValueError while Thunder traces: its traces have no writes into tensors of the caller."""
+    if isinstance(x.dtype, torch.dtype):
+        return
+    given = [name for name, buffer in buffers.items() if buffer is not None]
+    given += [name for name in ("accumulate_into_main_grad", "delay_wgrad") if getattr(linear, name)]
+    raise ValueError(f"{' and '.join(given)}: got it under thunder.jit, which has none of it, wanted a call outside")
+
+
+@torch.compiler.disable(
+    reason="out, grad_input, accumulate_into_main_grad and delay_wgrad write into tensors outside of the graph: such a"
+    " call of GroupedLinear or GroupedMLP cannot be part of a fullgraph"
+)
+def run_into(
+    linear: GroupedLinear,
+    x: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    out: Tensor | None,
+    grad_input: Tensor | None,
+    dtype: torch.dtype,
+    form: ActivationForm | None = None,
+) -> Tensor:
+    """A linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
+    check_buffer("out", out, (x.shape[0], linear.out_features), dtype, x)
+    check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x)
+    waiting = linear._waiting if linear.delay_wgrad else None
+    into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype)
+    return grouped_linear_into(x, linear.weight, offsets, scales, linear.bias, into, form)
 
 
 def require_at_least(least: int, name: str, size: int) -> None:

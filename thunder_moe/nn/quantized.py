@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.ops import grouped_swiglu  # noqa: F401  (registers the operator)
+from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 
 __all__ = ["MODULE_LAYOUTS", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU", "calls_only_its_class", "weights_to_fuse"]
@@ -25,29 +25,52 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class NVFP4GroupedLinear(NVFP4Module):
-    """`GroupedLinear` with frozen 4-bit weights, kept as buffers.
+    """`GroupedLinear` with frozen 4-bit weights, kept as buffers, and a 16-bit (or float32) bias.
 
     `NVFP4Module` says how its buffers, state dicts and moves are; its arguments are those of this class.
 
+    Args:
+        weight: (E, N, K).
+        bias: (E, N) or None; a parameter is kept as it is.
+
     Attributes:
+        bias: parameter (E, N), or None.
         qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
         weight_dtypes, weights_require_grad: of the 16-bit weights that it stands for, tuples.
         auto_layout: whether the weights are laid out for the device that the module is moved to.
     """
 
-    def __init__(self, weight: NVFP4Weight, **options: Any) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)
         self.num_experts = weight.shape[0]
+        if bias is not None and bias.shape != weight.shape[:2]:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, wanted {tuple(weight.shape[:2])}")
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        self.register_parameter("bias", bias)
 
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
         return self.num_experts, self.out_features, self.in_features
 
-    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N)."""
+    def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
+
+        Args:
+            bias_scale: floating point (M,), multiplies each row's bias.
+
+        Raises:
+            ValueError: as the operator; bias_scale without a bias.
+        """
         weight = self.nvfp4_weight
         grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
         out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
+        if self.bias is not None:
+            out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.bias, bias_scale)
+        elif bias_scale is not None:
+            raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
         return out
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -59,6 +82,7 @@ class NVFP4GroupedLinear(NVFP4Module):
                 state[name] = (state.pop(old),)
         parent: Any = super()
         parent.__setstate__(state)
+        self._parameters.setdefault("bias", None)
         if (layout == LINEAR and self.qdata.ndim == 5) or layout == "humming":
             raise ValueError(
                 "layout: this model was pickled whole in layout 'humming', which version 0.2.0 no longer has; in the"

@@ -137,8 +137,8 @@ def scaled_swiglu_gradient(
     interleave: int | None = None,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for of y, in its dtype, and of scales (M,),
-    in theirs."""
+    """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for: of y, in its dtype, and of scales
+    (M,), in theirs."""
     gate, up = _gate_up(y, interleave)
     wide = grad.float()
     of_y = of_scales = None

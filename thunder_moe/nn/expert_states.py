@@ -1,0 +1,59 @@
+"""State dicts of expert linears, with one tensor for all experts or one per expert.
+Called by nn.grouped_linear and nn.grouped_mlp; calls torch alone.
+
+    stacked       weight (E, N, K), bias (E, N)
+    per expert    weight0 (N, K), weight1, ..., bias0 (N,), bias1, ...
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["NAMES", "check_experts", "one_per_weight"]
+
+NAMES = ("weight", "bias")
+
+
+def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> list[str]:
+    """The names of a linear's parameters, of weight and bias, that a state dict has per expert.
+
+    Raises:
+        ValueError: some experts of a name are there and others are not, or both forms of it.
+    """
+    found = []
+    num_experts = len(linear.get_parameter("weight"))
+    for name in NAMES:
+        if linear._parameters.get(name) is None:
+            continue
+        keys = [f"{prefix}{name}{expert}" for expert in range(num_experts)]
+        missing = [key for key in keys if key not in state_dict]
+        if len(missing) == num_experts:
+            continue
+        if missing:
+            raise ValueError(
+                f"state_dict: got {num_experts - len(missing)} of the {num_experts} experts of {prefix}{name}, without"
+                f" {', '.join(missing)}; wanted all of them, or {prefix}{name} of shape ({num_experts}, ...)"
+            )
+        if f"{prefix}{name}" in state_dict:
+            raise ValueError(f"state_dict: got both {prefix}{name} and {keys[0]}, ..., wanted one of the two forms")
+        found.append(name)
+    return found
+
+
+def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -> dict[str, Any]:
+    """A state dict for one linear, whichever form it has there, without the `_extra_state` that TransformerEngine has.
+
+    Raises:
+        ValueError: as `check_experts`.
+    """
+    names = check_experts(state_dict, prefix, linear)
+    num_experts, state_dict = len(linear.get_parameter("weight")), dict(state_dict)
+    state_dict.pop(f"{prefix}_extra_state", None)
+    for name in names:
+        state_dict[f"{prefix}{name}"] = torch.stack(
+            [state_dict.pop(f"{prefix}{name}{expert}") for expert in range(num_experts)]
+        )
+    return state_dict

@@ -1,0 +1,153 @@
+"""`GroupedMLP`: the experts of a layer for training, two grouped GEMMs with a scaled activation between them.
+Called by users; calls nn.grouped_linear, nn.activations and the operators of ops.grouped_linear and ops.activation.
+
+x (M, H) -> gate_up_proj -> (M, 2I) -> activation * scales (M,) -> (M, I) -> down_proj, bias * scales -> (M, H)
+
+Legend: M rows sorted by expert, E experts, H hidden_size, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
+from thunder_moe.nn.expert_states import check_experts
+from thunder_moe.nn.grouped_linear import GroupedLinear, compute_dtype, refuse_traced, run_into
+from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.ops.activation import ActivationForm
+from thunder_moe.ops.grouped_linear import check_row_scale
+
+__all__ = ["GroupedMLP", "own_form"]
+
+
+class GroupedMLP(nn.Module):
+    """The experts of a layer: ``down_proj(activation(gate_up_proj(x)) * scales)``, each projection one grouped GEMM.
+
+    The scales multiply all that an expert gives, the bias of its down projection too: with the router's weights, the
+    sum of a token's rows is the layer's output. For the backward, the input and the output of gate_up_proj are kept,
+    and the rows between activation and down_proj are computed again.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+        bias: of both projections.
+        activation: called with the output of gate_up_proj and the scales; a `ScaledSwiGLU` when None. gate_up_proj has
+            2I out_features, or I where the activation has a false attribute `gated`, as `ScaledSReLU`.
+        dtype: of the parameters.
+        device: of the parameters.
+        accumulate_into_main_grad: of both projections, as in `GroupedLinear`.
+        delay_wgrad: of both projections, as in `GroupedLinear`.
+
+    Raises:
+        ValueError: a size that is not a positive integer, one that the activation's interleave size does not divide.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        bias: bool = False,
+        activation: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad: bool = False,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = dict(
+            bias=bias,
+            dtype=dtype,
+            device=device,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            delay_wgrad=delay_wgrad,
+        )
+        activation = ScaledSwiGLU() if activation is None else activation
+        interleave = activation.form.interleave if isinstance(activation, ScaledSwiGLU) else None
+        if interleave is not None and isinstance(intermediate_size, int) and intermediate_size % interleave:
+            raise ValueError(
+                f"intermediate_size: got {intermediate_size}, wanted a multiple of glu_interleave_size={interleave}"
+            )
+        columns = 2 * intermediate_size if getattr(activation, "gated", True) else intermediate_size
+        self.gate_up_proj = GroupedLinear(num_experts, hidden_size, columns, **options)
+        self.activation = activation
+        self.down_proj = GroupedLinear(num_experts, intermediate_size, hidden_size, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        scales: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H).
+
+        Rows past ``offsets[-1]`` may hold anything: results and gradients are zero there.
+
+        Args:
+            scales: floating point (M,), multiplies each row of the result; keeps its dtype, as does its gradient.
+            out: as in `GroupedLinear.forward`, a buffer (M, H).
+            grad_input: likewise.
+
+        Raises:
+            ValueError: as `GroupedLinear.forward`; scales of another shape, or of integers.
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        check_row_scale("scales", scales, tuple(x.shape[:1]), x)
+        form = own_form(self.activation)
+        y = gate_up(x, offsets) if grad_input is None else gate_up(x, offsets, grad_input=grad_input)
+        if form is None or not calls_only_its_class(down, GroupedLinear):
+            rows = self.activation(y, scales)
+            options: dict[str, Any] = {} if out is None else dict(out=out)
+            if down.bias is not None and scales is not None:
+                options["bias_scale"] = scales
+            result: Tensor = down(rows, offsets, **options)
+            return result
+        dtype = compute_dtype(y, down.weight)
+        if out is None and not down._writes():
+            rows = y if y.dtype == dtype else y.to(dtype)
+            weight = down.weight if down.weight.dtype == dtype else down.weight.to(dtype)
+            result = torch.ops.thunder_moe.activated_grouped_linear(
+                rows, weight, offsets, scales, down.bias, **vars(form)
+            )
+            return result
+        refuse_traced(down, y, out=out)
+        return run_into(down, y, offsets, scales, out, None, dtype, form)
+
+    def backward_dw(self) -> None:
+        """Computes the oldest weight gradient that waits of either projection; does nothing when none does.
+
+        Raises:
+            ValueError, RuntimeError: as `GroupedLinear.backward_dw`.
+        """
+        self.down_proj.backward_dw()
+        self.gate_up_proj.backward_dw()
+
+    def need_backward_dw(self) -> bool:
+        """Whether a weight gradient waits for `backward_dw`."""
+        return self.down_proj.need_backward_dw() or self.gate_up_proj.need_backward_dw()
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
+    ) -> None:
+        for name in ("gate_up_proj", "down_proj"):  # before the first of them loads
+            child = self.get_submodule(name)
+            if isinstance(child, GroupedLinear):
+                check_experts(state_dict, f"{prefix}{name}.", child)
+        state_dict = {name: value for name, value in state_dict.items() if name != f"{prefix}_extra_state"}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+
+
+def own_form(activation: nn.Module) -> ActivationForm | None:
+    """The form of an activation of this package without customization, which operators compute; None for others."""
+    for cls in (ScaledSwiGLU, ScaledSReLU):
+        if calls_only_its_class(activation, cls):
+            return activation.form
+    return None

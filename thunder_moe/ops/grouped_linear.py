@@ -1,0 +1,284 @@
+"""The operators of 16-bit expert linears: thunder_moe::grouped_linear with its gradients, biases, writes into buffers.
+Called by nn and compilers; calls kernels.training.
+
+    grouped_linear             rows x weight + bias * bias_scale    grouped_linear_out     the same into a buffer
+    grouped_linear_dgrad       gradient of the rows                 ..._dgrad_out   the same into a buffer
+    grouped_linear_wgrad       gradient of the weight               ..._wgrad_out   the same into float32 main_grad
+    grouped_bias               (y + bias * bias_scale) * scales     after a GEMM of 4-bit weights
+    grouped_bias_grad, grouped_bias_scale_grad                      float32 sums in a fixed order
+
+Rows past the last row end may hold anything: results are zero there, and stay as they were in a buffer.
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features; offsets int32 or int64 (E,) row ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.checks import require
+from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.ops.checks import check_offset_values
+from thunder_moe.ops.operator import define
+
+__all__ = ["check_offsets", "check_row_scale", "int32_offsets", "needs_gradient", "register_training_operator"]
+
+
+def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
+    """ValueError unless offsets are int32 or int64 (experts,) on the device of `like`."""
+    # While Thunder traces, a dtype is one of its own; its symbols check it then.
+    known = isinstance(offsets.dtype, torch.dtype)
+    require(not known or offsets.dtype in (torch.int32, torch.int64), "offsets", offsets, "dtype int32 or int64")
+    wanted = f"shape ({experts},), one row end per expert"
+    require(offsets.ndim == 1 and offsets.shape[0] == experts, "offsets", offsets, wanted)
+    require(offsets.device == like.device, "offsets", offsets, f"device {like.device}, that of x")
+
+
+def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], like: Tensor) -> None:
+    """ValueError unless a factor of rows is floating-point, of a shape, on the device of `like`; None is fine."""
+    if scale is None:
+        return
+    require(tuple(scale.shape) == tuple(shape), name, scale, f"shape {tuple(shape)}, one factor per row")
+    known = isinstance(scale.dtype, torch.dtype)
+    require(not known or scale.dtype.is_floating_point, name, scale, "a floating-point dtype")
+    require(scale.device == like.device, name, scale, f"device {like.device}, that of the rows")
+
+
+def int32_offsets(offsets: Tensor, rows: int, of: str = "x") -> Tensor:
+    """The offsets as kernels take them, after `check_offset_values`."""
+    check_offset_values(offsets, rows, of)
+    return offsets.to(torch.int32)
+
+
+def register_training_operator(
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., Any] | None = None,
+    mutates: tuple[str, ...] = (),
+) -> torch.library.Library:
+    """Registers an operator of the name of its kernel, which begins with "_". Without a `backward`, a gradient through
+    its results is an error, where torch would take them for constants."""
+    name = kernel.__name__.removeprefix("_")
+    library, _ = define(name, torch.library.infer_schema(kernel, mutates_args=mutates), kernel, fake)
+    if not mutates:
+        refuse = _refuse_double_backward(name) if backward is None else backward
+        torch.library.register_autograd(f"thunder_moe::{name}", refuse, setup_context=setup_context, lib=library)
+    return library
+
+
+def needs_gradient(ctx: Any, count: int) -> tuple[bool, ...]:
+    """Which of an operator's first arguments need a gradient; the dispatcher leaves out those that have their
+    defaults."""
+    return (*ctx.needs_input_grad, *(False,) * count)[:count]
+
+
+def _refuse_double_backward(name: str) -> Callable[..., Any]:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(f"{name} has no gradient of its own: second derivatives are not supported")
+
+    return backward
+
+
+# ---- the linear and its two gradients
+
+
+def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> None:
+    require(x.ndim == 2 and x.shape[1] == weight.shape[2], "x", x, f"shape (rows, in_features = {weight.shape[2]})")
+    require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
+    require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
+    check_offsets(offsets, weight.shape[0], x)
+    if bias is not None:
+        wanted = tuple(weight.shape[:2])
+        require(tuple(bias.shape) == wanted, "bias", bias, f"shape {wanted}")
+        require(bias.dtype.is_floating_point, "bias", bias, "a floating-point dtype")
+        require(bias.device == x.device, "bias", bias, f"device {x.device}, that of x")
+    check_row_scale("bias_scale", bias_scale, (x.shape[0],), x)
+    if bias_scale is not None and bias is None:
+        raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
+
+
+def _grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
+) -> Tensor:
+    _check(x, weight, offsets, bias, bias_scale)
+    kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
+    out: Tensor = kernels.grouped_mm(x, weight, ends)
+    if bias is not None:
+        out = kernels.add_bias(out, ends, bias, bias_scale, out=out)
+    return out
+
+
+def _fake_grouped_linear(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
+) -> Tensor:
+    _check(x, weight, offsets, bias, bias_scale)
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _grouped_linear_out(
+    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor
+) -> None:
+    _check(x, weight, offsets, bias, bias_scale)
+    kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
+    kernels.grouped_mm(x, weight, ends, out=out)
+    if bias is not None:
+        kernels.add_bias(out, ends, bias, bias_scale, out=out)
+
+
+def _grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).dgrad(grad, weight, ends)
+    return out
+
+
+def _fake_grouped_linear_dgrad(grad: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], weight.shape[2])
+
+
+def _grouped_linear_dgrad_out(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor) -> None:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    training_kernels(grad.device).dgrad(grad, weight, ends, out=out)
+
+
+def _grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    out: Tensor = training_kernels(x.device).wgrad(x, grad, int32_offsets(offsets, x.shape[0]))
+    return out
+
+
+def _fake_grouped_linear_wgrad(x: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+
+
+def _grouped_linear_wgrad_out(x: Tensor, grad: Tensor, offsets: Tensor, main_grad: Tensor, accumulate: bool) -> None:
+    ends = int32_offsets(offsets, x.shape[0])
+    training_kernels(x.device).wgrad(x, grad, ends, out=main_grad, accumulate=accumulate)
+
+
+def _writes_only(*args: Any) -> None:
+    """The fake of operators that return nothing."""
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, offsets, bias, bias_scale = inputs
+    needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
+    # No more than is read: a frozen weight saves no rows.
+    ctx.save_for_backward(
+        x if needs_weight else None,
+        weight if needs_x else None,
+        offsets,
+        bias if needs_scale else None,
+        bias_scale if needs_bias else None,
+    )
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.scale_dtype = None if bias_scale is None else bias_scale.dtype
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, offsets, bias, bias_scale = ctx.saved_tensors
+    ops = torch.ops.thunder_moe
+    needs_x, needs_weight, _, needs_bias, needs_scale = needs_gradient(ctx, 5)
+    return (
+        ops.grouped_linear_dgrad(grad, weight, offsets) if needs_x else None,
+        ops.grouped_linear_wgrad(x, grad, offsets) if needs_weight else None,
+        None,
+        ops.grouped_bias_grad(grad, offsets, bias_scale).to(ctx.bias_dtype) if needs_bias else None,
+        ops.grouped_bias_scale_grad(grad, bias, offsets).to(ctx.scale_dtype) if needs_scale else None,
+    )
+
+
+# ---- biases
+
+
+def _grouped_bias(
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    ends = int32_offsets(offsets, y.shape[0], "y")
+    out: Tensor = training_kernels(y.device).add_bias(y, ends, bias, bias_scale, scales)
+    return out
+
+
+def _fake_grouped_bias(
+    y: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    bias_scale: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    check_row_scale("scales", scales, (y.shape[0],), y)
+    return torch.empty_like(y, memory_format=torch.contiguous_format)
+
+
+def _grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).bias_grad(grad, ends, scale)
+    return out
+
+
+def _fake_grouped_bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Tensor:
+    return grad.new_empty(offsets.shape[0], grad.shape[1], dtype=torch.float32)
+
+
+def _grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).bias_scale_grad(grad, bias, ends)
+    return out
+
+
+def _fake_grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    return grad.new_empty(grad.shape[0], dtype=torch.float32)
+
+
+def _setup_bias_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    y, offsets, bias, bias_scale, scales = inputs
+    _, _, _, needs_bias_scale, needs_scales = needs_gradient(ctx, 5)
+    ctx.save_for_backward(
+        y if needs_scales else None, offsets, bias if needs_bias_scale or needs_scales else None, bias_scale, scales
+    )
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (bias, bias_scale, scales)]
+
+
+def _bias_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    y, offsets, bias, bias_scale, scales = ctx.saved_tensors
+    ops = torch.ops.thunder_moe
+    needs_y, _, needs_bias, needs_bias_scale, needs_scales = needs_gradient(ctx, 5)
+    bias_dtype, bias_scale_dtype, scales_dtype = ctx.dtypes
+    of_y = of_bias = of_bias_scale = of_scales = None
+    if needs_y:
+        of_y = ops.grouped_bias(grad, offsets, None, None, scales)
+    if needs_bias:
+        factors = [factor.float() for factor in (bias_scale, scales) if factor is not None]
+        both = factors[0] * factors[1] if len(factors) == 2 else factors[0] if factors else None
+        of_bias = ops.grouped_bias_grad(grad, offsets, both).to(bias_dtype)
+    if needs_bias_scale:
+        # Past the last row end the product is zero, and the scales may be NaN.
+        of_row = ops.grouped_bias_scale_grad(grad, bias, offsets)
+        of_row = of_row if scales is None else torch.where(of_row == 0, 0, of_row * scales.float())
+        of_bias_scale = of_row.to(bias_scale_dtype)
+    if needs_scales:
+        unscaled = ops.grouped_bias(y, offsets, bias, bias_scale)
+        live = ops.grouped_bias(grad, offsets)
+        of_scales = (live.float() * unscaled.float()).sum(-1).to(scales_dtype)
+    return of_y, None, of_bias, of_bias_scale, of_scales
+
+
+register_training_operator(_grouped_linear_dgrad, _fake_grouped_linear_dgrad)
+register_training_operator(_grouped_linear_wgrad, _fake_grouped_linear_wgrad)
+register_training_operator(_grouped_bias_grad, _fake_grouped_bias_grad)
+register_training_operator(_grouped_bias_scale_grad, _fake_grouped_bias_scale_grad)
+register_training_operator(_grouped_linear_out, _writes_only, mutates=("out",))
+register_training_operator(_grouped_linear_dgrad_out, _writes_only, mutates=("out",))
+register_training_operator(_grouped_linear_wgrad_out, _writes_only, mutates=("main_grad",))
+register_training_operator(_grouped_linear, _fake_grouped_linear, backward=_backward, setup_context=_setup_context)
+register_training_operator(
+    _grouped_bias, _fake_grouped_bias, backward=_bias_backward, setup_context=_setup_bias_context
+)

@@ -1,0 +1,254 @@
+"""Expert linears that write into tensors of the caller: buffers, main_grad, weight gradients that wait.
+Called by nn in eager mode; calls the operators of ops.grouped_linear and ops.activation.
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features, I intermediate_size, D columns of y.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.checks import require
+from thunder_moe.ops.activation import ActivationForm
+from thunder_moe.routing import live_rows
+
+__all__ = ["Into", "Waiting", "check_buffer", "grouped_linear_into", "run_waiting"]
+
+_OPS = torch.ops.thunder_moe
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """The rows (M, K) and the gradient (M, N) of a weight gradient that waits, with the versions that they had."""
+
+    rows: Tensor
+    grad: Tensor
+    offsets: Tensor
+    versions: tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Into:
+    """Where results go.
+
+    Attributes:
+        out: buffer (M, N) of the result.
+        grad_input: buffer (M, K), or (M, D), of the gradient of the first argument.
+        main_grad: the weight's gradient goes into its main_grad.
+        waiting: its rows and gradient are put there, and nothing is computed yet.
+        dtype: that the linear computes in.
+    """
+
+    out: Tensor | None
+    grad_input: Tensor | None
+    main_grad: bool
+    waiting: deque[Waiting] | None
+    dtype: torch.dtype
+
+
+def check_buffer(name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
+    """ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, apart from x's memory
+    and without a gradient."""
+    if buffer is None:
+        return
+    if not isinstance(buffer, Tensor):
+        raise ValueError(f"{name}: got {type(buffer).__name__}, wanted a tensor")
+    require(tuple(buffer.shape) == shape, name, buffer, f"shape {shape}")
+    require(buffer.dtype == dtype, name, buffer, f"dtype {dtype}")
+    require(buffer.device == x.device, name, buffer, f"device {x.device}")
+    if not buffer.is_contiguous():
+        raise ValueError(f"{name}: got strides {buffer.stride()}, wanted a contiguous tensor")
+    if buffer.requires_grad:
+        raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a plain one; use detach()")
+    begin, end = _span(buffer)
+    other_begin, other_end = _span(x)
+    if begin < other_end and other_begin < end:
+        raise ValueError(f"{name}: got memory that x is in, which is read after it is written; wanted other memory")
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that a tensor lies between."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def grouped_linear_into(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    into: Into,
+    form: ActivationForm | None = None,
+) -> Tensor:
+    """`grouped_linear`, or with a `form` `activated_grouped_linear`, whose results go where `into` says.
+
+    Args:
+        scales: bias_scale, or with a form the factor of the rows.
+    """
+    anchor = None
+    if into.waiting is not None and weight.requires_grad:
+        # The weight is no part of the graph: its hooks are to fire when its gradient is there, in `run_waiting`.
+        weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
+    out: Tensor = _GroupedLinearInto.apply(x, weight, offsets, scales, bias, into, form, anchor)
+    return out
+
+
+class _GroupedLinearInto(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None, bias: Tensor | None, into: Into,
+        form: ActivationForm | None, anchor: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        needs_x, needs_weight, _, needs_scales, needs_bias, *_ = ctx.needs_input_grad
+        needs_weight = needs_weight or anchor is not None
+        ctx.into, ctx.form, ctx.x_dtype = into, form, x.dtype
+        x = x.to(into.dtype)
+        rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **vars(form))
+        operands = rows, weight.to(into.dtype), offsets, bias, None if bias is None else scales
+        needs_rows = needs_x or (form is not None and needs_scales)
+        ctx.save_for_backward(
+            x if needs_weight or (form is not None and needs_rows) else None,
+            weight if needs_rows or needs_weight else None,
+            offsets,
+            scales if form is not None or needs_bias else None,
+            bias if needs_scales else None,
+        )
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (scales, bias)]
+        if into.out is None:
+            out: Tensor = _OPS.grouped_linear(*operands)
+            return out
+        _OPS.grouped_linear_out(*operands, into.out)
+        torch.autograd.graph.increment_version(into.out)
+        return into.out.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, offsets, scales, bias = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_scales, needs_bias, *_, waits = ctx.needs_input_grad
+        needs_weight = needs_weight or waits
+        into: Into = ctx.into
+        form: ActivationForm | None = ctx.form
+        scales_dtype, bias_dtype = ctx.dtypes
+        of_x = of_weight = of_scales = of_bias = None
+        if needs_weight:
+            rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **vars(form))
+            if into.waiting is not None:
+                versions = rows._version, grad._version, offsets._version
+                into.waiting.append(Waiting(rows, grad, offsets, versions))
+            else:
+                of_weight = _weight_gradient(weight, rows, grad, offsets, into.main_grad)
+        if needs_bias:
+            of_bias = _OPS.grouped_bias_grad(grad, offsets, scales).to(bias_dtype)
+        if needs_scales and bias is not None:
+            of_scales = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
+        if form is not None and (needs_x or needs_scales):
+            of_rows = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets)
+            of_x, more = _OPS.scaled_activation_backward(
+                of_rows, x, scales, offsets, needs_x, needs_scales, **vars(form)
+            )
+            if needs_scales:
+                of_scales = more if of_scales is None else of_scales + more.float()
+            if needs_x:
+                of_x = _put(of_x.to(ctx.x_dtype), into.grad_input, offsets)
+        elif needs_x:
+            buffer = into.grad_input
+            if buffer is not None and buffer.dtype == into.dtype:
+                _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer)
+                torch.autograd.graph.increment_version(buffer)
+                of_x = buffer
+            else:
+                of_x = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets)
+                of_x = _put(of_x.to(ctx.x_dtype), buffer, offsets)
+        if of_scales is not None:
+            of_scales = of_scales.to(scales_dtype)
+        return of_x if needs_x else None, of_weight, None, of_scales, of_bias, None, None, None
+
+
+def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
+    """The gradient of x, in the buffer where there is one.
+
+    The buffer itself: a leaf whose only gradient it is copies it, where it would take a tensor that nobody else holds.
+    """
+    if buffer is None:
+        return grad
+    return buffer.copy_(torch.where(live_rows(offsets, grad.shape[0]), grad, buffer))
+
+
+def run_waiting(weight: Tensor, waiting: deque[Waiting], main_grad: bool) -> None:
+    """Computes the oldest weight gradient that waits and adds it, as autograd would have; nothing when none does.
+
+    Raises:
+        ValueError: the weight requires no gradient any more, or what `_weight_gradient` says of main_grad.
+        RuntimeError: the rows or the gradient have been changed in place since.
+    """
+    if not waiting:
+        return
+    if not weight.requires_grad:
+        raise ValueError("weight: got a frozen one, whose gradient waits; wanted it trainable until backward_dw()")
+    pair = waiting[0]
+    tensors = dict(rows=pair.rows, gradient=pair.grad, offsets=pair.offsets)
+    for (name, tensor), version in zip(tensors.items(), pair.versions, strict=True):
+        if tensor._version != version:
+            raise RuntimeError(
+                f"the {name} of a weight gradient that waits were changed in place before backward_dw(); a buffer"
+                " (out, grad_input) may be written again only after it"
+            )
+    with torch.no_grad():
+        grad = _weight_gradient(weight, pair.rows, pair.grad, pair.offsets, main_grad)
+    waiting.popleft()
+    if grad is None:
+        with torch.enable_grad():
+            _Visit.apply(weight).backward(weight.new_empty(0))
+    else:
+        weight.backward(grad)
+
+
+class _Visit(torch.autograd.Function):
+    """A graph that ends at a weight without a gradient for it: its backward fires the hooks there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def _weight_gradient(weight: Tensor, rows: Tensor, grad: Tensor, offsets: Tensor, main_grad: bool) -> Tensor | None:
+    """The gradient for autograd; with main_grad it goes there, and autograd gets none, or zeros that fire the hooks of
+    a parameter with `grad_added_to_main_grad`.
+
+    Raises:
+        ValueError: main_grad is missing, or not float32, contiguous and of the weight's shape and device.
+    """
+    if not main_grad:
+        of_weight: Tensor = _OPS.grouped_linear_wgrad(rows, grad, offsets)
+        return of_weight.to(weight.dtype)
+    buffer = getattr(weight, "main_grad", None)
+    if not isinstance(buffer, Tensor):
+        raise ValueError(
+            f"main_grad: got {buffer!r} as the weight's attribute, wanted a float32 tensor {tuple(weight.shape)};"
+            " accumulate_into_main_grad adds the gradient to it"
+        )
+    require(tuple(buffer.shape) == tuple(weight.shape), "main_grad", buffer, f"shape {tuple(weight.shape)}")
+    require(buffer.dtype == torch.float32, "main_grad", buffer, "dtype torch.float32")
+    require(buffer.device == weight.device, "main_grad", buffer, f"device {weight.device}")
+    if not buffer.is_contiguous():
+        raise ValueError(f"main_grad: got strides {buffer.stride()}, wanted a contiguous tensor")
+    accumulate = not getattr(weight, "overwrite_main_grad", False)
+    _OPS.grouped_linear_wgrad_out(rows, grad, offsets, buffer, accumulate)
+    torch.autograd.graph.increment_version(buffer)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight)
