@@ -77,7 +77,7 @@ class WeightCache:
         self,
         *weights: torch.Tensor,
         transposed: bool = False,
-        interleaved: bool = False,
+        interleaved: int = 0,
         layout: str = LINEAR,
     ) -> NVFP4Weight:
         """The NVFP4 form of weights stacked along their rows.
@@ -85,7 +85,7 @@ class WeightCache:
         Args:
             weights: each (E, N, K), or (E, K, N) when transposed.
             transposed: K is the middle dimension.
-            interleaved: gate and up are the even and odd rows of the weight: sort them into halves.
+            interleaved: gate and up take turns of that many rows of the weight: sort them into halves.
             layout: of the result, one of `formats.layouts.LAYOUTS`.
 
         Returns:
@@ -101,7 +101,7 @@ class WeightCache:
         self,
         *weights: torch.Tensor,
         transposed: bool = False,
-        interleaved: bool = False,
+        interleaved: int = 0,
         layout: str = LINEAR,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale).
@@ -323,10 +323,10 @@ def stacked_layout(*weights: Any, transposed: bool, device: torch.device | None 
     return select.preferred_layout(weights[0].device if device is None else device, n, k)
 
 
-def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: bool, layout: str) -> NVFP4Weight:
+def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: int, layout: str) -> NVFP4Weight:
     parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
     if interleaved:
-        parts = [deinterleave(part) for part in parts]
+        parts = [deinterleave(part, int(interleaved)) for part in parts]
     if layout == SWIZZLED_128X4:
         return _quantize_together(parts).to_layout(layout)
     return select.lay_out(NVFP4Weight.concatenate(*map(select.quantize, parts)), layout)

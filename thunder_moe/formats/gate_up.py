@@ -1,5 +1,5 @@
 """The two orders of the rows of a fused gate and up projection: interleaved, or all of gate before all of up.
-Called by weight_cache, checkpoint and integrations.huggingface; calls torch alone.
+Called by weight_cache, checkpoint, nn and integrations.huggingface; calls torch alone.
 
 GPT-OSS interleaves; our kernels and everything else of the package have the gate's rows first.
 """
@@ -11,13 +11,13 @@ from torch import Tensor
 __all__ = ["deinterleave", "interleave"]
 
 
-def deinterleave(rows: Tensor) -> Tensor:
-    """(E, 2I, ...), gate in the even rows and up in the odd ones -> the same with the gate's rows first."""
+def deinterleave(rows: Tensor, size: int = 1) -> Tensor:
+    """(E, 2I, ...), gate and up in turns of `size` rows, the gate's first -> the gate's rows first."""
     experts, both, *rest = rows.shape
-    return rows.reshape(experts, both // 2, 2, *rest).transpose(1, 2).reshape(rows.shape)
+    return rows.reshape(experts, both // (2 * size), 2, size, *rest).transpose(1, 2).reshape(rows.shape)
 
 
-def interleave(rows: Tensor) -> Tensor:
+def interleave(rows: Tensor, size: int = 1) -> Tensor:
     """The inverse of `deinterleave`."""
     experts, both, *rest = rows.shape
-    return rows.reshape(experts, 2, both // 2, *rest).transpose(1, 2).reshape(rows.shape)
+    return rows.reshape(experts, 2, both // (2 * size), size, *rest).transpose(1, 2).reshape(rows.shape)

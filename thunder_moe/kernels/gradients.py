@@ -53,7 +53,7 @@ def grouped_swiglu(
     grad_activation = grad_scale = grad_bias = None
     if needs[0]:
         scaled = grad_pre if row_scale is None else grad_pre * row_scale[:, None]
-        grad_activation = dgrad(scaled.to(activation.dtype))
+        grad_activation = torch.where(live_rows(offsets, rows), dgrad(scaled.to(activation.dtype)), 0)
         if row_slot is not None:
             of_slot = _sum_per_slot(torch.where(live, grad_activation, 0), row_slot)
             tokens, k = activation.shape

@@ -18,6 +18,7 @@ from thunder_moe.kernels.gradients import Gemms
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import check_offset_values, check_operands, check_rows_and_weight
 from thunder_moe.ops.operator import operator
+from thunder_moe.routing import live_rows
 
 __all__ = [
     "f16a_nvfp4weight_scaled_grouped_mm",
@@ -71,7 +72,8 @@ def _check_values(
 
 
 def _gradient(grad: Tensor, *weight_and_offsets: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
-    return (torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight_and_offsets, layout=layout),)
+    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight_and_offsets, layout=layout)
+    return (torch.where(live_rows(weight_and_offsets[3], grad.shape[0]), dgrad, 0),)
 
 
 @operator(

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
 from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
@@ -51,7 +52,7 @@ class _Pack:
     names: str
     weights: tuple[int | Tensor, ...]
     transposed: bool
-    interleaved: bool
+    interleaved: int
     layout: str
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,14 +64,6 @@ class _Pack:
             )
         except ValueError as error:
             raise ValueError(f"cannot quantize {self.names}: {error}") from error
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A packed weight in the root graph: the operators' three weight arguments, and their keyword argument."""
-
-    nodes: list[fx.Node]
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,27 +165,34 @@ def rewrite(
         return placeholders.index(node) if node.op == "placeholder" else weights.tensors[node]
 
     packs: dict[tuple[Any, ...], _Pack] = {}
-    packed: dict[tuple[Any, ...], _Packed] = {}
+    packed: dict[tuple[Any, ...], Packed] = {}
 
-    def packed_inputs(call: Site | SwiGLUNodes) -> _Packed:
+    def packed_inputs(call: Site | SwiGLUNodes) -> Packed:
         sites = (call,) if isinstance(call, Site) else call.sites
         nodes = [site.weight for site in sites if site.weight is not None]
-        transposed, interleaved = sites[0].transposed, isinstance(call, SwiGLUNodes) and call.interleaved
+        transposed, interleaved = sites[0].transposed, call.interleaved if isinstance(call, SwiGLUNodes) else 0
         key = (transposed, interleaved, *nodes)
         if key not in packs:
             layout = stacked_layout(*(weights.tensors[node] for node in nodes), transposed=transposed)
             names = " and ".join(str(site.gemm.weight) for site in sites)
             packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout)
             inputs = _add_inputs(root.graph, f"nvfp4_{len(packs) - 1}", packs[key](example_inputs))
-            packed[key] = _Packed(inputs, dict(layout=layout))
+            packed[key] = Packed(inputs, dict(layout=layout))
         scope = sites[0].scope
-        return _Packed([scope.bring(node) for node in packed[key].nodes], packed[key].options)
+        return Packed([scope.bring(node) for node in packed[key].nodes], packed[key].options)
 
     for plan in plans:
         for site in plan.to_train:
             _replace(site.scope, site.node, _OPS.trainable_grouped_mm.default, site.operands)
         for call in plan.calls:
-            if isinstance(call, Site):
+            if isinstance(call, SwiGLUNodes) and call.sites[0].own:
+                down = [] if call.down is None else [packed_inputs(call.down)]
+                replace_own_swiglu(call, packed_inputs(call), *down)
+                _erase(call.sites[0].scope, call.product)
+            elif isinstance(call, Site) and call.own:
+                replace_own(call, packed_inputs(call))
+                _erase(call.scope, call.node)
+            elif isinstance(call, Site):
                 rows, _, offsets = call.operands
                 weight = packed_inputs(call)
                 _replace(call.scope, call.node, _GROUPED_MM, (rows, *weight.nodes, offsets), weight.options)
@@ -278,6 +278,7 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     eligible = [site for site in sites if site.reason is None]
     blocks, unfused = find_swiglu(scope, eligible)
     fused = {site for block in blocks for site in block.sites}
+    downs = {block.down for block in blocks if block.down is not None}
     dense = find_dense_experts(scope, weights)
 
     def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
@@ -292,7 +293,7 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
     return _Plan(
         [*sites, *products, *(site for block in dense for site in block.sites)],
-        [*blocks, *(site for site in eligible if site not in fused)],
+        [*blocks, *(site for site in eligible if site not in fused | downs)],
         dense,
         selected,
         [site for site in sites if site.reason is not None and _trains(site)],
@@ -314,7 +315,7 @@ def _trains(site: Site) -> bool:
     """Whether a GEMM that stays 16-bit is to get our gradient, which takes any strides."""
     gemm = site.gemm
     same = gemm.weight_dtype == gemm.activation_dtype and gemm.out_dtype in (None, gemm.weight_dtype)
-    return gemm.needs_grad and same and site.scope.refusal is None
+    return gemm.needs_grad and same and site.scope.refusal is None and not site.own
 
 
 def _given(weights: Sequence[int | Tensor], inputs: Sequence[Any]) -> list[Tensor]:
@@ -351,7 +352,7 @@ def _replace(
     _erase(scope, old)
 
 
-def _route(first: Site, routing: Routing, gate_up: _Packed, down: _Packed) -> None:
+def _route(first: Site, routing: Routing, gate_up: Packed, down: Packed) -> None:
     """Puts routing, gather and the two fused operators in the place of batched GEMMs over all experts."""
     tokens, indices, scale = routing.operands
     graph = first.scope.graph
@@ -365,7 +366,7 @@ def _route(first: Site, routing: Routing, gate_up: _Packed, down: _Packed) -> No
     _replace(first.scope, routing.total, _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options)
 
 
-def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed: _Packed) -> None:
+def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed: Packed) -> None:
     """Puts routing and grouped GEMMs in the place of batched ones with the weights of each row's expert.
 
     Args:

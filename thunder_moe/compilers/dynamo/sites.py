@@ -3,8 +3,12 @@ Called by rewrite.py and dense_experts.py; calls eligibility.py and safety.py fo
 for the graph around it, and gate_up.py.
 
     y = grouped_mm(x, w.transpose(-2, -1), offs)                            -> Site
+    y = grouped_linear(x, w, offs, bias)                                    -> Site, of GroupedLinear
+    y = activated_grouped_linear(y, w, offs, scales, bias)                  -> Site, of GroupedMLP
     silu(grouped_mm(x, gate)) * grouped_mm(x, up)                           -> SwiGLUNodes of two sites
     y = grouped_mm(x, gate_up); gate, up = y.chunk(2, -1); silu(gate) * up  -> SwiGLUNodes of one site
+    scaled_activation(grouped_linear(x, gate_up, offs, bias), scales)       -> SwiGLUNodes of one site
+    activated_grouped_linear(grouped_linear(x, gate_up, offs), down, offs)  -> SwiGLUNodes of one site, and its down
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import operator
 import os
 import re
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +31,12 @@ from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
 from thunder_moe.compilers.gate_up import column_part, is_interleaved
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
 
 __all__ = [
+    "ACTIVATED",
+    "ACTIVATION",
+    "LINEAR",
     "MUL",
     "SILU",
     "TRANSPOSE",
@@ -49,6 +57,15 @@ __all__ = [
 aten = torch.ops.aten
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
+LINEAR = torch.ops.thunder_moe.grouped_linear.default
+ACTIVATED = torch.ops.thunder_moe.activated_grouped_linear.default
+ACTIVATION = torch.ops.thunder_moe.scaled_activation.default
+# The arguments of a GEMM by position; those of our operators have the weight as it is, (E, N, K).
+_NAMES = {
+    LINEAR: ("mat_a", "weight", "offs", "bias", "bias_scale"),
+    ACTIVATED: ("mat_a", "weight", "offs", "scales", "bias"),
+}
+_OWN_NAMES = dict(x="mat_a", y="mat_a", offsets="offs")  # their keywords, where they differ
 TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
 SILU = {F.silu, aten.silu.default}
 MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
@@ -79,21 +96,35 @@ class Site:
     @property
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
-        arguments = _arguments(self.node)
-        return arguments["mat_a"], arguments["mat_b"], arguments["offs"]
+        arguments = self.arguments
+        return arguments["mat_a"], arguments.get("mat_b", arguments.get("weight")), arguments["offs"]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the call by name."""
+        return _arguments(self.node)
+
+    @property
+    def own(self) -> bool:
+        """Whether this is an operator of ours, whose result is zero past the last row end."""
+        return _overload(self.node) in _NAMES
 
 
 @dataclass(frozen=True, eq=False)
 class SwiGLUNodes:
     """``silu(gate) * up``, whose multiplication `product` the fused operator replaces.
 
-    `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether gate and up are its
-    even and odd columns rather than its halves.
+    `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells by how many columns gate and up
+    take turns, 0 where they are its halves. `form`: the keywords of the activation where it is not SwiGLU. `scales`: a
+    factor of the rows of the product. `down`: where the product is a GEMM of ours on activated rows, that.
     """
 
     sites: tuple[Site, ...]
     product: fx.Node
-    interleaved: bool = False
+    interleaved: int = 0
+    form: dict[str, Any] = field(default_factory=dict)
+    scales: fx.Node | None = None
+    down: Site | None = None
 
 
 class Weights:
@@ -141,7 +172,15 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
     """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
     sites = []
     for node in scope.graph.nodes:
-        if node.op != "call_function" or node.target not in _GROUPED_MM:
+        if node.op != "call_function":
+            continue
+        if _overload(node) in _NAMES:
+            own = _arguments(node)
+            x, weight = value_of(own["mat_a"]), value_of(own["weight"])
+            if x is not None and weight is not None:
+                sites.append(site_of(node, scope, weight.mT, x, x.shape[0], weights))
+            continue
+        if node.target not in _GROUPED_MM:
             continue
         arguments = _arguments(node)
         rows, mat_b, offsets = arguments.get("mat_a"), arguments.get("mat_b"), arguments.get("offs")
@@ -191,6 +230,14 @@ def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLUNodes], dic
     found: list[SwiGLUNodes] = []
     unfused: dict[Site, str] = {}
     for product in scope.graph.nodes:
+        own = _own_activation(by_node, product)
+        if own is not None:
+            reason = _reason_against_fusing(scope, own, set())
+            if reason is None:
+                found.append(own)
+            else:
+                unfused |= dict.fromkeys(own.sites, reason)
+            continue
         if not calls(product, MUL) or len(product.args) != 2 or product.kwargs:
             continue
         for silu, up in (product.args, product.args[::-1]):
@@ -248,12 +295,25 @@ def positional_grouped_mm(gm: fx.GraphModule) -> None:
 
 def _arguments(node: Any) -> dict[str, Any]:
     """The arguments of a grouped GEMM by name."""
+    names = _NAMES.get(_overload(node))
+    if names is not None:
+        named = {_OWN_NAMES.get(name, name): value for name, value in node.kwargs.items()}
+        return dict(zip(names, node.args, strict=False)) | named
     return {**dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)), **node.kwargs}
 
 
 def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLUNodes | None:
     first, second = by_node.get(gate), by_node.get(up)
-    if first is None or second is None:
+    if (
+        first is None
+        or second is None
+        or first.own != second.own
+        or _overload(gate) is ACTIVATED
+        or _overload(up) is ACTIVATED
+    ):
+        return None
+    biases = [site.arguments.get("bias") for site in (first, second)]
+    if (biases[0] is None) != (biases[1] is None) or _has_scaled_bias(first) or _has_scaled_bias(second):
         return None
     (rows, _, offsets), (up_rows, _, up_offsets) = first.operands, second.operands
     same = rows is up_rows and offsets is up_offsets and first.transposed == second.transposed
@@ -267,12 +327,42 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
     (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
     site = by_node.get(first) if first is not None and first is second else None
     interleaved = is_interleaved(gate_part, up_part)
-    if site is None or interleaved is None:
+    if site is None or interleaved is None or _overload(site.node) is ACTIVATED or _has_scaled_bias(site):
         return None
     readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
     if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
         return None
-    return SwiGLUNodes((site,), product, interleaved=interleaved)
+    return SwiGLUNodes((site,), product, interleaved=int(interleaved))
+
+
+def _own_activation(by_node: dict[fx.Node, Site], product: fx.Node) -> SwiGLUNodes | None:
+    """SwiGLU as our operators have it, alone or before the GEMM of the down projection."""
+    target = _overload(product)
+    if target not in (ACTIVATION, ACTIVATED):
+        return None
+    form = dict(product.kwargs)
+    if form.pop("kind", "swiglu") != "swiglu":
+        return None
+    interleaved = form.pop("interleave", None) or 0
+    names = _NAMES[ACTIVATED] if target is ACTIVATED else ("mat_a", "scales", "offs")
+    named = {_OWN_NAMES.get(name, name): form.pop(name) for name in list(form) if name not in _GLU}
+    arguments = dict(zip(names, product.args, strict=False)) | named
+    y, down = arguments["mat_a"], by_node.get(product) if target is ACTIVATED else None
+    site = by_node.get(y)
+    if site is None or _overload(y) is not LINEAR or _has_scaled_bias(site) or not only_user(y, product):
+        return None
+    if target is ACTIVATED and (down is None or site.operands[2] is not arguments["offs"]):
+        return None
+    if target is ACTIVATION and arguments.get("offs") not in (None, site.operands[2]):
+        return None
+    return SwiGLUNodes((site,), product, interleaved, form, arguments.get("scales"), down)
+
+
+_GLU = ("alpha", "limit", "up_shift")
+
+
+def _has_scaled_bias(site: Site) -> bool:
+    return site.arguments.get("bias_scale") is not None
 
 
 def part_of(node: Any) -> tuple[fx.Node | None, str]:
@@ -303,6 +393,11 @@ def part_of(node: Any) -> tuple[fx.Node | None, str]:
 def calls(node: Any, targets: Set[Any]) -> bool:
     """Whether a node calls one of some functions, or a method of one of some names."""
     return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
+
+
+def _overload(node: Any) -> Any:
+    """The operator that a node calls, its default overload where it names none."""
+    return getattr(node.target, "default", node.target) if node.op == "call_function" else None
 
 
 def only_user(node: fx.Node, user: fx.Node) -> bool:

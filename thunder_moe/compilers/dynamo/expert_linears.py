@@ -1,0 +1,115 @@
+"""Puts NVFP4 operators in the place of GroupedLinear and GroupedMLP, with biases, scales, interleaved gate and up.
+Called by rewrite.py; calls sites.py for what is replaced.
+
+    grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
+    activated_grouped_linear(y, w, ...)      -> scaled_activation -> NVFP4 GEMM -> grouped_bias with scales
+    both, one after the other                -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM -> grouped_bias with scales
+
+The results are zero past the last row end, where those of the NVFP4 operators are undefined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from thunder_moe.compilers.dynamo.scopes import value_of
+from thunder_moe.compilers.dynamo.sites import ACTIVATED, ACTIVATION, LINEAR, Site, SwiGLUNodes
+
+__all__ = ["Packed", "replace_own", "replace_own_swiglu"]
+
+_OPS = torch.ops.thunder_moe
+_GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
+_GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
+_FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed weight in the root graph: the operators' three weight arguments, and their keyword argument."""
+
+    nodes: list[fx.Node]
+    options: dict[str, Any]
+
+
+def replace_own(site: Site, weight: Packed) -> None:
+    """Replaces the uses of a `grouped_linear` or `activated_grouped_linear`; the node stays, without users."""
+    graph, node, arguments = site.scope.graph, site.node, site.arguments
+    rows, _, offsets = site.operands
+    with graph.inserting_before(node):
+        ends = _int32(graph, offsets)
+        bias_scale, scales = arguments.get("bias_scale"), arguments.get("scales")
+        if "scales" in arguments or any(name in node.kwargs for name in _FORM):
+            form = {name: node.kwargs[name] for name in _FORM if name in node.kwargs}
+            rows = graph.call_function(ACTIVATION, (rows, None, offsets), form)
+        out = graph.call_function(_GROUPED_MM, (rows, *weight.nodes, ends), weight.options)
+        out = _finished(graph, out, rows, offsets, arguments.get("bias"), bias_scale, scales)
+    _hand_over(node, out)
+
+
+def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
+    """Replaces the uses of a SwiGLU on `grouped_linear`, with `down` those of the `activated_grouped_linear` that it is
+    a part of; the node stays, without users."""
+    graph, node = block.sites[0].scope.graph, block.product
+    rows, _, offsets = block.sites[0].operands
+    with graph.inserting_before(node):
+        ends = _int32(graph, offsets)
+        bias = _bias_of(graph, block)
+        options = gate_up.options | block.form
+        out = graph.call_function(_GROUPED_SWIGLU, (rows, *gate_up.nodes, ends, None, None, bias), options)
+        if down is not None and block.down is not None:
+            out = graph.call_function(_GROUPED_MM, (out, *down.nodes, ends), down.options)
+            out = _finished(graph, out, rows, offsets, block.down.arguments.get("bias"), None, block.scales)
+        elif block.scales is not None or not _read_by_linears(node, offsets):
+            out = _finished(graph, out, rows, offsets, None, None, block.scales)
+    _hand_over(node, out)
+
+
+def _bias_of(graph: fx.Graph, block: SwiGLUNodes) -> fx.Node | None:
+    """The bias (E, 2I) of gate and up, the gate's part first."""
+    biases = [site.arguments.get("bias") for site in block.sites]
+    if biases[0] is None:
+        return None
+    if len(biases) == 2:
+        return graph.call_function(torch.cat, (biases, 1))
+    if not block.interleaved:
+        return biases[0]
+    turns = graph.call_method("unflatten", (biases[0], 1, (-1, 2, block.interleaved)))
+    return graph.call_method("flatten", (graph.call_method("transpose", (turns, 1, 2)), 1))
+
+
+def _finished(
+    graph: fx.Graph, out: fx.Node, rows: fx.Node, offsets: fx.Node, bias: Any, bias_scale: Any, scales: Any
+) -> fx.Node:
+    """Zeros past the last row end; bias and factors, if there are any."""
+    if bias is not None or scales is not None:
+        return graph.call_function(_OPS.grouped_bias.default, (out, offsets, bias, bias_scale, scales))
+    # In torch's functions, which inductor makes a part of the kernel that reads the result.
+    count = graph.call_method("size", (out, 0))
+    options = dict(device=value_of(offsets).device, dtype=torch.int32)
+    positions = graph.call_function(torch.arange, (count,), options)
+    end = graph.call_method("select", (offsets, 0, -1))
+    live = graph.call_method("unsqueeze", (graph.call_function(torch.lt, (positions, end)), 1))
+    return graph.call_function(torch.where, (live, out, 0))
+
+
+def _read_by_linears(node: fx.Node, offsets: fx.Node) -> bool:
+    """Whether all that reads a node are expert linears of the same rows, which read no row past the end."""
+
+    def same_rows(user: fx.Node) -> bool:
+        target = getattr(user.target, "default", user.target)
+        return target in (LINEAR, ACTIVATED) and user.args[:1] == (node,) and user.args[2:3] == (offsets,)
+
+    return all(map(same_rows, node.users))
+
+
+def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:
+    return offsets if value_of(offsets).dtype == torch.int32 else graph.call_method("to", (offsets, torch.int32))
+
+
+def _hand_over(old: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(old.meta)
+    old.replace_all_uses_with(new)
