@@ -25,7 +25,14 @@ from thunder_moe.kernels.training.select import training_kernels
 from thunder_moe.ops.checks import check_offset_values
 from thunder_moe.ops.operator import define
 
-__all__ = ["check_offsets", "check_row_scale", "int32_offsets", "needs_gradient", "register_training_operator"]
+__all__ = [
+    "check_linear",
+    "check_offsets",
+    "check_row_scale",
+    "int32_offsets",
+    "needs_gradient",
+    "register_training_operator",
+]
 
 
 def check_offsets(offsets: Tensor, experts: int, like: Tensor) -> None:
@@ -43,9 +50,13 @@ def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], lik
     if scale is None:
         return
     require(tuple(scale.shape) == tuple(shape), name, scale, f"shape {tuple(shape)}, one factor per row")
-    known = isinstance(scale.dtype, torch.dtype)
-    require(not known or scale.dtype.is_floating_point, name, scale, "a floating-point dtype")
+    require(_is_floating(scale), name, scale, "a floating-point dtype")
     require(scale.device == like.device, name, scale, f"device {like.device}, that of the rows")
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    dtype: Any = tensor.dtype  # while Thunder traces, one of its own
+    return dtype.is_floating_point if isinstance(dtype, torch.dtype) else "float" in str(dtype)
 
 
 def int32_offsets(offsets: Tensor, rows: int, of: str = "x") -> Tensor:
@@ -88,7 +99,7 @@ def _refuse_double_backward(name: str) -> Callable[..., Any]:
 # ---- the linear and its two gradients
 
 
-def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> None:
+def check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None) -> None:
     require(x.ndim == 2 and x.shape[1] == weight.shape[2], "x", x, f"shape (rows, in_features = {weight.shape[2]})")
     require(x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
     require(x.device == weight.device, "x", x, f"device {weight.device}, that of the weight")
@@ -96,7 +107,7 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias
     if bias is not None:
         wanted = tuple(weight.shape[:2])
         require(tuple(bias.shape) == wanted, "bias", bias, f"shape {wanted}")
-        require(bias.dtype.is_floating_point, "bias", bias, "a floating-point dtype")
+        require(_is_floating(bias), "bias", bias, "a floating-point dtype")
         require(bias.device == x.device, "bias", bias, f"device {x.device}, that of x")
     check_row_scale("bias_scale", bias_scale, (x.shape[0],), x)
     if bias_scale is not None and bias is None:
@@ -106,7 +117,7 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias
 def _grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> Tensor:
-    _check(x, weight, offsets, bias, bias_scale)
+    check_linear(x, weight, offsets, bias, bias_scale)
     kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
     out: Tensor = kernels.grouped_mm(x, weight, ends)
     if bias is not None:
@@ -117,14 +128,14 @@ def _grouped_linear(
 def _fake_grouped_linear(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None, bias_scale: Tensor | None = None
 ) -> Tensor:
-    _check(x, weight, offsets, bias, bias_scale)
+    check_linear(x, weight, offsets, bias, bias_scale)
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def _grouped_linear_out(
     x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None, bias_scale: Tensor | None, out: Tensor
 ) -> None:
-    _check(x, weight, offsets, bias, bias_scale)
+    check_linear(x, weight, offsets, bias, bias_scale)
     kernels, ends = training_kernels(x.device), int32_offsets(offsets, x.shape[0])
     kernels.grouped_mm(x, weight, ends, out=out)
     if bias is not None:

@@ -18,6 +18,7 @@ from torch import fx
 
 from thunder_moe.compilers.dynamo.scopes import value_of
 from thunder_moe.compilers.dynamo.sites import ACTIVATED, ACTIVATION, LINEAR, Site, SwiGLUNodes
+from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
 __all__ = ["Packed", "replace_own", "replace_own_swiglu"]
 

@@ -38,6 +38,12 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_grouped_swiglu,
     nvfp4_mm,
 )
+from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
+    activated_linear_call,
+    bias_call,
+    linear_call,
+    scaled_activation_call,
+)
 from thunder_moe.nn.linear import traced_by_thunder  # noqa: E402
 from thunder_moe.ops.operator import is_bare  # noqa: E402
 
@@ -83,6 +89,10 @@ moe_executor._lookasides.update(
         F.grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,
         torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts: _lookaside(moe_experts),
+        torch.ops.thunder_moe.grouped_linear: _lookaside(linear_call),
+        torch.ops.thunder_moe.activated_grouped_linear: _lookaside(activated_linear_call),
+        torch.ops.thunder_moe.scaled_activation: _lookaside(scaled_activation_call),
+        torch.ops.thunder_moe.grouped_bias: _lookaside(bias_call),
         **{
             getattr(torch.ops.thunder_moe, symbol.name): _lookaside(symbol)
             for symbol in (

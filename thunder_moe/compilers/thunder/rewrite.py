@@ -51,6 +51,12 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_swizzle,
 )
 from thunder_moe.compilers.thunder.trace import Computation, is_view, names_read  # noqa: E402
+from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
+    activated_linear,
+    gate_up_bias,
+    grouped_bias,
+    scaled_activation,
+)
 from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
 
 __all__ = ["NVFP4Rewrite"]
@@ -91,7 +97,8 @@ class NVFP4Rewrite(Transform):
                 if site.reason is not None and site.bsym is computation.bound_symbols[site.position]:
                     operands, clones = _saved(computation, site, *site.bsym.args[:3])
                     if clones:
-                        gemm = grouped_mm.bind(*operands, *site.bsym.args[3:], output=site.bsym.output)
+                        more = dict(site.bsym.kwargs, output=site.bsym.output)
+                        gemm = site.bsym.sym.bind(*operands, *site.bsym.args[3:], **more)
                         replacements[id(site.bsym)] = [*clones, gemm]
         decisions = [
             _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
@@ -136,7 +143,7 @@ def _replace(
 ) -> tuple[list[BoundSymbol], str]:
     """(the calls that compute the output of the symbol at a position in NVFP4, the report's words on their kernel)."""
     output = computation.bound_symbols[position].output
-    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), False)
+    sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), 0)
     symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLUSymbols) else nvfp4_grouped_mm
     # In-place operations rename tensors: the operator runs last, and takes the names that the last GEMM has.
     last = max(sites, key=lambda site: site.position)
@@ -148,12 +155,48 @@ def _replace(
         transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
     )
     swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
-    calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, output, sites[0].gemm)
+    more, form, scales, calls = (), {}, None, []
+    route = ""
+    if isinstance(call, SwiGLUSymbols):
+        form, scales = call.form, call.scales
+        more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
+    finish = sites[0].own and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
+    out = TensorProxy(like=output) if finish else output
+    if not more and not form:
+        calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
+    elif nvfuser.is_listed(get_compile_data().executors_list):
+        route = _route("it has a bias, or another form of SwiGLU")
     if not calls:
         layout = stacked_layout(*weights, transposed=transposed, device=to_torch_device(weights[0].device))
         packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout)))
-        calls = [symbol.bind(a, *packed, offsets, layout=layout, output=output)]
+        calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
+    if finish:
+        calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
     return [*clones, *calls], route
+
+
+def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy:
+    """The bias of a SwiGLU with the gate's part first; a symbol that sorts it is added to those before the call."""
+    assert call.bias is not None
+    if not call.interleaved:
+        return call.bias
+    bias = TensorProxy(like=call.bias)
+    before.append(gate_up_bias.bind(call.bias, call.interleaved, output=bias))
+    return bias
+
+
+def _reads_live_rows_alone(computation: Computation, output: TensorProxy, offsets: TensorProxy) -> bool:
+    """Whether all that reads the result of a GEMM of GroupedLinear reads no row past the last row end."""
+
+    def is_careful(reader: BoundSymbol) -> bool:
+        operands = {grouped_mm.id: 2, grouped_bias.id: 1, scaled_activation.id: 2, activated_linear.id: 2}
+        position = operands.get(reader.sym.id)
+        if position is None or reader.args[0].name != output.name or reader.args[position] is None:
+            return False
+        return bool(reader.args[position].name == offsets.name)
+
+    readers = computation.readers.get(output.name, set())
+    return all(is_careful(computation.bound_symbols[position]) for position in readers)
 
 
 def _saved(computation: Computation, site: Site, *operands: TensorProxy) -> tuple[list[TensorProxy], list[BoundSymbol]]:

@@ -9,7 +9,8 @@ Called by rewrite.py; calls trace.py for views and storages, eligibility.py for 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from thunder_moe.compilers.thunder.compat import import_thunder
 
@@ -33,6 +34,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     nvfp4_grouped_swiglu,
 )
 from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
+from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
 
 __all__ = ["Quantized", "Site", "SwiGLUSymbols", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
 
@@ -49,6 +51,7 @@ class Site:
         transposed: that argument is (E, K, N), not (E, N, K).
         reason: why it stays 16-bit, None when it is rewritten.
         grad_enabled: the grad mode in force at the GEMM.
+        own: of GroupedLinear or GroupedMLP, whose result is zero past the last row end.
     """
 
     bsym: BoundSymbol
@@ -58,6 +61,7 @@ class Site:
     transposed: bool
     reason: str | None
     grad_enabled: bool
+    own: bool = False
 
     @property
     def requires_grad(self) -> bool:
@@ -67,14 +71,18 @@ class Site:
 
 @dataclass(frozen=True, eq=False)
 class SwiGLUSymbols:
-    """``silu(gate) * up``. `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells whether
-    gate and up are its even and odd columns rather than its halves. `replaced`: positions of all its symbols, the last
-    of which is the multiplication; `reason`: why these cannot be one operator, None when they become it."""
+    """``silu(gate) * up``. `sites` are the GEMMs of gate and up, or one GEMM of both; then `interleaved` tells by how
+    many columns gate and up take turns, 0 where they are its halves. `replaced`: positions of all its symbols, the last
+    of which is the multiplication; `reason`: why these cannot be one operator, None when they become it. `bias`: of one
+    GEMM, (E, 2I); `form`: the keywords of the activation where it is not SwiGLU; `scales`: a factor of the rows."""
 
     sites: tuple[Site, ...]
     replaced: tuple[int, ...]
-    interleaved: bool
+    interleaved: int
     reason: str | None
+    bias: TensorProxy | None = None
+    form: dict[str, Any] = field(default_factory=dict)
+    scales: TensorProxy | None = None
 
 
 def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
@@ -88,7 +96,7 @@ def find_sites(prologue: TraceCtx, computation: Computation) -> list[Site]:
 
 
 def _grouped_mms(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    if bsym.sym.id == grouped_mm.id:
+    if bsym.sym.id in (grouped_mm.id, activated_linear.id):
         yield bsym
     for sub in bsym.subsymbols:
         yield from _grouped_mms(sub)
@@ -100,7 +108,9 @@ def _site(
     a, b = bsym.args[:2]
     behind = computation.argument_behind(b.name)
     weight = behind[0] if behind is not None and _is_static(behind[0]) else None
-    program, (experts, k, n) = computation.program, b.shape
+    trained = bsym.sym.id == activated_linear.id  # its weight is (E, N, K), and it stays as it is
+    program, (experts, *sizes) = computation.program, b.shape
+    n, k = sizes if trained else sizes[::-1]
     grad_enabled = program.steps[position].grad_enabled
     requires_grad = weight is not None and weight.requires_grad
     gemm = GroupedGemm(
@@ -112,14 +122,17 @@ def _site(
         weight_dtype=dtypes.to_torch_dtype(b.dtype),
         activation_dtype=dtypes.to_torch_dtype(a.dtype),
         needs_grad=requires_grad and grad_enabled,
-        out_dtype=bsym.args[3] if len(bsym.args) > 3 else bsym.kwargs.get("out_dtype"),
+        out_dtype=None if trained else bsym.args[3] if len(bsym.args) > 3 else bsym.kwargs.get("out_dtype"),
         hidden_training=requires_grad and is_hidden_training_forward(),
         changed=None if weight is None else program.reason_against_packing([computation.storage(weight.name)]),
     )
     reason = decline_reason(gemm)
     if reason is None and inside is not None:
         reason = f"it is a part of {inside}, which has a backward of its own"
-    return Site(bsym, position, gemm, weight, behind is None or not behind[1], reason, grad_enabled)
+    if trained and reason is None:
+        reason = "the weight is trainable, or a copy of one that is"
+    own = trained or (len(bsym.args) > 4 and bool(bsym.args[4]))
+    return Site(bsym, position, gemm, weight, behind is None or not behind[1], reason, grad_enabled, own)
 
 
 def trained_weights(computation: Computation) -> list[TensorProxy]:
@@ -138,6 +151,10 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbo
     by_output = {site.bsym.output.name: site for site in sites}
     blocks = []
     for position, product in enumerate(computation.bound_symbols):
+        if product.sym.id == scaled_activation.id:
+            own = _own_swiglu(computation, by_output, position)
+            blocks += [] if own is None else [own]
+            continue
         if product.sym.id != ltorch.mul.id or len(product.flat_proxy_args) != 2:
             continue
         for activated, up in (product.args, product.args[::-1]):
@@ -150,6 +167,30 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbo
                 blocks.append(block)
                 break
     return blocks
+
+
+def _own_swiglu(computation: Computation, by_output: dict[str, Site], product: int) -> SwiGLUSymbols | None:
+    """SwiGLU as our operator has it, on the output of a GEMM with or without a bias."""
+    y, scales, offsets = computation.bound_symbols[product].args
+    form = dict(computation.bound_symbols[product].kwargs)
+    if form.pop("kind", "swiglu") != "swiglu":
+        return None
+    interleaved, bias, positions = form.pop("interleave", None) or 0, None, {product}
+    before = computation.position.get(y.name)
+    if before is not None and computation.bound_symbols[before].sym.id == grouped_bias.id:
+        y, _, bias, bias_scale, factor = computation.bound_symbols[before].args
+        positions.add(before)
+        if bias is None or bias_scale is not None or factor is not None:
+            return None
+    site = by_output.get(y.name)
+    if site is None or not site.own or (offsets is not None and offsets.name != site.bsym.args[2].name):
+        return None
+    positions.add(site.position)
+    handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
+    if any(not computation.readers.get(name, set()) <= positions for name in handed):
+        return None
+    reason = _reason_against_fusing(computation, site, positions, product, handed)
+    return SwiGLUSymbols((site,), tuple(sorted(positions)), interleaved, reason, bias, form, scales)
 
 
 def _swiglu(
@@ -168,7 +209,15 @@ def _swiglu(
     handed = [proxy.name for at in positions - {product} for proxy in computation.bound_symbols[at].flat_proxy_outs]
     if any(not computation.readers.get(name, set()) <= positions for name in handed):
         return None  # somebody else reads a part of it
-    rows, _, offsets = (arg.name for arg in sites[0].bsym.args[:3])
+    reason = _reason_against_fusing(computation, sites[0], positions, product, handed)
+    return SwiGLUSymbols(sites, tuple(sorted(positions)), int(interleaved), reason)
+
+
+def _reason_against_fusing(
+    computation: Computation, site: Site, positions: set[int], product: int, handed: list[str]
+) -> str | None:
+    """Why the symbols at some positions cannot be one operator; `handed` is what they hand to each other."""
+    rows, _, offsets = (arg.name for arg in site.bsym.args[:3])
     saved: dict[Hashable, str] = {computation.storage(rows): "the tensor of rows"}
     saved[computation.storage(offsets)] = "the tensor of offsets"
     storages = dict(saved)
@@ -177,13 +226,12 @@ def _swiglu(
     storages |= {computation.storage(name): "the output of a GEMM" for name in handed}
     program = computation.program
     kept = saved if program.steps[product].grad_enabled else None
-    reason = program.reason_against_fusing(positions, storages, kept)
-    return SwiGLUSymbols(sites, tuple(sorted(positions)), interleaved, reason)
+    return program.reason_against_fusing(positions, storages, kept)
 
 
 def _two_gemms(computation: Computation, gate: Site | None, up: Site | None) -> tuple[Site, ...]:
     """(gate, up) if both are sites with the same rows and offsets, and weights that can be stacked."""
-    if gate is None or up is None or gate is up:
+    if gate is None or up is None or gate is up or gate.own != up.own:
         return ()
     same_form = gate.transposed == up.transposed and gate.gemm.out_features == up.gemm.out_features
     names = [[computation.same(site.bsym.args[i].name) for i in (0, 2)] for site in (gate, up)]

@@ -37,11 +37,12 @@ from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
+from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
-from thunder_moe.routing import RouterForm, router_gradient  # noqa: E402
+from thunder_moe.routing import RouterForm, live_rows, router_gradient  # noqa: E402
 from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
 __all__ = [
@@ -85,11 +86,14 @@ class MoEExecutor(OperatorExecutor):
 
 
 EXECUTOR = MoEExecutor()
+_OPS = torch.ops.thunder_moe
 
 # ---- 16-bit grouped GEMM: a (M, K), b (E, K, N), offsets int32 (E,) row ends
 
 
-def _grouped_mm_meta(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None) -> TensorProxy:
+def _grouped_mm_meta(
+    a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None, own: bool = False
+) -> TensorProxy:
     if offsets.dtype != dtypes.int32 or tuple(offsets.shape) != (b.shape[0],):
         raise ValueError(f"offs: got {offsets.dtype} {tuple(offsets.shape)}, wanted int32 ({b.shape[0]},)")
     if a.shape[1] != b.shape[1]:
@@ -98,24 +102,50 @@ def _grouped_mm_meta(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_d
     return TensorProxy(like=a, shape=(a.shape[0], b.shape[2]), dtype=dtype)
 
 
-def _dgrad_meta(grad: TensorProxy, b: TensorProxy, offsets: TensorProxy) -> TensorProxy:
+def _dgrad_meta(grad: TensorProxy, b: TensorProxy, offsets: TensorProxy, own: bool = False) -> TensorProxy:
     return TensorProxy(like=grad, shape=(grad.shape[0], b.shape[1]))
 
 
-def _wgrad_meta(a: TensorProxy, grad: TensorProxy, offsets: TensorProxy) -> TensorProxy:
+def _wgrad_meta(a: TensorProxy, grad: TensorProxy, offsets: TensorProxy, own: bool = False) -> TensorProxy:
     return TensorProxy(like=a, shape=(offsets.shape[0], a.shape[1], grad.shape[1]))
 
 
-grouped_mm = EXECUTOR.register_operator("moe_grouped_mm", meta=_grouped_mm_meta, fn=trainable_grouped_mm.forward)
-_dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn=trainable_grouped_mm.dgrad)
-_wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=trainable_grouped_mm.wgrad)
+def _grouped_mm_run(
+    a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None = None, own: bool = False
+) -> Tensor:
+    out: Tensor = (
+        _OPS.grouped_linear(a, b.mT, offsets) if own else trainable_grouped_mm.forward(a, b, offsets, out_dtype)
+    )
+    return out
 
 
-def _grouped_mm_grad(a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None) -> TensorProxy:
-    out = grouped_mm(a, b, offsets, out_dtype)
+def _dgrad_run(grad: Tensor, b: Tensor, offsets: Tensor, own: bool = False) -> Tensor:
+    out: Tensor = (
+        _OPS.grouped_linear_dgrad(grad, b.mT, offsets) if own else trainable_grouped_mm.dgrad(grad, b, offsets)
+    )
+    return out
+
+
+def _wgrad_run(a: Tensor, grad: Tensor, offsets: Tensor, own: bool = False) -> Tensor:
+    out: Tensor = (
+        _OPS.grouped_linear_wgrad(a, grad, offsets).mT if own else trainable_grouped_mm.wgrad(a, grad, offsets)
+    )
+    return out
+
+
+# `own`: of GroupedLinear, whose result is zero past the last row end, in sizes and dtypes that torch's GEMM lacks.
+grouped_mm = EXECUTOR.register_operator("moe_grouped_mm", meta=_grouped_mm_meta, fn=_grouped_mm_run)
+_dgrad = EXECUTOR.register_operator("moe_grouped_mm_dgrad", meta=_dgrad_meta, fn=_dgrad_run)
+_wgrad = EXECUTOR.register_operator("moe_grouped_mm_wgrad", meta=_wgrad_meta, fn=_wgrad_run)
+
+
+def _grouped_mm_grad(
+    a: TensorProxy, b: TensorProxy, offsets: TensorProxy, out_dtype: Any = None, own: bool = False
+) -> TensorProxy:
+    out = grouped_mm(a, b, offsets, out_dtype, own)
     grad = get_grad(out).to(a.dtype)
-    put_grad(a, _dgrad(grad, b, offsets))
-    put_grad(b, _wgrad(a, grad, offsets))
+    put_grad(a, _dgrad(grad, b, offsets, own))
+    put_grad(b, _wgrad(a, grad, offsets, own))
     return out
 
 
@@ -175,7 +205,16 @@ def _differentiable(operator: Operator, args: Sequence[Any]) -> list[Any]:
 _NAME, _SWIGLU_NAME = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
 _COMBINE_NAME, _DENSE_NAME = "f16a_nvfp4weight_grouped_mm_combine", "f16a_nvfp4weight_scaled_mm"
 nvfp4_grouped_mm = _symbol(_NAME, _AMAX)
-_nvfp4_dgrad = _symbol(f"{_NAME}_dgrad")
+
+
+def _nvfp4_dgrad_run(grad: Tensor, *args: Any, **options: Any) -> Tensor:
+    out = _OPS.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *args, **options)
+    return torch.where(live_rows(args[3], grad.shape[0]), out, 0)
+
+
+_nvfp4_dgrad = EXECUTOR.register_operator(
+    f"{_NAME}_dgrad", meta=_meta(OPERATORS[f"{_NAME}_dgrad"]), fn=_nvfp4_dgrad_run
+)
 nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
 nvfp4_mm = _symbol(_DENSE_NAME)
