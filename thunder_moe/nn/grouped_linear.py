@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require
 from thunder_moe.nn.expert_states import NAMES, one_per_weight
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear_into import Into, Waiting, check_buffer, grouped_linear_into, run_waiting
 
-__all__ = ["GroupedLinear", "compute_dtype", "per_expert_state_dict", "require_at_least", "run_into"]
+__all__ = ["GroupedLinear", "autocast", "per_expert_state_dict", "require_at_least", "run_into"]
 
 
 class GroupedLinear(nn.Module):
@@ -106,14 +107,12 @@ class GroupedLinear(nn.Module):
                 requires a gradient, is not contiguous or overlaps x. On a CPU also offsets that decrease, are negative
                 or exceed the rows. In the backward of a trainable weight: main_grad is missing or does not fit.
         """
-        dtype = compute_dtype(x, self.weight)
         if out is None and grad_input is None and not self._writes():
-            weight = self.weight if dtype == self.weight.dtype else self.weight.to(dtype)
-            rows = x if dtype == x.dtype else x.to(dtype)
+            rows, weight = autocast(x, self.weight)
             result: Tensor = linear_operator(x)(rows, weight, offsets, self.bias, bias_scale)
             return result
         refuse_traced(self, x, out=out, grad_input=grad_input)
-        return run_into(self, x, offsets, bias_scale, out, grad_input, dtype)
+        return run_into(self, x, offsets, bias_scale, out, grad_input)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
@@ -188,11 +187,18 @@ def _linear_of_torch(
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
 
 
-def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype that a linear computes in: autocast's, or the weight's."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return weight.dtype
+def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and weight in the dtype of autocast, where it is on."""
+    dtype = autocast_dtype(x)
+    return (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast has linears of x compute in; None where it is off."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) -> None:
@@ -215,15 +221,18 @@ def run_into(
     scales: Tensor | None,
     out: Tensor | None,
     grad_input: Tensor | None,
-    dtype: torch.dtype,
     form: ActivationForm | None = None,
 ) -> Tensor:
     """A linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
+    weight, dtype = linear.weight, autocast_dtype(x)
+    require(dtype is not None or x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
+    require(x.ndim == 2, "x", x, f"shape (rows, in_features = {linear.in_features})")
+    dtype = weight.dtype if dtype is None else dtype
     check_buffer("out", out, (x.shape[0], linear.out_features), dtype, x)
     check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x)
     waiting = linear._waiting if linear.delay_wgrad else None
     into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype)
-    return grouped_linear_into(x, linear.weight, offsets, scales, linear.bias, into, form)
+    return grouped_linear_into(x, weight, offsets, scales, linear.bias, into, form)
 
 
 def require_at_least(least: int, name: str, size: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.expert_states import check_experts
-from thunder_moe.nn.grouped_linear import GroupedLinear, compute_dtype, refuse_traced, run_into
+from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, run_into
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
@@ -110,16 +110,14 @@ class GroupedMLP(nn.Module):
                 options["bias_scale"] = scales
             result: Tensor = down(rows, offsets, **options)
             return result
-        dtype = compute_dtype(y, down.weight)
         if out is None and not down._writes():
-            rows = y if y.dtype == dtype else y.to(dtype)
-            weight = down.weight if down.weight.dtype == dtype else down.weight.to(dtype)
+            rows, weight = autocast(y, down.weight)
             result = torch.ops.thunder_moe.activated_grouped_linear(
                 rows, weight, offsets, scales, down.bias, **vars(form)
             )
             return result
         refuse_traced(down, y, out=out)
-        return run_into(down, y, offsets, scales, out, None, dtype, form)
+        return run_into(down, y, offsets, scales, out, None, form)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that waits of either projection; does nothing when none does.

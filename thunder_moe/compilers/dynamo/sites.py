@@ -13,11 +13,13 @@ for the graph around it, and gate_up.py.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
 from collections.abc import Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -305,16 +307,24 @@ def _as_grouped_mm(graph: fx.Graph, node: fx.Node) -> None:
     if arguments.get("bias") is not None or offsets is None or offsets.dtype != torch.int32:
         return
     weight, rows = arguments["weight"], value_of(arguments["mat_a"])
+
+    def call(kind: str, target: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None) -> fx.Node:
+        new = graph.create_node(kind, target, args, options)
+        values = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
+        function = getattr(values[0], target) if kind == "call_method" else partial(target, values[0])
+        with getattr(rows, "fake_mode", contextlib.nullcontext()):
+            new.meta = dict(node.meta, example_value=function(*values[1:], **(options or {})))
+        return new
+
     with graph.inserting_before(node):
-        swapped = graph.call_method("transpose", (weight, -2, -1))
-        swapped.meta = dict(node.meta, example_value=value_of(weight).mT)
-        gemm = out = graph.call_function(torch._grouped_mm, (arguments["mat_a"], swapped, arguments["offs"]))
-        gemm.meta = dict(node.meta)
+        swapped = call("call_method", "transpose", (weight, -2, -1))
+        out = graph.call_function(torch._grouped_mm, (arguments["mat_a"], swapped, arguments["offs"]))
+        out.meta = dict(node.meta)
         if not _read_by_linears(node, arguments["offs"]):
-            positions = graph.call_function(torch.arange, (rows.shape[0],), dict(device=rows.device))
-            live = graph.call_function(torch.lt, (positions, graph.call_method("select", (arguments["offs"], 0, -1))))
-            out = graph.call_function(torch.where, (graph.call_method("unsqueeze", (live, 1)), gemm, 0.0))
-            out.meta = dict(node.meta)
+            positions = call("call_function", torch.arange, (rows.shape[0],), dict(device=rows.device))
+            end = call("call_method", "select", (arguments["offs"], 0, -1))
+            live = call("call_method", "unsqueeze", (call("call_function", torch.lt, (positions, end)), 1))
+            out = call("call_function", torch.where, (live, out, 0.0))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
 

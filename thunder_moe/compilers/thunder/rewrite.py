@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from thunder_moe.compilers.thunder.compat import import_thunder, refuse_delayed_changes, without_gradient
 
 import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
+import thunder.torch as ltorch  # noqa: E402
 from thunder.core import prims  # noqa: E402
 from thunder.core.compile_data import get_compile_data, get_compile_option  # noqa: E402
 from thunder.core.devices import to_torch_device  # noqa: E402
-from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
+from thunder.core.proxies import ProxyTag, TensorProxy, variableify  # noqa: E402
 from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
@@ -170,9 +173,25 @@ def _replace(
         layout = stacked_layout(*weights, transposed=transposed, device=to_torch_device(weights[0].device))
         packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout)))
         calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
-    if finish:
+    if finish and scales is not None:
         calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
+    elif finish:
+        calls = [*calls, *_zeros_past_the_end(out, offsets, output)]
     return [*clones, *calls], route
+
+
+def _zeros_past_the_end(out: TensorProxy, offsets: TensorProxy, output: TensorProxy) -> list[BoundSymbol]:
+    """The symbols that make `output` of `out`: of torch's functions, which fuse with what reads it."""
+    calls: list[BoundSymbol] = []
+    trace = get_tracectx()
+    trace.push_scope(calls)
+    try:
+        positions = ltorch.arange(out.shape[0], device=out.device, dtype=torch.int32)
+        live = ltorch.unsqueeze(positions < offsets[-1], 1)
+        zeroed = ltorch.where(live, out, 0)
+    finally:
+        trace.pop_scope()
+    return [call.from_bsym_swap_proxies({variableify(zeroed): output}) for call in calls]
 
 
 def _gate_up_bias(call: SwiGLUSymbols, before: list[BoundSymbol]) -> TensorProxy:
