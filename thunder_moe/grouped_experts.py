@@ -1,4 +1,4 @@
-"""The expert family of this package's own modules: GroupedSwiGLU and GroupedLinear, to NVFP4 and back.
+"""The expert family of this package's own modules: GroupedMLP, GroupedSwiGLU and GroupedLinear, to NVFP4 and back.
 Called by quantize through families; calls nn, replaceable for what may be replaced, and kernels.select for the layout.
 """
 
@@ -14,22 +14,31 @@ from torch import Tensor, nn
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out
-from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn import (
+    GroupedLinear,
+    GroupedMLP,
+    GroupedSwiGLU,
+    NVFP4GroupedLinear,
+    NVFP4GroupedMLP,
+    NVFP4GroupedSwiGLU,
+)
 from thunder_moe.replaceable import not_plain
 
 __all__ = ["FAMILIES", "GroupedExperts"]
 
+_OPTIONS = ("accumulate_into_main_grad", "delay_wgrad")
+
 
 class GroupedExperts(ExpertFamily):
-    """`GroupedSwiGLU`, whose gate and up projections become one 4-bit weight, and `GroupedLinear`."""
+    """`GroupedSwiGLU`, whose gate and up projections become one 4-bit weight, `GroupedMLP` and `GroupedLinear`."""
 
-    description = "GroupedLinear or GroupedSwiGLU"
+    description = "GroupedLinear, GroupedMLP or GroupedSwiGLU"
 
     def match(self, module: nn.Module) -> bool:
-        return isinstance(module, GroupedSwiGLU | GroupedLinear)
+        return isinstance(module, GroupedSwiGLU | GroupedMLP | GroupedLinear)
 
     def match_quantized(self, module: nn.Module) -> bool:
-        return isinstance(module, NVFP4GroupedSwiGLU | NVFP4GroupedLinear)
+        return isinstance(module, NVFP4GroupedSwiGLU | NVFP4GroupedMLP | NVFP4GroupedLinear)
 
     def obstacle(self, module: nn.Module) -> str | None:
         if isinstance(module, NVFP4GroupedLinear) and len(module.weight_dtypes) > 1:
@@ -53,6 +62,9 @@ class GroupedExperts(ExpertFamily):
     def convert(self, module: nn.Module, run: Quantization) -> nn.Module:
         if isinstance(module, GroupedLinear):
             return _quantized(run, module)
+        if isinstance(module, GroupedMLP):
+            gate_up, down = _quantized(run, module.gate_up_proj), _quantized(run, module.down_proj)
+            return NVFP4GroupedMLP(gate_up, module.activation, down).train(module.training)
         assert isinstance(module, GroupedSwiGLU)
         if module in run.memo[self]:
             gate_up, down = _quantized(run, module.gate_proj, module.up_proj), _quantized(run, module.down_proj)
@@ -65,6 +77,12 @@ class GroupedExperts(ExpertFamily):
         if isinstance(module, NVFP4GroupedLinear):
             (linear,) = _dequantized(module, memo)
             return linear
+        if isinstance(module, NVFP4GroupedMLP):
+            (gate_up,), (down,) = (_dequantized(linear, memo) for linear in (module.gate_up_proj, module.down_proj))
+            sizes = gate_up.num_experts, gate_up.in_features, down.in_features
+            mlp = GroupedMLP(*sizes, activation=module.activation, device="meta")
+            mlp.gate_up_proj, mlp.down_proj = gate_up, down
+            return mlp.train(module.training)
         assert isinstance(module, NVFP4GroupedSwiGLU)
         gate, up = _dequantized(module.gate_up_proj, memo)
         (down,) = _dequantized(module.down_proj, memo)
@@ -90,6 +108,8 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
         weight_requires_grad=[weight.requires_grad for weight in weights],
         auto_layout=run.layout == "auto",
     )
+    if len(linears) == 1:
+        module.options_of_training = tuple((name, getattr(linears[0], name)) for name in _OPTIONS)
     return module.train(linears[0].training)
 
 
@@ -104,6 +124,8 @@ def _dequantized(module: NVFP4GroupedLinear, memo: dict[Any, Any]) -> list[Group
         experts, n, k = parameter.shape
         linear = GroupedLinear(experts, k, n, device="meta", dtype=parameter.dtype)
         linear.weight, linear.bias = parameter, module.bias
+        for name, value in module.options_of_training:
+            setattr(linear, name, value)
         linears.append(linear.train(module.training))
     return linears
 

@@ -12,7 +12,14 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thunder_moe.nn import GroupedLinear, GroupedSwiGLU, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.nn import (
+    GroupedLinear,
+    GroupedMLP,
+    GroupedSwiGLU,
+    NVFP4GroupedLinear,
+    NVFP4GroupedMLP,
+    NVFP4GroupedSwiGLU,
+)
 
 __all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
 
@@ -22,8 +29,10 @@ _PACKED = dict.fromkeys(("gate_up_proj", "down_proj"), NVFP4GroupedLinear)
 _PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...], tuple[str, ...]]] = {
     GroupedLinear: ({}, ("weight", "bias"), ()),
     GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
+    GroupedMLP: (dict(gate_up_proj=GroupedLinear, activation=nn.Module, down_proj=GroupedLinear), (), ()),
     NVFP4GroupedLinear: ({}, ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
+    NVFP4GroupedMLP: ({**_PACKED, "activation": nn.Module}, (), ()),
 }
 _FORWARDS = {cls: cls.forward for cls in _PARTS}
 _HOOKS = {
@@ -71,6 +80,8 @@ def not_plain(module: nn.Module) -> str | None:
     for name, child in module._modules.items():
         if not isinstance(child, children[name]):
             return f"its {name} is a {type(child).__name__}, not a {children[name].__name__}"
+        if children[name] is nn.Module:  # goes along as it is
+            continue
         reason = not_plain(child)
         if reason is not None:
             return f"{name}: {reason}"
@@ -78,6 +89,8 @@ def not_plain(module: nn.Module) -> str | None:
         gate, up, down = (tuple(module.get_parameter(f"{name}.weight").shape) for name in _PROJECTIONS)
         if not gate == up == (*down[:1], *down[:0:-1]):
             return f"its weights have shapes {gate}, {up} and {down}, which do not match"
+    if isinstance(module, GroupedLinear) and module.need_backward_dw():
+        return "a gradient of its weight waits for backward_dw()"
     return None
 
 

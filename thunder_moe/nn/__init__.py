@@ -3,7 +3,7 @@ the operators."""
 
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.grouped_linear import GroupedLinear, per_expert_state_dict
-from thunder_moe.nn.grouped_mlp import GroupedMLP
+from thunder_moe.nn.grouped_mlp import GroupedMLP, NVFP4GroupedMLP
 from thunder_moe.nn.linear import NVFP4Linear
 from thunder_moe.nn.llama4 import Llama4MoE, Llama4MoEConfig
 from thunder_moe.nn.quantized import MODULE_LAYOUTS, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
@@ -17,6 +17,7 @@ __all__ = [
     "Llama4MoE",
     "Llama4MoEConfig",
     "NVFP4GroupedLinear",
+    "NVFP4GroupedMLP",
     "NVFP4GroupedSwiGLU",
     "NVFP4Linear",
     "ScaledSReLU",

@@ -1,5 +1,7 @@
-"""`GroupedMLP`: the experts of a layer for training, two grouped GEMMs with a scaled activation between them.
-Called by users; calls nn.grouped_linear, nn.activations and the operators of ops.grouped_linear and ops.activation.
+"""`GroupedMLP`: the experts of a layer for training, two grouped GEMMs with a scaled activation between them; and
+`NVFP4GroupedMLP`, the same with 4-bit weights.
+Called by users and quantize; calls nn.grouped_linear, nn.activations and the operators of ops.grouped_linear,
+ops.activation and, with 4-bit weights, ops.grouped_swiglu.
 
 x (M, H) -> gate_up_proj -> (M, 2I) -> activation * scales (M,) -> (M, I) -> down_proj, bias * scales -> (M, H)
 
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.expert_states import check_experts
 from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, run_into
-from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
+from thunder_moe.ops.grouped_mm import operands
 
-__all__ = ["GroupedMLP", "own_form"]
+__all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
 
 
 class GroupedMLP(nn.Module):
@@ -125,12 +128,16 @@ class GroupedMLP(nn.Module):
         Raises:
             ValueError, RuntimeError: as `GroupedLinear.backward_dw`.
         """
-        self.down_proj.backward_dw()
-        self.gate_up_proj.backward_dw()
+        for linear in self._linears():
+            linear.backward_dw()
 
     def need_backward_dw(self) -> bool:
         """Whether a weight gradient waits for `backward_dw`."""
-        return self.down_proj.need_backward_dw() or self.gate_up_proj.need_backward_dw()
+        return any(linear.need_backward_dw() for linear in self._linears())
+
+    def _linears(self) -> list[GroupedLinear]:
+        """The 16-bit projections."""
+        return [linear for linear in (self.down_proj, self.gate_up_proj) if isinstance(linear, GroupedLinear)]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
@@ -141,6 +148,60 @@ class GroupedMLP(nn.Module):
                 check_experts(state_dict, f"{prefix}{name}.", child)
         state_dict = {name: value for name, value in state_dict.items() if name != f"{prefix}_extra_state"}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
+
+
+class NVFP4GroupedMLP(nn.Module):
+    """`GroupedMLP` with frozen 4-bit weights: gradients reach x, the scales and the biases.
+
+    SwiGLU whose gate comes first is a part of the gate-and-up GEMM; other activations follow it.
+
+    Args:
+        gate_up_proj: (E, 2I, H), or (E, I, H) for an activation that halves no columns; its rows in the order that the
+            activation reads.
+        activation: as in `GroupedMLP`.
+        down_proj: (E, H, I).
+    """
+
+    def __init__(self, gate_up_proj: NVFP4GroupedLinear, activation: nn.Module, down_proj: NVFP4GroupedLinear) -> None:
+        super().__init__()
+        self.gate_up_proj, self.activation, self.down_proj = gate_up_proj, activation, down_proj
+
+    def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
+        """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H), zeros past the last of them.
+
+        Args:
+            scales: floating point (M,), multiplies each row of the result.
+
+        Raises:
+            ValueError: as `GroupedMLP.forward`.
+        """
+        ops, ends, form = torch.ops.thunder_moe, int32(offsets), own_form(self.activation)
+        check_row_scale("scales", scales, tuple(x.shape[:1]), x)
+        gate_up: nn.Module = self.gate_up_proj
+        down: nn.Module = self.down_proj
+        by_operators = form is not None and calls_only_its_class(down, NVFP4GroupedLinear)
+        early = None if by_operators else scales  # the factors that the rows of the down projection have already
+        fusible = form is not None and form.kind == "swiglu" and form.interleave is None
+        if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
+            weight, glu = gate_up.nvfp4_weight, form.glu
+            rows = ops.f16a_nvfp4weight_grouped_swiglu(
+                x, *operands(weight), ends, None, None, gate_up.bias,
+                layout=weight.layout, alpha=glu.alpha, limit=glu.limit, up_shift=glu.up_shift,
+            )  # fmt: skip
+            rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
+        elif form is not None:
+            rows = ops.scaled_activation(gate_up(x, ends), early, ends, **vars(form))
+        else:
+            rows = self.activation(gate_up(x, ends), early)
+        out: Tensor
+        if by_operators:
+            weight = self.down_proj.nvfp4_weight
+            out = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(weight), ends, layout=weight.layout)
+            out = ops.grouped_bias(out, ends, self.down_proj.bias, None, scales)
+        else:
+            out = down(rows, ends, scales) if self.down_proj.bias is not None else down(rows, ends)
+            out = ops.grouped_bias(out, ends)
+        return out
 
 
 def own_form(activation: nn.Module) -> ActivationForm | None:

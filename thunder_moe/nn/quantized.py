@@ -19,7 +19,14 @@ from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 
-__all__ = ["MODULE_LAYOUTS", "NVFP4GroupedLinear", "NVFP4GroupedSwiGLU", "calls_only_its_class", "weights_to_fuse"]
+__all__ = [
+    "MODULE_LAYOUTS",
+    "NVFP4GroupedLinear",
+    "NVFP4GroupedSwiGLU",
+    "calls_only_its_class",
+    "int32",
+    "weights_to_fuse",
+]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -41,6 +48,7 @@ class NVFP4GroupedLinear(NVFP4Module):
     """
 
     bias: nn.Parameter | None
+    options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
 
     def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)
@@ -64,7 +72,7 @@ class NVFP4GroupedLinear(NVFP4Module):
         Raises:
             ValueError: as the operator; bias_scale without a bias.
         """
-        weight = self.nvfp4_weight
+        weight, offsets = self.nvfp4_weight, int32(offsets)
         grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
         out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
         if self.bias is not None:
@@ -122,6 +130,11 @@ class NVFP4GroupedSwiGLU(nn.Module):
         swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
         out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
         return out
+
+
+def int32(offsets: Tensor) -> Tensor:
+    """Row ends as the NVFP4 operators take them."""
+    return offsets if offsets.dtype == torch.int32 else offsets.to(torch.int32)
 
 
 def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Module]:
