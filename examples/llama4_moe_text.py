@@ -30,7 +30,15 @@ from tqdm import tqdm
 try:
     from matplotlib.figure import Figure
 
-    from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, moe_executor, quantize_, rewrite_report
+    from thunder_moe import (
+        GroupedMLP,
+        Llama4MoE,
+        Llama4MoEConfig,
+        RewriteWarning,
+        moe_executor,
+        quantize_,
+        rewrite_report,
+    )
     from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 
     import thunder  # isort: skip  (after moe_executor, which makes Thunder 0.2.6 import on torch 2.13)
@@ -122,6 +130,17 @@ class ByteModel(nn.Module):
             x = block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits.float()
+
+
+def with_grouped_mlp(model: ByteModel) -> ByteModel:
+    """The model with a `GroupedMLP` of the same weights in the place of each `GroupedSwiGLU`."""
+    for block in model.blocks:
+        experts = block.moe.routed_experts
+        gate, up, down = (linear.weight.detach() for linear in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        mlp = GroupedMLP(*down.shape, dtype=gate.dtype, device=gate.device)
+        mlp.load_state_dict({"gate_up_proj.weight": torch.cat([gate, up], 1), "down_proj.weight": down})
+        block.moe.routed_experts = mlp
+    return model
 
 
 # ---- training
@@ -328,6 +347,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the batches and the generated text")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size, a multiple of 16")
     parser.add_argument("--layers", type=int, default=2, help="number of blocks")
+    parser.add_argument(
+        "--experts", choices=("GroupedSwiGLU", "GroupedMLP"), default="GroupedSwiGLU", help="the experts' module"
+    )
     parser.add_argument("--output", type=Path, default=Path("out"), metavar="DIR", help="where the plot and JSON go")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     args = parser.parse_args(argv)
@@ -365,6 +387,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     torch.manual_seed(args.seed)
     model = ByteModel(args.hidden, args.layers).to(args.device, torch.bfloat16)
+    model = with_grouped_mlp(model) if args.experts == "GroupedMLP" else model
     parameters = sum(parameter.numel() for parameter in model.parameters())
     wide = expert_bytes(model)
     print(f"model  {parameters:,} bf16 parameters, {wide // 2:,} of them in {args.layers} x {EXPERTS} experts")

@@ -2,11 +2,13 @@
 Called by pytest; calls the examples' main, and functions of theirs.
 """
 
+import copy
 import importlib.util
 import json
 import math
 import re
 import sysconfig
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch.torch_version import TorchVersion
+
+from thunder_moe import GroupedSwiGLU
 
 pytest.importorskip("matplotlib", reason="the example needs pip install 'thunder_moe[bench]'")
 
@@ -220,3 +224,24 @@ def test_hf_moe_names_a_missing_directory(hf_moe: ModuleType, capsys: pytest.Cap
         hf_moe.main(["--model", "nowhere"])
     assert stopped.value.code == 2
     assert "--model: got 'nowhere', wanted the directory of a model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "mode", ["eager", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dynamo", "thunder"))]
+)
+def test_the_demos_model_trains_with_grouped_mlp_to_the_same_loss(example: ModuleType, mode: str) -> None:
+    args = Namespace(steps=6, seed=0, device=torch.device("cpu"))
+    text = torch.randint(32, 127, (4000,), dtype=torch.uint8)
+    model = example.ByteModel(32, 1)
+    other = example.with_grouped_mlp(copy.deepcopy(model))
+    assert not any(isinstance(module, GroupedSwiGLU) for module in other.modules())
+    expected = example.train(model, model, text, args)
+    compiled = other
+    if mode == "dynamo":
+        options = {"thunder_moe.inner": "aot_eager"}
+        compiled = torch.compile(other, backend="thunder_moe", fullgraph=True, options=options)
+    elif mode == "thunder":
+        compiled = example.thunder.jit(other, executors=[example.moe_executor])
+    losses = example.train(compiled, other, text, args)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert losses[-1] < losses[0]

@@ -61,9 +61,9 @@ def quantize_(
     """Replaces the experts of a model with their NVFP4 form, in place, and where asked to its dense layers.
 
     Knows `GroupedMLP`, `GroupedSwiGLU` and `GroupedLinear`, whose biases stay as they are, and the experts modules of
-    transformers' models (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed module by module.
-    Modules and weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict, frozen, moved by
-    ``model.to``. The logger "thunder_moe" lists each replaced module at level INFO.
+    transformers' models (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed
+    module by module. Modules and weights that are tied stay tied. The NVFP4 tensors are buffers: in the state dict,
+    frozen, moved by ``model.to``. The logger "thunder_moe" lists each replaced module at level INFO.
 
     Replaces only modules without customization. A customized module stays 16-bit as a whole, and the logger says at
     level WARNING which and why: a subclass, a forward or another method replaced on the instance, hooks of torch
