@@ -163,7 +163,11 @@ def _replace(
     if isinstance(call, SwiGLUSymbols):
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))
-    finish = sites[0].own and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
+    finish = (
+        sites[0].own
+        and output.shape[0] > 0
+        and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
+    )
     out = TensorProxy(like=output) if finish else output
     if not more and not form:
         calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
