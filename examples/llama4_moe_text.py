@@ -134,7 +134,8 @@ class ByteModel(nn.Module):
 
 def with_grouped_mlp(model: ByteModel) -> ByteModel:
     """The model with a `GroupedMLP` of the same weights in the place of each `GroupedSwiGLU`."""
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         experts = block.moe.routed_experts
         gate, up, down = (linear.weight.detach() for linear in (experts.gate_proj, experts.up_proj, experts.down_proj))
         mlp = GroupedMLP(*down.shape, dtype=gate.dtype, device=gate.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,8 @@ class GroupedLinear(nn.Module):
             result: Tensor = linear_operator(x)(rows, weight, offsets, self.bias, bias_scale)
             return result
         refuse_traced(self, x, out=out, grad_input=grad_input)
-        return run_into(self, x, offsets, bias_scale, out, grad_input)
+        result = run_into(self, x, offsets, bias_scale, out, grad_input)
+        return result
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
@@ -175,8 +176,8 @@ def linear_operator(x: Tensor) -> Callable[..., Tensor]:
     ours, torch's functions."""
     if not isinstance(x.dtype, torch.dtype) and not traced_by_thunder():
         return _linear_of_torch
-    operator: Callable[..., Tensor] = torch.ops.thunder_moe.grouped_linear
-    return operator
+    operator: Any = torch.ops.thunder_moe.grouped_linear
+    return cast("Callable[..., Tensor]", operator)
 
 
 def _linear_of_torch(
@@ -210,7 +211,7 @@ def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) ->
     raise ValueError(f"{' and '.join(given)}: got it under thunder.jit, which has none of it, wanted a call outside")
 
 
-@torch.compiler.disable(
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="out, grad_input, accumulate_into_main_grad and delay_wgrad write into tensors outside of the graph: such a"
     " call of GroupedLinear or GroupedMLP cannot be part of a fullgraph"
 )

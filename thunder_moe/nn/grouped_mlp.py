@@ -120,7 +120,8 @@ class GroupedMLP(nn.Module):
             )
             return result
         refuse_traced(down, y, out=out)
-        return run_into(down, y, offsets, scales, out, None, form)
+        result = run_into(down, y, offsets, scales, out, None, form)
+        return result
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that waits of either projection; does nothing when none does.

@@ -97,7 +97,8 @@ def grouped_linear_into(
     if into.waiting is not None and weight.requires_grad:
         # The weight is no part of the graph: its hooks are to fire when its gradient is there, in `run_waiting`.
         weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
-    out: Tensor = _GroupedLinearInto.apply(x, weight, offsets, scales, bias, into, form, anchor)
+    apply: Any = _GroupedLinearInto.apply
+    out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor)
     return out
 
 
@@ -207,7 +208,8 @@ def run_waiting(weight: Tensor, waiting: deque[Waiting], main_grad: bool) -> Non
     waiting.popleft()
     if grad is None:
         with torch.enable_grad():
-            _Visit.apply(weight).backward(weight.new_empty(0))
+            visit: Any = _Visit.apply
+            visit(weight).backward(weight.new_empty(0))
     else:
         weight.backward(grad)
 

@@ -71,7 +71,7 @@ def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None 
 
 def _bias_of(graph: fx.Graph, block: SwiGLUNodes) -> fx.Node | None:
     """The bias (E, 2I) of gate and up, the gate's part first."""
-    biases = [site.arguments.get("bias") for site in block.sites]
+    biases: list[fx.Node | None] = [site.arguments.get("bias") for site in block.sites]
     if biases[0] is None:
         return None
     if len(biases) == 2:

@@ -99,7 +99,8 @@ class Site:
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
         arguments = self.arguments
-        return arguments["mat_a"], arguments.get("mat_b", arguments.get("weight")), arguments["offs"]
+        weight = arguments["mat_b"] if "mat_b" in arguments else arguments["weight"]
+        return arguments["mat_a"], weight, arguments["offs"]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -389,13 +390,13 @@ def _own_activation(by_node: dict[fx.Node, Site], product: fx.Node) -> SwiGLUNod
     target = _overload(product)
     if target not in (ACTIVATION, ACTIVATED):
         return None
-    form = dict(product.kwargs)
+    form: dict[str, Any] = dict(product.kwargs)
     if form.pop("kind", "swiglu") != "swiglu":
         return None
     interleaved = form.pop("interleave", None) or 0
     names = _NAMES[ACTIVATED] if target is ACTIVATED else ("mat_a", "scales", "offs")
     named = {_OWN_NAMES.get(name, name): form.pop(name) for name in list(form) if name not in _GLU}
-    arguments = dict(zip(names, product.args, strict=False)) | named
+    arguments: dict[str, Any] = dict(zip(names, product.args, strict=False)) | named
     y, down = arguments["mat_a"], by_node.get(product) if target is ACTIVATED else None
     site = by_node.get(y)
     if site is None or _overload(y) is not LINEAR or _has_scaled_bias(site) or not only_user(y, product):

@@ -158,8 +158,9 @@ def _replace(
         transposed=transposed, interleaved=interleaved, names=" and ".join(str(site.gemm.weight) for site in sites)
     )
     swizzled = _Pack(nvfp4_pack, weights, options | dict(layout=nvfuser.LAYOUT))
-    more, form, scales, calls = (), {}, None, []
-    route = ""
+    more: tuple[Any, ...] = ()
+    form: dict[str, Any] = {}
+    scales, calls, route = None, list[BoundSymbol](), ""
     if isinstance(call, SwiGLUSymbols):
         form, scales = call.form, call.scales
         more = () if call.bias is None else (None, None, _gate_up_bias(call, clones))

@@ -207,7 +207,8 @@ def _scales_meta(
 
 
 def _scales_run(of_rows: Tensor, grad: Tensor, offsets: Tensor, bias: Tensor, scales: Tensor) -> Tensor:
-    return (of_rows.float() + _OPS.grouped_bias_scale_grad(grad, bias, offsets)).to(scales.dtype)
+    of_bias: Tensor = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
+    return (of_rows.float() + of_bias).to(scales.dtype)
 
 
 activated_linear = EXECUTOR.register_operator(
