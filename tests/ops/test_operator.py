@@ -43,6 +43,11 @@ SCHEMAS = {
     "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
     ' str layout="linear") -> Tensor',
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
+    "moe_linear_router": "(Tensor hidden_states, Tensor weight, Tensor? linear_bias=None, Tensor? bias=None, *,"
+    ' SymInt top_k, str score="softmax", bool normalize=True, float epsilon=0., float least_sum=0., float scale=1.,'
+    " SymInt num_groups=1, SymInt top_groups=1, SymInt group_best=2, bool mask_to_zero=False,"
+    " ScalarType? logits_dtype=None, ScalarType? scores_dtype=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "moe_route": "(Tensor expert_ids, SymInt num_experts) -> (Tensor, Tensor, Tensor)",
     "moe_router": '(Tensor logits, Tensor? bias=None, *, SymInt top_k, str score="softmax", bool normalize=True,'
     " float epsilon=0., float least_sum=0., float scale=1., SymInt num_groups=1, SymInt top_groups=1,"
@@ -61,7 +66,7 @@ def test_gradients_belong_to_the_arguments_of_their_names(name):
     described = OPERATORS[name]
     names = list(described.signature.parameters)
     assert [names[position] for position in described.positions] == list(described.differentiable)
-    assert bool(described.positions) == (name != "moe_route")
+    assert bool(described.positions) == (name not in ("moe_linear_router", "moe_route"))
 
 
 def test_the_public_function_has_the_signature_and_the_documentation():
@@ -81,6 +86,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     down = operands(quantize(torch.randn(4, 48, 16)))
     dense = dense_operands(quantize(torch.randn(1, 32, 48)))
     calls = {
+        "moe_linear_router": (x, torch.randn(4, 48)),
         "moe_route": (ids, 4),
         "moe_router": (torch.randn(3, 4),),
         "f16a_nvfp4weight_scaled_grouped_mm": (rows, *weight, offsets),
@@ -93,7 +99,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
     }
     assert calls.keys() == OPERATORS.keys()
     for name, args in calls.items():
-        options = dict(top_k=2) if name == "moe_router" else {}
+        options = dict(top_k=2) if name.endswith("router") else {}
         first = args[0].clone().requires_grad_(args[0].is_floating_point())
         for grad in (False, True):
             with use_backend(backend), torch.set_grad_enabled(grad):

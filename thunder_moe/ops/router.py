@@ -226,8 +226,8 @@ def moe_linear_router(
     """`moe_router` of a linear layer's logits, for inference: it has no gradient.
 
     The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is that of
-    `moe_router` for the rounded ones. On CUDA one kernel computes it all for one token of 16 bits; else it is a GEMM
-    and the kernels of `moe_router`.
+    `moe_router` for the rounded ones. On CUDA one kernel computes it all for up to three tokens of 16 bits; else it
+    is a GEMM and the kernels of `moe_router`.
 
     Args:
         hidden_states: (T, H) bfloat16, float16 or float32.

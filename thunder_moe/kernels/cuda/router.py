@@ -38,8 +38,8 @@ BY_BITS, BY_LOGIT, BY_SCORE = range(3)  # what is compared: kByBits, kByLogit, k
 _ONE_BLOCK = ((16, 512), (32, 1024))
 _ONE_BLOCK_SLOTS = 128
 # Of router_linear. For one token of Qwen3 it takes 5.0 us behind a norm, where a linear layer of torch and
-# router_one_block take 7.6; of Mixtral 6.1, by 128 threads 7.0, by those two 7.7 (H200).
-_LINEAR_TOKENS, _LINEAR_THREADS = 1, 256
+# router_one_block take 7.6; in a row of calls, for 2 and 3 tokens 4.6 and 5.2 instead of 6.9 and 7.0 (H200).
+_LINEAR_TOKENS, _LINEAR_THREADS = 3, 256
 _SCATTER_THREADS = 512  # kThreads
 _CHOOSE = ((1024, 512), (2**31, 1024))  # up to so many tokens, blocks of so many threads choose (2048: 11.8 and 7.2 us)
 _BLOCKS = ((8192, 128), (2**31, 256))  # and about so many blocks (Qwen3, 65536 tokens: 102 us by 128, 62 by 256)
