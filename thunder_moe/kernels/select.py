@@ -96,7 +96,7 @@ def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callab
 @functools.cache
 def bound_kernels(device: torch.device) -> ModuleType | None:
     """kernels.cuda.bound, whose calls take less of the host than operators, where its backend is a device's own."""
-    if _best(_indexed(device)) is not _load("cuda", _indexed(device))[0]:
+    if device.type not in (BACKENDS["cuda"] or ()) or _best(_indexed(device)) is not _load("cuda", _indexed(device))[0]:
         return None
     return importlib.import_module("thunder_moe.kernels.cuda.bound")
 
