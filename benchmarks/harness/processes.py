@@ -66,6 +66,11 @@ class _Task:
         return _bytes(self.spec)
 
     @property
+    def compiles(self) -> bool:
+        """Whether it makes a compiled graph."""
+        return COLUMNS[self.spec.column].compiled and bool(self.spec.batches or self.spec.prompts)
+
+    @property
     def leads(self) -> bool:
         """Whether it has to be done with its work, which is short and timed, before others compile."""
         return self.spec.part == "load" or self.spec.column == "limits"
@@ -240,6 +245,7 @@ def _tasks(specs: Sequence[Spec]) -> list[_Task]:
             loader = loaders.setdefault(key, _Task(empty))
         checks.append(_Task(replace(spec, part="check", batches=()), row))
         parts += [_Task(part, row, loader) for part in _parts(spec)]
+    parts.sort(key=lambda task: not task.compiles)  # what does not may start when the checks have ended
     return [*loaders.values(), *checks, *parts]
 
 
@@ -370,7 +376,7 @@ def _bytes(spec: Spec) -> float:
     loaded = (0.33 if form.quantize is not None else 1.0) * weights + 1e9
     packed = 0.3 * weights if form.backend is not None else 0.0
     prompt = max(spec.prompts, default=0)
-    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 2e5 * prompt + 1.2e9
+    work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 2e5 * prompt + 0.9e9
     if spec.part == "all":
         return loaded + packed + work + 8e9
     return {"load": loaded, "check": 3 * weights / layers + 2e9, "measure": packed + work}[spec.part]
