@@ -38,7 +38,7 @@ def compiled(module, mode, **options):
     return torch.compile(module, backend="thunder_moe", fullgraph=True, options=inner, **options)
 
 
-MODES = ["dynamo-aot_eager", "thunder"]
+MODES = ["dynamo-aot_eager", pytest.param("thunder", marks=pytest.mark.slow)]
 
 
 def leaves_of(mlp):
@@ -99,17 +99,17 @@ def test_parts_and_srelu_and_strange_sizes(mode):
         assert relative_error(a.grad, b.grad) < 1e-5
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["dynamo-aot_eager", "thunder"])
 @pytest.mark.parametrize(
     ("bias", "interleave", "scaled", "frozen", "parts"),
     [
         (True, 2, True, "both", False),
-        (True, None, True, "both", True),
-        (False, None, False, "both", False),
-        (False, 1, True, "both", True),
-        (True, None, True, "gate_up_proj", False),
-        (True, 2, True, "down_proj", False),
-        (True, 2, False, "down_proj", True),
+        pytest.param(True, None, True, "both", True, marks=pytest.mark.slow),
+        pytest.param(False, None, False, "both", False, marks=pytest.mark.slow),
+        pytest.param(False, 1, True, "both", True, marks=pytest.mark.slow),
+        pytest.param(True, None, True, "gate_up_proj", False, marks=pytest.mark.slow),
+        pytest.param(True, 2, True, "down_proj", False, marks=pytest.mark.slow),
+        pytest.param(True, 2, False, "down_proj", True, marks=pytest.mark.slow),
     ],
 )
 def test_frozen_blocks_run_in_nvfp4(mode, bias, interleave, scaled, frozen, parts):
@@ -193,14 +193,14 @@ def test_writes_outside_of_the_graph_are_refused_by_name(mode, what, kind):
         assert relative_error(run(x, ends, **buffers), module(x, ends)) < 1e-6
 
 
-def test_grouped_swiglu_is_zero_past_the_end_in_nvfp4():
+@pytest.mark.parametrize("mode", MODES)
+def test_grouped_swiglu_is_zero_past_the_end_in_nvfp4(mode):
     block, ends = GroupedSwiGLU(3, 32, 48, dtype=BF16).requires_grad_(False), offsets_from_splits([4, 0, 7])
-    for mode in MODES:
-        x, _, _ = inputs(13, 11, BF16)
-        out = compiled(block, mode)(x, ends)
-        out.float().sum().backward()
-        assert out[11:].eq(0).all()
-        assert x.grad[11:].eq(0).all()
+    x, _, _ = inputs(13, 11, BF16)
+    out = compiled(block, mode)(x, ends)
+    out.float().sum().backward()
+    assert out[11:].eq(0).all()
+    assert x.grad[11:].eq(0).all()
 
 
 # ---- 4-bit modules

@@ -12,6 +12,8 @@ from functools import partial
 import oracle
 import pytest
 import torch
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from oracle import relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -634,6 +636,21 @@ def test_checkpoint_and_save_on_cpu(wrapper, delay):
         got = run(lambda: checkpoint(mlp, x, ends, scales, use_reentrant=wrapper == "reentrant"))
     for a, b in zip(got, exact, strict=True):
         assert torch.equal(a, b)
+
+
+def test_fully_shard():
+    dist = torch.distributed
+    mlp, ends, x = GroupedMLP(4, 8, 6, bias=True), offsets_from_splits([2, 0, 3, 1]), torch.randn(6, 8)
+    plain = copy.deepcopy(mlp)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.distributed.fsdp.fully_shard(mlp, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        for module in (mlp, plain):
+            module(x, ends).pow(2).sum().backward()
+        for sharded, parameter in zip(mlp.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(sharded.grad.full_tensor(), parameter.grad)
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- bad input

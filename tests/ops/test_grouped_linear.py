@@ -16,6 +16,7 @@ def leaf(*shape):
     return torch.randn(*shape, requires_grad=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offsets", [ENDS, ENDS.long()], ids=["int32", "int64"])
 def test_opcheck(opcheck, offsets):
     x, weight, bias, scale = leaf(9, 8), leaf(3, 6, 8), leaf(3, 6), leaf(9)
@@ -33,6 +34,7 @@ def test_opcheck(opcheck, offsets):
     opcheck(OPS.grouped_linear_wgrad_out.default, (x, grad, offsets, torch.zeros(3, 6, 8), True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["swiglu", "srelu"])
 def test_opcheck_of_activations(opcheck, kind):
     form = dict(kind=kind, alpha=1.7, limit=2.0, up_shift=1.0, interleave=2) if kind == "swiglu" else dict(kind=kind)

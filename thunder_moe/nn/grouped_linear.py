@@ -197,7 +197,7 @@ def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype that autocast has linears of x compute in; None where it is off."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # is_autocast_available is not traced before torch 2.13
         return None
     return torch.get_autocast_dtype(kind)
 
