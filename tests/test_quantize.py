@@ -131,7 +131,9 @@ def test_families_of_other_packages_are_imported_with_their_first_model(tmp_path
     class Theirs(nn.Linear):
         __module__ = "their.models"
 
-    with pytest.raises(ValueError, match="found no GroupedLinear or GroupedSwiGLU to quantize in Sequential"):
+    with pytest.raises(
+        ValueError, match="found no GroupedLinear, GroupedMLP or GroupedSwiGLU to quantize in Sequential"
+    ):
         quantize_(nn.Sequential(nn.Linear(16, 16)))
     assert "their_families" not in sys.modules
     first = Theirs(16, 16)
@@ -142,7 +144,7 @@ def test_families_of_other_packages_are_imported_with_their_first_model(tmp_path
     dequantize_(mixed)
     assert [type(part) for part in mixed] == [nn.Linear, Theirs, GroupedLinear, nn.Sequential]
     assert mixed[3][0] is mixed[0]
-    with pytest.raises(ValueError, match="found no GroupedLinear or GroupedSwiGLU, or theirs to quantize"):
+    with pytest.raises(ValueError, match="found no GroupedLinear, GroupedMLP or GroupedSwiGLU, or theirs to quantize"):
         quantize_(mixed, filter=lambda module, name: False)
 
 
@@ -316,7 +318,7 @@ def test_refuses_and_leaves_the_model_unchanged():
     tied[1].routed_experts = GroupedSwiGLU(4, 64, 32, dtype=BF16)
     tied[1].routed_experts.up_proj.weight = tied[0].routed_experts.up_proj.weight
     bad = [
-        (nn.Linear(2, 2), None, "found no GroupedLinear or GroupedSwiGLU to quantize in Linear"),
+        (nn.Linear(2, 2), None, "found no GroupedLinear, GroupedMLP or GroupedSwiGLU to quantize in Linear"),
         (model(), lambda module, name: False, "declined by the filter"),
         (quantize_(model()), None, "quantized already"),
         (GroupedLinear(2, 16, 16), None, "got a bare GroupedLinear, which cannot be replaced in place"),
