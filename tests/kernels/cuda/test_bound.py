@@ -79,6 +79,22 @@ def test_packed_routers_equal_the_backend(emulated, tokens, biased):
     assert all(map(torch.equal, (scores, ids, *order.tensors()), wanted))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_packed_routers_with_a_linear_layer_equal_the_backend(emulated, biased):
+    hidden, weight = torch.randn(1, 64, dtype=torch.bfloat16), torch.randn(40, 64, dtype=torch.bfloat16)
+    biases = (torch.randn(40, dtype=torch.bfloat16), torch.randn(40)) if biased else (None, None)
+    args = RouterForm(4, "sigmoid", scale=2.5), torch.float32, torch.bfloat16
+    run = bound.bind_linear_router(hidden, weight, *biases, *args)
+    scores, ids, order, logits = run.packed(hidden, weight, *biases)
+    wanted = cuda.linear_router(hidden, weight, *biases, *args)
+    assert all(map(torch.equal, (scores, ids, *order.tensors(), logits), wanted))
+    shifted = torch.cat([hidden.flatten()[:1], hidden.flatten()])[1:].view(1, 64)
+    assert run.packed(shifted, weight, *biases) is None
+    for others in ((hidden.half(), weight), (hidden, weight[:, :56]), (hidden.repeat(200, 1), weight)):
+        assert bound.bind_linear_router(*others, *biases, *args) is None
+    assert bound.bind_linear_router(hidden, weight, None, torch.randn(39), *args) is None
+
+
 def test_weights_that_have_to_be_converted_are_left_to_the_operator(emulated):
     gate_up, down = (make(E, n, k)[0] for n, k in ((2 * INNER, H), (H, INNER)))
     form = GLU(1.0, None, 0.0)

@@ -54,7 +54,8 @@ def calls(device, monkeypatch):
         return call
 
     monkeypatch.setattr(bound.Chain, "__call__", counted("experts", bound.Chain.__call__))
-    monkeypatch.setattr(router.RouterLaunch, "packed", counted("router", router.RouterLaunch.packed))
+    for launch in (router.RouterLaunch, router.LinearRouterLaunch):
+        monkeypatch.setattr(launch, "packed", counted("router", launch.packed))
 
     def since():
         found = (counts["router"], counts["experts"])
@@ -108,6 +109,29 @@ def test_models(calls, name):
         assert len(again.router_logits) == layers
         for found, wanted in zip(again.router_logits, expected.router_logits, strict=True):
             assert torch.equal(found, wanted)
+
+
+@torch.no_grad()
+def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
+    """Where `is_one_operator` says so, which asks for CUDA: the logits are float32 sums, rounded once."""
+    monkeypatch.setattr(routers_module, "is_one_operator", lambda hidden, weight: hidden.dtype == weight.dtype)
+    linear_layers, plain = [], torch.nn.functional.linear
+    monkeypatch.setattr(routers_module.F, "linear", lambda *args: linear_layers.append(1) or plain(*args))
+    for name in ("qwen3_moe", "gpt_oss"):
+        model = quantize_(tiny_model(name, BF16), layout="linear")
+        gate = next(module for module in model.modules() if isinstance(module, FusedRouter))
+        x = torch.randn(1, 64, dtype=BF16)
+        linear_layers.clear()
+        logits, scores, ids = gate(x)
+        assert calls() == (1, 0)
+        assert not linear_layers
+        for found, wanted in zip((logits, scores, ids), by_operators(gate, x), strict=True):
+            assert torch.equal(found, wanted)
+        wide = plain(x.float(), gate.weight.float(), None if name == "qwen3_moe" else gate.bias.float())
+        torch.testing.assert_close(logits.float(), wide, rtol=1e-2, atol=1e-2)
+        if name == "gpt_oss":
+            nn.utils.parametrize.register_parametrization(gate, "bias", Plus())
+            torch.testing.assert_close(gate(x)[0].float(), wide + 1, rtol=1e-2, atol=1e-2)
 
 
 @torch.no_grad()

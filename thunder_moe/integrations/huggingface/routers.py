@@ -161,16 +161,21 @@ class RouterCall:
 
     def logits(self, router: Any, hidden_TH: Tensor) -> Tensor:
         """(T, H) -> (T, E)."""
-        if "parametrizations" in router._modules or "weight" not in router._parameters:
-            weight, bias = router.weight, getattr(router, "bias", None)
-        else:  # nn.Module's own look-up takes half a microsecond, a vain one two
-            weight, bias = router._parameters["weight"], router._parameters.get("bias", router._buffers.get("bias"))
+        weight, bias = _linear_of(router)
         if self.wide:
             if bias is None and _takes_16_bits(hidden_TH, weight):
                 return torch.mm(hidden_TH, weight.t(), out_dtype=torch.float32)
             return F.linear(hidden_TH.float(), weight.float(), None if bias is None else bias.float())
         logits = F.linear(hidden_TH, weight, bias)
         return logits.float() if self.logits_float else logits
+
+
+def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a router's linear layer."""
+    if "parametrizations" in router._modules or "weight" not in router._parameters:
+        return router.weight, getattr(router, "bias", None)
+    # nn.Module's own look-up takes half a microsecond, a vain one two.
+    return router._parameters["weight"], router._parameters.get("bias", router._buffers.get("bias"))
 
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
@@ -210,18 +215,22 @@ class FusedRouter(nn.Module):
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if call.scores_float else hidden_states.dtype
         bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
-        if not bare and not call.logits_float and is_one_operator(hidden_TH, self.weight):
-            scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
-                hidden_TH,
-                self.weight,
-                getattr(self, "bias", None),
-                bias,
-                logits_dtype=torch.float32 if call.wide else None,
-                scores_dtype=dtype,
-                **self.router_options,
-            )
-            self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
-            return logits, scores, ids
+        weight, linear_bias = _linear_of(self)
+        if not call.logits_float and is_one_operator(hidden_TH, weight):
+            operands = hidden_TH, weight, linear_bias, bias
+            logits_dtype = torch.float32 if call.wide else hidden_TH.dtype
+            launch = self._linear_launch(operands, logits_dtype, dtype) if bare else None
+            found = None if launch is None else launch.packed(*operands)
+            if found is not None:
+                scores, ids, packed, logits = found
+                self.row_orders.put(ids, packed, self)
+                return logits, scores, ids
+            if not bare:
+                scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
+                    *operands, logits_dtype=logits_dtype, scores_dtype=dtype, **self.router_options
+                )
+                self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
+                return logits, scores, ids
         logits = call.logits(self, hidden_TH)
         launch = self._launch(logits, bias, dtype) if bare else None
         found = None if launch is None else launch.packed(logits, bias)
@@ -237,22 +246,43 @@ class FusedRouter(nn.Module):
 
     def _launch(self, logits: Tensor, bias: Tensor | None, scores_dtype: torch.dtype) -> Any:
         """What runs `moe_router` on logits and a bias like these without the operator, `RouterLaunch`; else None."""
-        bound = self._bound
-        if bound is None:
-            bound = self._bound = Bound()
-        known = bound.kernels
-        if known is None or len(known) >= _MAX_KINDS:
-            known = bound.kernels = {}
-        of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())
-        kind = logits.shape, logits.dtype, logits.device, of_bias, scores_dtype
+        known = self._known()
+        kind = scores_dtype, _kind_of(logits), _kind_of(bias)
         if kind not in known:
             served = bound_kernels(logits.device)
             args = logits, bias, self.router_call.form, scores_dtype
             known[kind] = None if served is None else served.bind_router(*args)
-        return known[kind] if logits.is_contiguous() else None
+        return known[kind]
+
+    def _linear_launch(
+        self, operands: tuple[Tensor | None, ...], logits_dtype: torch.dtype, scores_dtype: torch.dtype
+    ) -> Any:
+        """What runs `moe_linear_router` on operands like these alone, `LinearRouterLaunch`; else None."""
+        known = self._known()
+        kind = logits_dtype, scores_dtype, *map(_kind_of, operands)
+        if kind not in known:
+            hidden: Any = operands[0]
+            served = bound_kernels(hidden.device)
+            args = *operands, self.router_call.form, logits_dtype, scores_dtype
+            known[kind] = None if served is None else served.bind_linear_router(*args)
+        return known[kind]
+
+    def _known(self) -> dict[Any, Any]:
+        """The launches for operands by their kinds."""
+        bound = self._bound
+        if bound is None:
+            bound = self._bound = Bound()
+        known: dict[Any, Any] | None = bound.kernels
+        if known is None or len(known) >= _MAX_KINDS:
+            known = bound.kernels = {}
+        return known
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _unpickled, (self.own_class,), self.__dict__
+
+
+def _kind_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 
 @functools.cache

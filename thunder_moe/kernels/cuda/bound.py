@@ -24,10 +24,19 @@ from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.configs import TILED
 from thunder_moe.kernels.cuda.layer import GEMMS, LayerLaunch
 from thunder_moe.kernels.cuda.prepared import GemmLaunch, gemm_launch
-from thunder_moe.kernels.cuda.router import router_launch, unserved_reason
+from thunder_moe.kernels.cuda.router import linear_router_launch, router_launch, serves_linear, unserved_reason
 from thunder_moe.routing import RouterForm
 
-__all__ = ["BoundExperts", "BoundLinear", "Chain", "Weights", "bind_experts", "bind_linear", "bind_router"]
+__all__ = [
+    "BoundExperts",
+    "BoundLinear",
+    "Chain",
+    "Weights",
+    "bind_experts",
+    "bind_linear",
+    "bind_linear_router",
+    "bind_router",
+]
 
 _ALIGNED = 256  # bytes: of the parts of a chain's memory
 _MAX_KINDS = 256  # of calls that bound experts remember
@@ -268,10 +277,35 @@ def bind_router(logits: Tensor, bias: Tensor | None, form: RouterForm, scores_dt
     if bias is not None and ((bias.shape, bias.device) != ((experts,), logits.device) or not bias.is_contiguous()):
         return None
     known = all(tensor is None or tensor.dtype in DTYPE_CODES for tensor in (logits, bias))
-    if tokens == 0 or not known or unserved_reason(experts, form) is not None:
+    if tokens == 0 or not known or unserved_reason(experts, form) is not None or not logits.is_contiguous():
         return None
     dtype = None if bias is None else bias.dtype
     return router_launch((tokens, experts), form, logits.dtype, dtype, scores_dtype, logits.device)
+
+
+def bind_linear_router(
+    hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, bias: Tensor | None, form: RouterForm,
+    logits_dtype: torch.dtype, scores_dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    """The launch (`LinearRouterLaunch.packed`) for contiguous rows (T, H), weight (E, H), linear_bias and bias (E,)
+    like these; None where there is none."""
+    (tokens, size), (experts, k), device, dtype = hidden.shape, weight.shape, hidden.device, hidden.dtype
+    for vector, dtypes in ((linear_bias, (dtype,)), (bias, tuple(DTYPE_CODES))):
+        if vector is None:
+            continue
+        if (vector.shape, vector.device) != ((experts,), device) or vector.dtype not in dtypes:
+            return None
+        if not vector.is_contiguous():
+            return None
+    contiguous = hidden.is_contiguous() and weight.is_contiguous()
+    if (k, weight.dtype, weight.device) != (size, dtype, device) or not contiguous:
+        return None
+    shape = tokens, experts
+    if dtype not in DTYPE_CODES or not serves_linear(shape, size, form, dtype):
+        return None
+    of_bias = None if bias is None else bias.dtype
+    args = shape, size, form, dtype, linear_bias is not None, of_bias, logits_dtype, scores_dtype, device
+    return linear_router_launch(*args)
 
 
 def _kind(hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> tuple[Any, ...]:

@@ -210,6 +210,27 @@ class LinearRouterLaunch:
         )  # fmt: skip
         return scores, expert_ids, row_slot, offsets, slot_row, logits
 
+    def packed(
+        self, hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, PackedOrder, Tensor] | None:
+        """The same as scores, expert_ids, the order in one allocation, and logits; None on another device than the
+        current, or for operands at odd addresses."""
+        x, w, index = hidden.data_ptr(), weight.data_ptr(), self._index
+        if launch.current_device() != index or (x | w) & 15:
+            return None
+        logits = hidden.new_empty(self._shape, dtype=self._logits)
+        scores = hidden.new_empty(self._of_slots, dtype=self._scores)
+        expert_ids = hidden.new_empty(self._of_slots, dtype=torch.int64)
+        order = PackedOrder(hidden, *self._of_slots, self._shape[1])
+        row_slot, offsets, slot_row = order.addresses
+        words = semaphore_pool(self._device).take(self._words)
+        self._launcher(
+            launch.current_stream(index), logits.data_ptr(), 0 if bias is None else bias.data_ptr(), scores.data_ptr(),
+            expert_ids.data_ptr(), 0, row_slot, offsets, slot_row, *self._numbers, x, w,
+            0 if linear_bias is None else linear_bias.data_ptr(), words.data_ptr(), self._hidden_size,
+        )  # fmt: skip
+        return scores, expert_ids, order, logits
+
 
 def _kind_of_kernel(experts: int, form: RouterForm, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[int, int]:
     """PER_LANE and BY of the kernels for logits of a dtype."""
