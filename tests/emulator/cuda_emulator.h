@@ -36,7 +36,7 @@ using std::max;
 using std::min;
 
 struct uint2 { uint32_t x, y; };
-struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { uint32_t x, y, z, w; };
 struct dim { int x, y, z; };
 static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
@@ -291,6 +291,8 @@ static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int mask) {
 }
 
 static float shuffle_xor(float value, int mask) { return exchange(value)[threadIdx.x % 32 ^ mask]; }
+
+static float broadcast(float value, int from) { return exchange(value)[from % 32]; }
 
 static int __shfl_sync(uint32_t, int value, int from) { return exchange(value)[from % 32]; }
 

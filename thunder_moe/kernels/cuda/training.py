@@ -75,7 +75,10 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         return out
     if m == 0 or n == 0 or k == 0:
         return rows.new_zeros(experts, n, k)
-    of_rows, of_grad = (_contiguous(F.pad(each, (0, -each.shape[1] % 8))) for each in (rows.detach(), grad.detach()))
+    of_rows, of_grad = (
+        _contiguous(F.pad(each, (0, -each.shape[1] % 8)) if each.shape[1] % 8 else each)  # a pad of nothing copies
+        for each in (rows.detach(), grad.detach())
+    )
     result = torch._grouped_mm(of_grad.t(), of_rows, offs=_ends(offsets, m))
     return result if result.shape[1:] == (n, k) else result[:, :n, :k].contiguous()
 

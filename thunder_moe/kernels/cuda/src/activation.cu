@@ -20,14 +20,20 @@ constexpr int kRowThreads = 256;  // of a block
 
 // Eight numbers of a dtype from element `at` on, 16 bytes aligned.
 template <int DTYPE>
-DEVICE void load8(float (&out)[8], const void* from, int64_t at) {
-  constexpr int kPieces = DTYPE == 0 ? 2 : 1;
+struct Eight {
+  static constexpr int kPieces = DTYPE == 0 ? 2 : 1;
   uint4 pieces[kPieces];
+  METHOD void load(const void* from, int64_t at) {
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) pieces[i] = reinterpret_cast<const uint4*>(static_cast<const char*>(from) + at * (DTYPE == 0 ? 4 : 2))[i];
+    for (int i = 0; i < kPieces; ++i) pieces[i] = reinterpret_cast<const uint4*>(static_cast<const char*>(from) + at * (DTYPE == 0 ? 4 : 2))[i];
+  }
+};
+
+template <int DTYPE>
+DEVICE void widen8(float (&out)[8], const Eight<DTYPE>& eight) {
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const uint32_t words[4] = {pieces[i].x, pieces[i].y, pieces[i].z, pieces[i].w};
+  for (int i = 0; i < Eight<DTYPE>::kPieces; ++i) {
+    const uint32_t words[4] = {eight.pieces[i].x, eight.pieces[i].y, eight.pieces[i].z, eight.pieces[i].w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if constexpr (DTYPE == 0) {
@@ -55,6 +61,13 @@ DEVICE void store8(void* to, int64_t at, const float (&values)[8]) {
         make_uint4(narrow2<kBf16>(values[0], values[1]), narrow2<kBf16>(values[2], values[3]), narrow2<kBf16>(values[4], values[5]),
                    narrow2<kBf16>(values[6], values[7]));
   }
+}
+
+template <int DTYPE>
+DEVICE void load8(float (&out)[8], const void* from, int64_t at) {
+  Eight<DTYPE> eight;
+  eight.load(from, at);
+  widen8<DTYPE>(out, eight);
 }
 
 // Four numbers, likewise; of 16 bits 8 bytes aligned.

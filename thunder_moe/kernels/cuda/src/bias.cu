@@ -56,33 +56,38 @@ __global__ void __launch_bounds__(kRowThreads) bias_grad_chunks(const BiasArgume
   const int end = row_end_of(args, expert), begin = row_end_of(args, expert - 1) + (chunk - found_before) * kChunkRows;
   const int last = min(end, begin + kChunkRows), warp = threadIdx.x / 32;
   float sum[8] = {};
-  constexpr int kLoads = 8;  // rows whose loads are independent
-  for (int first = begin + warp; first < last; first += kLoads * kWarps) {
-    float values[kLoads][8], scale[kLoads];
+  // Lane i loads the factor of the warp's row i, before the rows.
+  const int lane = threadIdx.x % 32, of_lane = begin + warp + lane * kWarps;
+  const float factor = args.scale != nullptr && lane < kChunkRows / kWarps && of_lane < last ? load_float(args.scale, of_lane, args.scale_dtype) : 1.0f;
+  constexpr int kLoads = DTYPE == 0 ? 4 : 8;  // rows whose loads are independent
+  for (int i = 0; i < kChunkRows / kWarps; i += kLoads) {
+    const int first = begin + warp + i * kWarps;
+    if (first >= last) break;
+    if constexpr (VECTOR) {
+      const int column = column_of<true>(tile, 0);
+      Eight<DTYPE> rows[kLoads];
 #pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      const int row = first + j * kWarps;
-      const bool valid = row < last;
-      scale[j] = valid && args.scale != nullptr ? load_float(args.scale, row, args.scale_dtype) : 1.0f;
-      const int64_t row_at = static_cast<int64_t>(row) * args.n;
+      for (int j = 0; j < kLoads; ++j)
+        if (first + j * kWarps < last && column < args.n) rows[j].load(args.rows_in, static_cast<int64_t>(first + j * kWarps) * args.n + column);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[j][i] = 0.0f;
-      if constexpr (VECTOR) {
-        const int column = column_of<true>(tile, 0);
-        if (valid && column < args.n) load8<DTYPE>(values[j], args.rows_in, row_at + column);
-      } else {
+      for (int j = 0; j < kLoads; ++j) {
+        const float scale = args.scale != nullptr ? broadcast(factor, i + j) : 1.0f;
+        if (first + j * kWarps >= last || column >= args.n) continue;
+        float values[8];
+        widen8<DTYPE>(values, rows[j]);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int column = column_of<false>(tile, i);
-          if (valid && column < args.n) values[j][i] = load_float(args.rows_in, row_at + column, DTYPE);
+        for (int at = 0; at < 8; ++at) sum[at] += values[at] * scale;
+      }
+    } else {
+      for (int j = 0; j < kLoads; ++j) {
+        const float scale = args.scale != nullptr ? broadcast(factor, i + j) : 1.0f;
+        if (first + j * kWarps >= last) continue;
+#pragma unroll
+        for (int at = 0; at < 8; ++at) {
+          const int column = column_of<false>(tile, at);
+          if (column < args.n) sum[at] += load_float(args.rows_in, static_cast<int64_t>(first + j * kWarps) * args.n + column, DTYPE) * scale;
         }
       }
-    }
-#pragma unroll
-    for (int j = 0; j < kLoads; ++j) {
-      if (first + j * kWarps >= last) break;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] += args.scale != nullptr ? values[j][i] * scale[j] : values[j][i];
     }
   }
 #pragma unroll

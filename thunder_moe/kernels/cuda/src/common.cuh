@@ -57,6 +57,7 @@ DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // 
 }
 
 DEVICE float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE float broadcast(float value, int from) { return __shfl_sync(0xFFFFFFFF, value, from); }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFF, value, mask); }
 DEVICE uint32_t float_to_bits(float value) { return __float_as_uint(value); }
 

@@ -67,29 +67,40 @@ DEVICE WgradTile wgrad_tile(const WgradArguments& args, const ExpertOrder& order
           static_cast<int64_t>(expert) * args.n * args.k};
 }
 
-// acc[i]: columns 8 i and 8 i + 1 of row n at `out`, and of row n + 8; k: the first column.
+// acc[i]: columns 8 i and 8 i + 1 of row n at `out` (of t = 0), and of row n + 8; k: the first column. Neighbouring lanes exchange
+// halves, so that each has four columns in a row: even ones of block i, odd ones of block i + 1.
 template <int C>
 DEVICE void store_sums(const WgradArguments& args, const float (&acc)[C][4], float* out, int n, int k) {
-  constexpr int kLoads = C < 8 ? C : 8;
+  constexpr int kPairs = C < 8 ? C / 2 : 4;  // whose loads are independent
+  const int t = threadIdx.x % 4, odd = t % 2, at = odd ? 8 + 2 * (t - 1) : 2 * t;
 #pragma unroll
-  for (int base = 0; base < C; base += kLoads) {
-    float2 before[kLoads][2];
+  for (int base = 0; base < C; base += 2 * kPairs) {
+    float4 before[kPairs][2];
+    const auto valid = [&](int i, int half) { return n + 8 * half < args.n && k + 8 * (base + 2 * i) + at < args.k; };
+    const auto place = [&](int i, int half) { return out + static_cast<int64_t>(8 * half) * args.k + 8 * (base + 2 * i) + at; };
     if (args.accumulate) {
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)
+      for (int i = 0; i < kPairs; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (n + 8 * half < args.n && k + 8 * (base + i) < args.k)
-            before[i][half] = *reinterpret_cast<const float2*>(out + static_cast<int64_t>(8 * half) * args.k + 8 * (base + i));
+          if (valid(i, half)) before[i][half] = *reinterpret_cast<const float4*>(place(i, half));
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i)
+    for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (n + 8 * half >= args.n || k + 8 * (base + i) >= args.k) continue;
-        float2 sum = {acc[base + i][2 * half], acc[base + i][2 * half + 1]};
-        if (args.accumulate) sum.x += before[i][half].x, sum.y += before[i][half].y;
-        *reinterpret_cast<float2*>(out + static_cast<int64_t>(8 * half) * args.k + 8 * (base + i)) = sum;
+        const float(&first)[4] = acc[base + 2 * i];
+        const float(&second)[4] = acc[base + 2 * i + 1];
+        const float x = shuffle_xor(odd ? first[2 * half] : second[2 * half], 1);
+        const float y = shuffle_xor(odd ? first[2 * half + 1] : second[2 * half + 1], 1);
+        float4 sum = {x, y, second[2 * half], second[2 * half + 1]};
+        if (!odd) sum = {first[2 * half], first[2 * half + 1], x, y};
+        if (!valid(i, half)) continue;
+        if (args.accumulate) {
+          const float4& old = before[i][half];
+          sum = {sum.x + old.x, sum.y + old.y, sum.z + old.z, sum.w + old.w};
+        }
+        *reinterpret_cast<float4*>(place(i, half)) = sum;
       }
   }
 }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(256, 2) wgrad_mma(const WgradArguments args) {
   DYNAMIC_SHARED(uint4, stages);
   __shared__ ExpertOrder order;
   const int tiles = order_experts(args, order) * tiles_of_expert<kMmaTile, kMmaTile>(args);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;
   const int warp_n = warp / 4 * 64, warp_k = warp % 4 * 32;
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const WgradTile tile = wgrad_tile<kMmaTile, kMmaTile>(args, order, index);
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(256, 2) wgrad_mma(const WgradArguments args) {
     cp_async_wait<0>();
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const int n = tile.n + warp_n + 16 * m + g, k = tile.k + warp_k + 2 * t;
+      const int n = tile.n + warp_n + 16 * m + g, k = tile.k + warp_k;
       store_sums(args, acc[m], args.out + tile.out + static_cast<int64_t>(n) * args.k + k, n, k);
     }
   }

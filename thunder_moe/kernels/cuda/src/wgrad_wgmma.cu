@@ -45,6 +45,18 @@ constexpr int kShortTile = 8;  // stages: shorter tiles' results are prefetched 
 
 DEVICE int stages_of(const WgradTile& tile) { return (tile.end - tile.row + kStageRows - 1) / kStageRows; }
 
+// What follows reads the sums from here: otherwise ptxas moves parts of the epilogue up, and has each product wait for the one
+// before it (Mixtral, 4096 rows per expert, H200: 15.8 ms for 12.6).
+template <int C>
+DEVICE void fence_sums(float (&acc)[C][4]) {
+#ifndef CUDA_EMULATOR
+#pragma unroll
+  for (int i = 0; i < C; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
+#endif
+}
+
 // The warpgroup's 64 rows of a tile of the result.
 template <int TILE_K>
 DEVICE void prefetch_result(const WgradArguments& args, const WgradTile& tile, int warpgroup) {
@@ -96,7 +108,7 @@ __global__ void __launch_bounds__(384, 1) wgrad_wgmma(const __grid_constant__ Tm
   grow_registers<232>();
   float acc[TILE_K / 8][4];
   int stage = 0, parity = 0;
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const int g = threadIdx.x % 32 / 4;
   if (args.accumulate && static_cast<int>(blockIdx.x) < tiles) prefetch_result<TILE_K>(args, wgrad_tile<kTileN, TILE_K>(args, order, blockIdx.x), warpgroup);
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const WgradTile tile = wgrad_tile<kTileN, TILE_K>(args, order, index);
@@ -140,11 +152,12 @@ __global__ void __launch_bounds__(384, 1) wgrad_wgmma(const __grid_constant__ Tm
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     wgmma_wait<0>();
+    fence_sums(acc);
     if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
 
     const int n = tile.n + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + g;
-    float* const out = args.out + tile.out + static_cast<int64_t>(n) * args.k + tile.k + 2 * t;
-    store_sums(args, acc, out, n, tile.k + 2 * t);
+    float* const out = args.out + tile.out + static_cast<int64_t>(n) * args.k + tile.k;
+    store_sums(args, acc, out, n, tile.k);
   }
 }
 #endif
