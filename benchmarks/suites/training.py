@@ -75,16 +75,19 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     copy = _copy_bandwidth(args.device)
     rows: list[dict[str, Any]] = []
     checks: dict[str, Any] = {}
+    parts = [part for part in args.parts if part != "checks"]
     cells = [
         (part, MODELS[name], count, routing)
-        for part in args.parts
-        if part != "checks"
+        for part in parts
         for name in args.models
         for count in args.rows
         for routing in args.routings
     ]
+    report = partial(save, STEM, args.device, rows, args.output, copy_bytes_per_second=copy, checks=checks)
+    if "checks" in args.parts:
+        checks.update({name: _checks(MODELS[name], args.rows[-1], args.device) for name in args.models})
     bar = tqdm(cells, unit="cell")
-    for part, shape, count, routing in bar:
+    for index, (part, shape, count, routing) in enumerate(bar):
         bar.set_description(f"{part} {shape.name} {count} {routing}")
         offsets = routed(shape.num_experts, count, routing, args.device)
         for of, bytes_moved, baseline, calls, extra in CELLS[part](shape, count, offsets):
@@ -96,9 +99,9 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                     name: bytes_moved / timing.median / copy for name, timing in timings.items() if name != baseline
                 }
             rows.append(row)
-    if "checks" in args.parts:
-        checks = {name: _checks(MODELS[name], args.rows[-1], args.device) for name in args.models}
-    path = save(STEM, args.device, rows, args.output, copy_bytes_per_second=copy, checks=checks)
+        if index + 1 < len(cells) and cells[index + 1][0] != part:
+            report()  # what there is, should the run be ended
+    path = report()
     image = _plot(path, rows, args.device)
     for part in dict.fromkeys(row["part"] for row in rows):
         of_part = [row for row in rows if row["part"] == part]
@@ -194,7 +197,8 @@ def _main_grad(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
         _compare("wgrad into main_grad", main_grad, torch._grouped_mm(grad.t(), x, offs=offsets))
         add = partial(kernels.wgrad, x, grad, offsets, main_grad, True)
         write = partial(kernels.wgrad, x, grad, offsets, main_grad, False)
-        yield which, 0, "torch + add_", {"torch + add_": torchs, "add": add, "overwrite": write}, {}
+        calls: Calls = {"torch + add_": torchs, "add": add, "overwrite": write}
+        yield which, 0, "torch + add_", calls, {}
 
 
 def _bias(shape: MoEShape, rows: int, offsets: Tensor) -> Iterator[Cell]:
