@@ -7,7 +7,7 @@ Called by nn.grouped_linear and nn.grouped_mlp; calls torch alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
         ValueError: some experts of a name are there and others are not, or both forms of it.
     """
     found = []
-    num_experts = len(linear.get_parameter("weight"))
+    num_experts = cast("int", linear.num_experts)
     for name in NAMES:
         if linear._parameters.get(name) is None:
             continue
@@ -50,7 +50,7 @@ def one_per_weight(state_dict: dict[str, Any], prefix: str, linear: nn.Module) -
         ValueError: as `check_experts`.
     """
     names = check_experts(state_dict, prefix, linear)
-    num_experts, state_dict = len(linear.get_parameter("weight")), dict(state_dict)
+    num_experts, state_dict = cast("int", linear.num_experts), dict(state_dict)
     state_dict.pop(f"{prefix}_extra_state", None)
     for name in names:
         state_dict[f"{prefix}{name}"] = torch.stack(
