@@ -227,7 +227,10 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
         swapcontext(&scheduler, &fibers[self].context);
         live += !fibers[self].done;
       }
-      while (static_cast<int>(fibers.size()) < cluster_blocks * threads) start_block(threads);
+      if (static_cast<int>(fibers.size()) < cluster_blocks * threads) {  // the blocks of a cluster begin one after the other
+        ++live;
+        if (turns % 500 == 499) start_block(threads);
+      }
       if (turns > 100000000 / threads) {
         std::fprintf(stderr, "cuda_emulator: threads wait at different barriers\n");
         std::abort();
@@ -502,23 +505,24 @@ static void mbarrier_wait(Mbarrier* barrier, int parity) {
 
 static void mbarrier_wait_cluster(Mbarrier* barrier, int parity) { mbarrier_wait(barrier, parity); }
 
-static char* in_block(void* place, int rank) {  // the same place in another block's shared memory
-  return static_cast<char*>(place) + (rank - block_of_cluster()) * static_cast<int64_t>(shared_bytes);
+struct RemotePlace {
+  char* address;
+  Mbarrier* barrier;
+  int rank;
+};
+static RemotePlace remote_place(float* place, Mbarrier* barrier, int rank) {
+  const int64_t distance = (rank - block_of_cluster()) * static_cast<int64_t>(shared_bytes);
+  return {reinterpret_cast<char*>(place) + distance, reinterpret_cast<Mbarrier*>(reinterpret_cast<char*>(barrier) + distance), rank};
 }
-static void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
-  if (fibers[rank * blockDim.x].done) {
-    std::fprintf(stderr, "cuda_emulator: an arrival at a barrier of a block that may have ended\n");
+static void send_floats(const RemotePlace& to, int offset, const float (&values)[4]) {
+  if (!block_has_begun[to.rank]) {
+    std::fprintf(stderr, "cuda_emulator: a block sends to one that may not have begun\n");
     std::abort();
   }
-  mbarrier_arrive(reinterpret_cast<Mbarrier*>(in_block(barrier, rank)));
-}
-
-static void send_floats(float* to, const float (&values)[4], Mbarrier* barrier, int rank) {
-  to = reinterpret_cast<float*>(in_block(to, rank)), barrier = reinterpret_cast<Mbarrier*>(in_block(barrier, rank));
-  check(barrier);
-  BulkCopy copy = {to, nullptr, 16, barrier, {}};
+  check(to.barrier);
+  BulkCopy copy = {to.address + offset, nullptr, 16, to.barrier, {}};
   std::memcpy(&copy.value, values, 16);
-  if (adversary.late_copies) std::memset(to, 0xFF, 16), bulk_copies.push_back(copy);
+  if (adversary.late_copies) std::memset(copy.to, 0xFF, 16), bulk_copies.push_back(copy);
   else perform(copy);
 }
 
@@ -565,15 +569,6 @@ static void tma_load_box(void* to_shared, const TensorMap* map, int k, int row, 
       const bool exists = row + r < map->rows && k + 8 * unit < map->k;
       const void* from = exists ? map->matrix + (row + r) * map->k + k + 8 * unit : nullptr;
       copy_piece(static_cast<uint4*>(to_shared) + 8 * r + (unit ^ r % 8), from, barrier);
-    }
-}
-
-static void tma_multicast_box(void* to_shared, const TensorMap* map, int k, int row, Mbarrier* barrier, int ranks) {
-  for (int rank = 0; rank < cluster_blocks; ++rank)
-    if (ranks >> rank & 1) {
-      Mbarrier* const there = reinterpret_cast<Mbarrier*>(in_block(barrier, rank));
-      check(there);
-      tma_load_box(in_block(to_shared, rank), map, k, row, there);
     }
 }
 

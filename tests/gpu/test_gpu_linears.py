@@ -35,9 +35,9 @@ CLUSTERS = [
     GemmConfig("tiled_cluster", 1, 1, 3, 1, 2, splits=4),
     GemmConfig("tiled_cluster", 8, 1, 1, 1, 4),
     GemmConfig("tiled_cluster", 8, 1, 2, 2, 1, splits=3),
-    GemmConfig("tiled_cluster", 16, 1, 2, 1, 2, splits=2, sharers=2),
-    GemmConfig("tiled_cluster", 4, 1, 1, 2, 2, splits=2, sharers=4),
-    GemmConfig("tiled_cluster", 12, 1, 4, 1, 1, sharers=1),
+    GemmConfig("tiled_cluster", 16, 1, 2, 1, 2, splits=2),
+    GemmConfig("tiled_cluster", 4, 1, 1, 2, 2, splits=2),
+    GemmConfig("tiled_cluster", 12, 1, 4, 1, 1),
 ]
 
 

@@ -45,7 +45,7 @@ def test_configurations_fit_the_device(capability):
                             assert config.warps_k * 64 <= max(64, k)
                             assert config.stages >= (2 if config.kernel == "tiled_cluster" else 3)
                             assert config.serves(experts, k)
-                            assert config.splits * config.sharers <= 8  # blocks of a portable cluster
+                            assert config.splits <= 8  # blocks of a portable cluster
 
 
 def test_one_weight_alone_takes_clusters():
@@ -58,7 +58,25 @@ def test_one_weight_alone_takes_clusters():
         assert choose_config(rows, 1, k=64, **shape).serves(1, 64)
         assert choose_config(rows, 128, k=2048, **shape).kernel != "tiled_cluster"
         assert choose_config(rows, 1, k=2048, **dict(shape, swiglu=True)).kernel != "tiled_cluster"
+    # 600 rows would be 160 clusters of the configuration that was the fastest at 512, of which 132 run at once.
+    assert choose_config(512, 1, k=2048, **shape).kernel == "tiled_cluster"
+    assert choose_config(600, 1, k=2048, **shape).kernel == "tiled_wgmma"
     assert not any(config.kernel == "tiled_cluster" for config in candidates(Point(1, 1.0, 5120, 2048), False, (9, 0)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(2880, 4096), (512, 2048), (4096, 14336), (768, 2048)])
+def test_blocks_of_a_weight_that_was_not_measured_run_at_once(n, k):
+    measured = cuda_configs._measured((9, 0), False, "tiled_64x64")
+    assert not any((at.features, at.k) == (n, k) for at, config in measured if config.kernel == "tiled_cluster")
+    for rows in (1, 16, 60, 100, 250):
+        config = choose_config(rows, 1, n, k, False, 132, (9, 0), "tiled_64x64")
+        tiles = -(-rows // (8 * config.token_blocks)) * -(-n // config.tile_features(False))
+        assert config.kernel == "tiled_cluster"
+        assert tiles <= cuda_configs._CLUSTERS[config.splits - 1]
+        assert tiles * config.splits >= min(60, n // 64 * 6)
+    # More tiles than that, and many rows, take what was measured of other kernels.
+    assert choose_config(64, 1, 64 * 1000, k, False, 132, (9, 0), "tiled_64x64").kernel != "tiled_cluster"
+    assert choose_config(4096, 1, n, k, False, 132, (9, 0), "tiled_64x64").kernel == "tiled_wgmma"
 
 
 def test_a_configuration_is_fitted_to_k():

@@ -263,7 +263,8 @@ def bind_experts(
             return None
         layer = backend.layer_launch(hidden_states, expert_ids, expert_weights, *of_weights)
         same = (layer.gate_up.layout, layer.down.layout) == (gate_up.layout, down.layout)
-        return layer if same and layer.gate_up.alone and layer.down.alone else None
+        fit = all(each.alone and not each.maps_rows for each in (layer.gate_up, layer.down))
+        return layer if same and fit else None
 
     first, second, third, *more = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors[:6], *biases))
     weights = Weights((first, second, third), (more[0], more[1], more[2]), more[3], more[4])

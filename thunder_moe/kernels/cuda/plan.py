@@ -116,8 +116,7 @@ def plan_gemm(
         )
     blocks, workspace, row_sums, partial_sums = tiles, 0, 0, 0
     if config.kernel == "tiled_cluster":
-        tiles_n = -(-features // config.tile_features(swiglu))
-        blocks = tiles // tiles_n * -(-tiles_n // config.sharers) * config.sharers * config.splits
+        blocks *= config.splits
     elif config.layout == TILED:
         semaphores = 4 * config.warps_n * multiprocessors if config.stream_k else 0  # one for each warp along N
         workspace = CACHE_LINE + -(-semaphores // CACHE_LINE) * CACHE_LINE

@@ -90,7 +90,8 @@ class GemmLaunch:
     Attributes:
         layout: of the weight that it reads.
         launcher: of the GEMM's kernel.
-        alone: whether that is all there is: no rows are gathered, nothing is made of addresses or cut off.
+        alone: whether that is all there is: no rows are gathered, nothing is cut off.
+        maps_rows: whether it takes a tensor map, which is made of the address of the rows.
         reads_early: whether it can make use of `late_x`.
         out_bytes, sums_bytes: of the result and of the partial sums.
 
@@ -148,7 +149,8 @@ class GemmLaunch:
             self._gather = elementwise_launcher(
                 plan.sources, name, shape[0] * shape[1] // 8, GatherArguments, self._index
             )
-        self.alone = self._map_rows is None and self._gather is None and self._shape[1] == self._features
+        self.alone = self._gather is None and self._shape[1] == self._features
+        self.maps_rows = self._map_rows is not None
 
     def __call__(
         self,

@@ -183,23 +183,20 @@ DEVICE void semaphore_acquire(int* semaphore) {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Stores 16 bytes in the shared memory of block `rank` of the cluster, asynchronously: they count towards an mbarrier there. Both
-// addresses are those of the same places in this block.
-DEVICE void send_floats(float* to, const float (&values)[4], void* barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 to, barrier;\nmapa.shared::cluster.u32 to, %0, %6;\nmapa.shared::cluster.u32 barrier, %1, %6;\n"
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%2, %3, %4, %5}, [barrier];\n}" ::"r"(shared_address(to)),
-      "r"(shared_address(barrier)), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(rank) : "memory");
+// A place, and an mbarrier, in the shared memory of block `rank` of the cluster: those at the same addresses in this block.
+struct RemotePlace {
+  uint32_t address, barrier;
+};
+DEVICE RemotePlace remote_place(float* place, void* barrier, int rank) {
+  RemotePlace out;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out.address) : "r"(shared_address(place)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(out.barrier) : "r"(shared_address(barrier)), "r"(rank));
+  return out;
 }
-// Arrives at the mbarrier at the same place in block `rank` of the cluster.
-DEVICE void mbarrier_arrive_remote(MbarrierAddress barrier, int rank) {
-  asm volatile("{\n.reg .b32 barrier;\nmapa.shared::cluster.u32 barrier, %0, %1;\nmbarrier.arrive.release.cluster.shared::cluster.b64 _, [barrier];\n}" ::"r"(barrier),
-               "r"(rank) : "memory");
-}
-// tma_load_box to the same place in each block of the cluster whose bit is set in `ranks`, where the bytes count, too.
-DEVICE void tma_multicast_box(void* to_shared, const TensorMap* map, int k, int row, MbarrierAddress barrier, int ranks) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to_shared)),
-               "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(static_cast<uint16_t>(ranks)) : "memory");
+// Stores 16 bytes `offset` bytes behind a place, asynchronously: they count towards its mbarrier.
+DEVICE void send_floats(const RemotePlace& to, int offset, const float (&values)[4]) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to.address + offset), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(to.barrier) : "memory");
 }
 DEVICE void mbarrier_wait_cluster(MbarrierAddress barrier, int parity) {  // mbarrier_wait for what other blocks have sent
   asm volatile(
