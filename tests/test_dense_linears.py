@@ -144,6 +144,16 @@ def test_true_takes_what_is_large_enough_for_the_device_and_tells_what_stays(cap
     }
 
 
+def test_the_log_tells_from_how_many_rows_on_layers_are_slower(caplog, monkeypatch):
+    """By the size of what is computed at once, so q, k and v count as one; also for a function that chooses."""
+    caplog.set_level(logging.INFO, "thunder_moe")
+    classes = (64 * 64, dense.SlowerFrom(96, 25)), (1 << 62, dense.SlowerFrom(256, 7))
+    monkeypatch.setitem(dense._SLOWER_FROM, "linear", classes)
+    quantize_(make(), linears=lambda module, name: name.startswith("attention"))
+    assert "slower in 4 bits than in 16 at 96 rows and more, by up to 25 %: attention.o_proj;" in caplog.text
+    assert "at 256 rows and more, by up to 7 %: attention.q_proj, attention.k_proj, attention.v_proj;" in caplog.text
+
+
 def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "thunder_moe")
     monkeypatch.setitem(dense._LEAST_WEIGHTS, "cpu", 1)
@@ -156,6 +166,11 @@ def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):
     assert dense.why_slower(torch.device("cuda"), torch.bfloat16, 4096, 4096) is None
     assert "float32" in dense.why_slower(torch.device("cuda"), torch.float32, 4096, 4096)
     assert "no kernel" in dense.why_slower(torch.device("mps"), torch.bfloat16, 4096, 4096)
+    # The kernels of the tiled layout are faster than bf16 in smaller layers than those of the other.
+    assert "too small" in dense.why_slower(torch.device("cuda"), torch.bfloat16, 2048, 2048)
+    monkeypatch.setattr(dense, "preferred_layout", lambda device, n, k: "tiled_64x64")
+    assert dense.why_slower(torch.device("cuda"), torch.bfloat16, 2048, 2048) is None
+    assert "too small" in dense.why_slower(torch.device("cuda"), torch.bfloat16, 512, 512)
 
 
 def test_a_tied_head_stays_16_bit_and_tied(caplog):

@@ -27,8 +27,8 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
-from thunder_moe.kernels.dense import why_slower
-from thunder_moe.kernels.select import lay_out
+from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
+from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.replaceable import has_own_forward, impure
 
@@ -79,8 +79,20 @@ class DenseLinears(ExpertFamily):
                 if reason is not None:
                     left[reason].append(name)
                     del found[module]
+        slower: dict[SlowerFrom, list[str]] = defaultdict(list)
         for module, name in found.items():
             self._names[module] = name
+            size = self._rows(module), module.in_features
+            limit = slower_from(preferred_layout(module.weight.device, *size), *size)
+            if limit is not None:
+                slower[limit].append(name)
+        for limit, names in slower.items():
+            _LOGGER.info(
+                "slower in 4 bits than in 16 at %d rows and more, by up to %d %%: %s; `linears` may be a function"
+                " that declines them",
+                *limit,
+                _shortened(names),
+            )
         for reason, names in left.items():
             _LOGGER.info("stays 16-bit: %s: %s", _shortened(names), reason)
 

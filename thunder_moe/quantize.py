@@ -85,11 +85,10 @@ def quantize_(
         model: any module that holds experts, or with `linears` dense layers.
         filter: called with each candidate and its qualified name; False leaves it 16-bit. When it declines a
             `GroupedSwiGLU` it is asked about each of its three projections.
-        linears: whether dense layers become 4-bit, too. True: those that are faster then at 1 to 32 rows on the device
-            where the weights are (by their size; docs/performance.md has what was measured, also where 64 rows and more
-            are slower), but for encoders of images and sound. Or a
-            function that is called with each `nn.Linear` and its qualified name; False leaves it 16-bit, True takes it
-            however small it is.
+        linears: whether dense layers become 4-bit, too. True: those that are faster then at 1 to 64 rows on the device
+            where the weights are (by their size), but for encoders of images and sound. Or a function that is called
+            with each `nn.Linear` and its qualified name; False leaves it 16-bit, True takes it however small it is.
+            From how many rows on the layers taken are slower, by measurements, the logger says at level INFO.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
         layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and

@@ -46,7 +46,7 @@ from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_nvfp4weight_scaled_mm
 
 STEM, BASELINE = "linear", "bf16"
-ROWS = [1, 8, 16, 32, 64, 128, 512, 2048]
+ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 TOLERANCE = 1e-2  # both sides round to bf16
 Call = Callable[[], Any]
 COLD_BYTES = 150_000_000  # three times the L2 cache of an H200

@@ -19,7 +19,7 @@ from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
 from benchmarks.suites import linear, router
-from thunder_moe.kernels import reference
+from thunder_moe.kernels import dense, reference
 from thunder_moe.kernels.training import reference as training_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,13 +140,20 @@ def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_pa
     linear._write(file, [new])
     assert json.loads(file.read_text()) == {"environment": {"a": 1}, "entries": [other, new]}
     # Groups may come to the same points, and have no use for a configuration of one weight alone.
-    alone = dict(new, config=["tiled_cluster", 1, 1, 1, 1, 1, False, 2, 1])
+    alone = dict(new, config=["tiled_cluster", 1, 1, 1, 1, 1, False, 2])
     linear._write(file, [alone])
     assert json.loads(file.read_text())["entries"] == [other, new, alone]
     linear._write(file, [dict(alone, us=2)])
     assert json.loads(file.read_text())["entries"] == [other, new, dict(alone, us=2)]
     linear._write(file, [old])
     assert json.loads(file.read_text())["entries"] == [other, old]
+
+
+def test_where_layers_are_said_to_be_slower_is_where_they_were():
+    for row in json.loads((ROOT / "benchmarks" / "results" / "linear_cuda.json").read_text())["rows"]:
+        limit = dense.slower_from("tiled_64x64", *linear.LAYERS[row["layer"]])
+        times = row["times_faster"]["nvfp4"]
+        assert times > 0.995 or (row["rows"] >= limit.rows and times >= 1 / (1 + limit.percent / 100)), row
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,41 @@
-"""Whether a dense layer is faster with a 4-bit weight than in 16 bits on a device: a rule from measurements.
+"""Whether, and up to how many rows, a dense layer is faster in 4 bits than in 16 on a device: rules from measurements.
 Called by dense_linears; calls kernels.select.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from thunder_moe.kernels.select import BACKENDS, select
+from thunder_moe.formats.layouts import TILED_64X64
+from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
 
-__all__ = ["why_slower"]
+__all__ = ["SlowerFrom", "slower_from", "why_slower"]
 
-# Weights (out_features * in_features) from which a layer is faster at few rows. Times faster than bf16, calls in a row,
-# on an H200, at 1 / 8 / 16 rows: 512 x 2048 0.98 / 0.93 / 0.81, 2048 x 2048 0.99 / 0.94 / 0.82, 2048 x 4096 1.33 / 1.32
-# / 1.22. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x 1024 1.99 / 1.45.
-_LEAST_WEIGHTS = {"cuda": 1 << 23, "cpu": 1 << 20}
+# Weights (out_features * in_features) from which a layer is faster at few rows, by the layout that its device prefers,
+# or by the device. Times faster than bf16, calls in a row, on an H200 at 8 / 32 / 64 rows: 1024 x 2048 1.73 / 1.60 /
+# 1.33, 2048 x 2048 1.68 / 1.59 / 1.38; without clusters of blocks, as on other devices, 2048 x 2048 0.94 at 8 rows,
+# 2048 x 4096 1.32. On a Zen 5, one thread, at 1 / 8 rows: 512 x 512 0.67 / 0.86, 1024 x 1024 1.99 / 1.45.
+_LEAST_WEIGHTS = {TILED_64X64: 1 << 21, "cuda": 1 << 23, "cpu": 1 << 20}
+
+
+class SlowerFrom(NamedTuple):
+    """Where a layer is slower in 4 bits than in 16.
+
+    Attributes:
+        rows: of the activation, from which on it may be.
+        percent: by how much at most, of the time in 16 bits.
+    """
+
+    rows: int
+    percent: int
+
+
+# The most weights of a class of layers, and where its layers were slower than bf16 on an H200
+# (benchmarks/results/linear_cuda.json, which a test compares with this; and 5120 x 2048 by 12 % at 1,024 rows). CPUs
+# were measured at few rows only.
+_SLOWER_FROM = {TILED_64X64: ((1 << 24, SlowerFrom(128, 12)), (1 << 62, SlowerFrom(256, 40)))}
 _KERNELS = tuple(module for name, module in (("cpu", "cpu"), ("cuda", "cuda")) if name in BACKENDS)
 
 
@@ -31,8 +53,20 @@ def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str 
         return f"no kernel multiplies by 4-bit weights on {device}"
     if kind == "cuda" and dtype == torch.float32:
         return "no CUDA kernel takes activations in float32"
-    if n * k < _LEAST_WEIGHTS[kind]:
-        return (
-            f"it is too small to be faster in 4 bits on a {kind!r} device, which takes {_LEAST_WEIGHTS[kind]} weights"
-        )
+    layout = preferred_layout(device, n, k)
+    least = _LEAST_WEIGHTS.get(layout, _LEAST_WEIGHTS[kind])
+    if n * k < least:
+        return f"it is too small to be faster in 4 bits on a {kind!r} device, which takes {least} weights"
     return None
+
+
+def slower_from(layout: str, n: int, k: int) -> SlowerFrom | None:
+    """From how many rows on a layer may be slower in 4 bits than in 16; None where nobody has measured it.
+
+    Args:
+        layout: of the weight where it is used, such as `preferred_layout` gives.
+        n: out_features, of all linears that are computed at once.
+        k: in_features.
+    """
+    classes = _SLOWER_FROM.get(layout, ())
+    return next((slower for most, slower in classes if n * k <= most), None)
