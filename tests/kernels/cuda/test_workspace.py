@@ -53,8 +53,10 @@ def test_kernels_that_may_run_at_once_have_rows_of_their_own(now):
 def test_the_kernels_of_a_graph_that_follow_each_other_share_a_row(now):
     now.capture = 3
     all_rows = make(2 * workspace.STREAM_SIZE)
-    first = all_rows.take(32)
-    assert all(all_rows.take(size).data_ptr() == first.data_ptr() for size in (32, 64, workspace.STREAM_SIZE))
+    small, first = all_rows.take(32), all_rows.take(96)
+    assert all(all_rows.take(size).data_ptr() == first.data_ptr() for size in (32, 64, 96))
+    assert all_rows._used == 32 + 96  # no more than they need
+    assert small.data_ptr() != first.data_ptr()
     now.capture = 4
     second = all_rows.take(32)
     assert second.data_ptr() != first.data_ptr()

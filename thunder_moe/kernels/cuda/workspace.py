@@ -56,7 +56,8 @@ class SemaphorePool:
             semaphores = semaphores if owner == capture else None
         if semaphores is not None and semaphores.numel() >= size:
             return semaphores
-        size = max(size, STREAM_SIZE)  # enough for most later kernels of the stream, too
+        if capture == 0:  # graphs may be many, and small
+            size = max(size, STREAM_SIZE)  # enough for most later kernels of the stream, too
         with self._lock:
             if self._used + size <= self._zeros.numel():
                 semaphores, self._used = self._zeros[self._used : self._used + size], self._used + size
