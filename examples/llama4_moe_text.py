@@ -298,6 +298,17 @@ def generate(
 # ---- output
 
 
+def machine(device: torch.device) -> str:
+    """The GPU's name, or the CPU's with what of it multiplies bf16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    words = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    units = [unit for unit in ("avx512_bf16", "amx_bf16") if unit in words.get("flags", "").split()]
+    return " ".join([words.get("model name") or platform.processor() or platform.machine(), *units])
+
+
 def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
     """The numbers of all columns, aligned."""
     columns = [results[name] for name in labels]
@@ -446,13 +457,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "options": {**vars(args), "device": str(args.device), "output": str(args.output)},
         "parameters": parameters,
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "thunder": thunder.__version__},
+        "machine": machine(args.device),
         "threads": torch.get_num_threads(),
         "seconds": seconds,
     }
     stem = args.output / "llama4_moe_text"
     stem.with_suffix(".json").write_text(json.dumps(numbers, indent=2) + "\n")
     plot(losses, results, labels, stem.with_suffix(".png"))
-    print(f"\nwrote {stem}.png and {stem}.json after {seconds:.0f} s on {torch.get_num_threads()} threads")
+    where = f"{machine(args.device)}, {torch.get_num_threads()} threads"
+    print(f"\nwrote {stem}.png and {stem}.json after {seconds:.0f} s on {where}")
     return numbers
 
 

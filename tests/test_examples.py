@@ -63,6 +63,7 @@ def test_all_columns_are_reported(example: ModuleType, numbers: dict) -> None:
         assert math.isfinite(column["bits_per_byte"])
         assert column["tokens_per_second"] > 0
     assert numbers["held_out_bytes"] >= 50_000
+    assert numbers["machine"] == example.machine(torch.device("cpu")) != ""
     assert len(numbers["training_bits_per_byte"]) == STEPS
     assert numbers["training_bits_per_byte"][-1] < numbers["training_bits_per_byte"][0]
 
