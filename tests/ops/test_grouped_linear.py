@@ -63,3 +63,16 @@ def test_grouped_bias():
     for got, exact in zip((y, bias, bias_scale, scales), twins, strict=True):
         assert relative_error(got.grad, exact.grad) < 1e-5
         assert got is bias or got.grad[7:].eq(0).all()
+
+
+def test_the_bias_gradient_has_a_gradient():
+    """Each row gets what its expert's sum gets, rows past the end zeros."""
+    grad, scale = torch.randn(6, 4, requires_grad=True), torch.rand(6, requires_grad=True)
+    offsets, of_sums = torch.tensor([2, 2, 5], dtype=torch.int32), torch.randn(3, 4)
+    sums = torch.ops.thunder_moe.grouped_bias_grad(grad, offsets, scale)
+    of_grad, of_scale = torch.autograd.grad((sums * of_sums).sum(), (grad, scale))
+    scaled = grad * scale[:, None]
+    expected = torch.stack([scaled[a:b].sum(0) for a, b in ((0, 2), (2, 2), (2, 5))])
+    wanted = torch.autograd.grad((expected * of_sums).sum(), (grad, scale))
+    torch.testing.assert_close((of_grad, of_scale), wanted)
+    torch.library.opcheck(torch.ops.thunder_moe.grouped_bias_grad, (grad, offsets, scale))

@@ -64,8 +64,7 @@ def grouped_swiglu(
         of_slot = of_row if row_slot is None else _sum_per_slot(of_row, row_slot)
         grad_scale = of_slot.view(slot_scale.shape).to(slot_scale.dtype)
     if needs[2] and bias is not None:
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32).index_add(0, expert_of_row(offsets, rows), grad_pre)
-        grad_bias = grad_bias.to(bias.dtype)
+        grad_bias = bias_grad(grad_pre, offsets).to(bias.dtype)
     return grad_activation, grad_scale, grad_bias
 
 
@@ -98,8 +97,7 @@ def grouped_mm_combine(
         if needs[0]:
             grad_activation = torch.where(live_rows(offsets, rows), dgrad(grad_row.to(activation.dtype)), 0)
         if needs[2] and bias is not None:
-            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
-            grad_bias = grad_bias.index_add(0, expert_of_row(offsets, rows), grad_row).to(bias.dtype)
+            grad_bias = bias_grad(grad_row, offsets).to(bias.dtype)
     if needs[1] and slot_weight is not None:
         out = gemm(activation).float()
         if bias is not None:
@@ -107,6 +105,12 @@ def grouped_mm_combine(
         out = out[torch.where(live, slot_row.flatten(), 0)] if rows else torch.zeros_like(grad_slot)
         grad_weight = torch.where(live, (out * grad_slot).sum(-1), 0).view(slot_row.shape).to(slot_weight.dtype)
     return grad_activation, grad_weight, grad_bias
+
+
+def bias_grad(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient (M, N) of rows -> float32 (E, N): the sum of each expert's rows in a fixed order, by the operator."""
+    out: Tensor = torch.ops.thunder_moe.grouped_bias_grad(grad, offsets)
+    return out
 
 
 def moe_experts(

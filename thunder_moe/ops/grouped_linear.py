@@ -249,6 +249,27 @@ def _fake_grouped_bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -
     return grad.new_empty(grad.shape[0], dtype=torch.float32)
 
 
+def _setup_bias_grad_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    grad, offsets, scale = inputs
+    needs_scale = needs_gradient(ctx, 3)[2]
+    ctx.save_for_backward(grad if needs_scale else None, offsets, scale)
+    ctx.rows, ctx.dtypes = grad.shape[0], (grad.dtype, None if scale is None else scale.dtype)
+
+
+def _bias_grad_backward(ctx: Any, of_sums: Tensor) -> tuple[Tensor | None, ...]:
+    """Each row gets what its expert's sum gets."""
+    grad, offsets, scale = ctx.saved_tensors
+    needs_grad, _, needs_scale = needs_gradient(ctx, 3)
+    ops = torch.ops.thunder_moe
+    of_grad = of_scale = None
+    if needs_grad:
+        zeros = of_sums.new_zeros(ctx.rows, of_sums.shape[1])
+        of_grad = ops.grouped_bias(zeros, offsets, of_sums, scale).to(ctx.dtypes[0])
+    if needs_scale:
+        of_scale = ops.grouped_bias_scale_grad(grad, of_sums, offsets).to(ctx.dtypes[1])
+    return of_grad, None, of_scale
+
+
 def _setup_bias_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     y, offsets, bias, bias_scale, scales = inputs
     _, _, _, needs_bias_scale, needs_scales = needs_gradient(ctx, 5)
@@ -284,7 +305,9 @@ def _bias_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 register_training_operator(_grouped_linear_dgrad, _fake_grouped_linear_dgrad)
 register_training_operator(_grouped_linear_wgrad, _fake_grouped_linear_wgrad)
-register_training_operator(_grouped_bias_grad, _fake_grouped_bias_grad)
+register_training_operator(
+    _grouped_bias_grad, _fake_grouped_bias_grad, backward=_bias_grad_backward, setup_context=_setup_bias_grad_context
+)
 register_training_operator(_grouped_bias_scale_grad, _fake_grouped_bias_scale_grad)
 register_training_operator(_grouped_linear_out, _writes_only, mutates=("out",))
 register_training_operator(_grouped_linear_dgrad_out, _writes_only, mutates=("out",))

@@ -16,6 +16,7 @@ from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.kernels import gradients
 from thunder_moe.kernels.select import select
+from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias_grad)
 from thunder_moe.ops.checks import check_index_values, check_offset_values, check_operands, check_optional
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, weight_from_operands
 from thunder_moe.ops.operator import operator
