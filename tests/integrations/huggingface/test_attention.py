@@ -161,6 +161,8 @@ def test_on_cuda(queries, heads, dtype, how):
     out, _ = function(layer(4), *inputs, mask)
     expected = in_float64(*inputs, mask)
     assert error(out, expected) < 5 * LIMIT[dtype]
+    numbers = torch.zeros(mask.shape, device="cuda", dtype=dtype).masked_fill(~mask, -torch.inf)
+    assert error(function(layer(4), *inputs, numbers)[0], expected) < 5 * LIMIT[dtype]
     if how == "gradients":
         upstream = torch.randn_like(out)
         ours = torch.autograd.grad(out, inputs, upstream)
