@@ -146,6 +146,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is(value: Any, number: int) -> bool:
+    """Whether a value, which may be a tensor of the program, is a number."""
+    return isinstance(value, (int, float)) and value == number
+
+
 class _Matcher:
     def __init__(self, graph: RouterGraph, top_k: Any) -> None:
         self.graph = graph
@@ -217,7 +222,7 @@ class _Matcher:
         _require(isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill in (0, -math.inf))
         while (kind := graph.kind(graph.maker(mask))) in ("not", "cast", "nonzero"):
             negated = kind == "not"
-            _require(kind != "nonzero" or graph.given(graph.maker(mask)).get("other") == 0)
+            _require(kind != "nonzero" or _is(graph.given(graph.maker(mask)).get("other"), 0))
             mask = self.choosing_input(mask)
             _require(not negated or graph.example(mask).dtype == torch.bool)  # ~1 is -2
             keeps ^= negated
@@ -239,7 +244,7 @@ class _Matcher:
             _require(self.shape(mask, 2)[1] == groups)
         scatter = graph.maker(mask)
         scattered = self.given(scatter, "scatter")
-        _require(scattered.get("dim") in _LAST and scattered.get("value") in (1, True))
+        _require(scattered.get("dim") in _LAST and _is(scattered.get("value"), 1))
         zeros = graph.maker(scattered["input"])
         while graph.kind(zeros) == "cast":
             self.add_choosing(zeros)

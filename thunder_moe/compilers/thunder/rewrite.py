@@ -1,6 +1,6 @@
 """The rewrite of Thunder's traces: frozen expert GEMMs -> NVFP4 symbols, their weights packed in the prologue.
 Called by Thunder, among a compilation's transforms (executor.py and plugin.py put it there); calls sites.py for what
-there is to rewrite, symbols.py for what takes its place, nvfuser.py, and report.py.
+there is to rewrite, symbols.py for what takes its place, routers.py, nvfuser.py, and report.py.
 
 find grouped GEMMs -> decide on each -> pair gate and up with their SwiGLU -> pack weights in the prologue, as nvFuser
 takes them where it runs the GEMM, else as our kernels read them best -> rewrite the computation -> record what was
@@ -33,6 +33,7 @@ from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe  #
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
 from thunder_moe.compilers.thunder.sites import (  # noqa: E402
     Quantized,
     Site,
@@ -81,6 +82,7 @@ class NVFP4Rewrite(Transform):
         unfused = {id(site): block.reason for block in swiglu for site in block.sites}
         fused = {id(site) for block in blocks for site in block.sites}
         before = find_quantized(prologue_trace, computation)
+        routers = find_routers(computation)
         packs: dict[tuple[Any, ...], _Pack] = {}
         replacements: dict[int, list[BoundSymbol]] = {}
         routes: dict[int, str] = {}
@@ -103,12 +105,16 @@ class NVFP4Rewrite(Transform):
                         more = dict(site.bsym.kwargs, output=site.bsym.output)
                         gemm = site.bsym.sym.bind(*operands, *site.bsym.args[3:], **more)
                         replacements[id(site.bsym)] = [*clones, gemm]
+            for router, _ in routers:
+                if router is not None:
+                    calls_at = fuse_router(router, computation)
+                    replacements |= {id(computation.bound_symbols[at]): new for at, new in calls_at.items()}
         decisions = [
             _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
         ]
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
         EXECUTOR.recorded(get_compile_data())
-        record(get_compile_data(), decisions)
+        record(get_compile_data(), decisions, others=[entry for _, entry in routers])
         checks, declarations = _conditions(computation, sites, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():
