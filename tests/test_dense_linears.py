@@ -26,6 +26,19 @@ def everything(module, name):
     return True
 
 
+def doubled_data(x):
+    x.data.mul_(2)
+
+
+def doubled_array(x):
+    x.numpy()[...] *= 2
+
+
+def doubled_in_inference_mode(x):
+    with torch.inference_mode():
+        x.mul_(2)
+
+
 class Attention(nn.Module):
     def __init__(self, bias=False):
         super().__init__()
@@ -76,6 +89,20 @@ def make(**options):
 def kinds(model):
     kinds = (nn.Linear, NVFP4Linear, NVFP4LinearPart)
     return {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("change", [doubled_data, doubled_array, doubled_in_inference_mode])
+def test_parts_that_are_called_by_hand_see_every_change_of_their_input(change, grad):
+    attention = quantize_(Model(), linears=everything).attention
+    stack = attention.k_proj.stack
+    with torch.set_grad_enabled(grad), torch.inference_mode(change is doubled_in_inference_mode):
+        x = X.clone()
+        attention.q_proj(x)
+        assert stack._waiting.result is stack._waiting.parts is None  # nothing waits for parts that nobody may call
+        change(x)
+        k, expected = attention.k_proj(x), stack(2 * X).split(stack._part_features, -1)[1]
+    assert relative_error(k, expected) < 1e-5
 
 
 def test_computes_what_the_dequantized_model_does_once_for_all_that_read_the_same_rows():

@@ -192,6 +192,7 @@ class DenseLinears(ExpertFamily):
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         if isinstance(module, NVFP4LinearPart) and module.stack not in parent.children():
             setattr(parent, vars(module)["stack_name"], module.stack)
+            module.stack.__dict__["reader"] = type(parent)
         setattr(parent, name, module)
         needed = {child.stack for child in parent.children() if isinstance(child, NVFP4LinearPart)}
         for key, child in list(parent._modules.items()):
@@ -243,6 +244,7 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
     )
     stack.train(first.training)
     hook_alike(stack, first)
+    stack.__dict__["reader"] = type(parent)
     setattr(parent, _stack_name(parent, names), stack)
     for index, name in enumerate(names):
         part = NVFP4LinearPart(stack, index)

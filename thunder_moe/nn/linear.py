@@ -6,6 +6,9 @@ Legend: ... any leading dimensions, N out_features, K in_features.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -217,9 +220,16 @@ class NVFP4LinearStack(NVFP4Linear):
     It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. The first part that
     is called computes the outputs of all, which wait for the other parts until the last one has taken its own. They are
     used only for the same, unchanged input tensor, weights and modes; for others the parts compute their own rows.
-    Tensors of inference mode cannot say whether they were changed: whoever makes a stack has to know that the module
-    changes its input nowhere in between (`dense_linears.read_together` does), and a part that has hooks shares nothing.
+    A tensor cannot tell of all changes that there were any (not in inference mode, nor through ``x.data``): who makes
+    a stack has to know that the module changes its input nowhere in between (`dense_linears.read_together` does), and
+    names its class as the stack's `reader`. Parts that are called from elsewhere than that class's forward share
+    nothing, nor does a part that has hooks.
+
+    Attributes:
+        reader: the class whose forward calls the parts; None: whoever calls them counts as it.
     """
+
+    reader: type[nn.Module] | None = None
 
     def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
         self._waiting = _Waiting()
@@ -245,7 +255,7 @@ class NVFP4LinearStack(NVFP4Linear):
         if shared and is_bare(x):
             return self._bare_part(x, index, sizes)
         begin, last = sum(sizes[:index]), index == len(sizes) - 1
-        shared = shared and not traced_by_thunder()
+        shared = shared and not traced_by_thunder() and (torch.compiler.is_compiling() or self._is_read())
         waiting = self._waiting
         latest, waiting.result = waiting.result, None
         out: Tensor
@@ -261,6 +271,8 @@ class NVFP4LinearStack(NVFP4Linear):
 
     def _bare_part(self, x: Tensor, index: int, sizes: tuple[int, ...]) -> Tensor:
         """The same where `is_bare` says that modes make no difference."""
+        if not self._is_read():
+            return self.rows(x, sum(sizes[:index]), sizes[index])
         waiting, bias = self._waiting, self._parameters.get("bias")
         latest, waiting.parts = waiting.parts, None
         of_bias = None if bias is None else (id(bias), _version(bias))
@@ -275,6 +287,29 @@ class NVFP4LinearStack(NVFP4Linear):
         if index + 1 < len(sizes):
             waiting.parts = weakref.ref(x), state, parts
         return parts[index]
+
+    def _is_read(self) -> bool:
+        """Whether the reader's forward is what calls a part, below torch's and others' wrappers of the call."""
+        if self.reader is None:
+            return True
+        reader: Any = self.reader
+        code, frame = _code_of_forward(reader), sys._getframe(5).f_back  # behind two frames of nn.Module
+        if frame is not None and frame.f_code is code:
+            return True
+        frame = sys._getframe(2)
+        for _ in range(_WRAPPERS):
+            if frame is None or frame.f_code is code:
+                break
+            frame = frame.f_back
+        return frame is not None and frame.f_code is code
+
+
+_WRAPPERS = 10  # frames between `part` and the forward that calls one, with those of hooks and of accelerate
+
+
+@functools.cache
+def _code_of_forward(kind: Any) -> Any:
+    return getattr(inspect.unwrap(kind.forward), "__code__", None)
 
 
 class _Waiting:
