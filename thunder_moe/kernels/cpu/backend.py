@@ -349,7 +349,10 @@ def _limits(dtype: torch.dtype) -> Limits:
 @functools.cache
 def _measured_limits(dtype: torch.dtype, onednn: bool) -> Limits:
     file = _built_file().with_name("crossover.json")
-    return limits_for(dtype, _kernels(dtype, onednn), _seconds, file, _cpu_name())
+    try:
+        return limits_for(dtype, _kernels(dtype, onednn), _seconds, file, _cpu_name())
+    finally:
+        _operands.cache_clear()  # 14 MB
 
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
