@@ -66,6 +66,8 @@ class NVFP4GroupedLinear(NVFP4Module):
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N).
 
+        Rows past ``offsets[-1]`` are zero with a bias, undefined without; gradients are zero there.
+
         Args:
             bias_scale: floating point (M,), multiplies each row's bias.
 
