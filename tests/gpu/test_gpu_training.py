@@ -36,9 +36,12 @@ def make(dtype, hidden=64, width=96, **options):
     )
 
 
-@pytest.mark.parametrize("mode", ["eager", "dynamo", "thunder"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("hidden", "width"), [(64, 96), (36, 25)])
+CASES = [("eager", dtype, *sizes) for dtype in TOLERANCE for sizes in ((64, 96), (36, 25))]
+for _mode in ("dynamo", "thunder"):
+    CASES += [(_mode, torch.bfloat16, 64, 96), (_mode, torch.float32, 36, 25)]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "hidden", "width"), CASES)
 def test_results_and_gradients(mode, dtype, hidden, width):
     torch.backends.cuda.matmul.allow_tf32 = False
     mlp = make(dtype, hidden, width)
