@@ -11,7 +11,16 @@ from tiny_models import tiny_model, tokens
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thunder_moe import GroupedLinear, GroupedSwiGLU, dequantize_, finish_qat_, nvfp4, prepare_qat_, quantize_
+from thunder_moe import (
+    GroupedLinear,
+    GroupedMLP,
+    GroupedSwiGLU,
+    dequantize_,
+    finish_qat_,
+    nvfp4,
+    prepare_qat_,
+    quantize_,
+)
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.qat import FakeQuantize
 
@@ -165,6 +174,22 @@ def test_what_is_prepared_can_be_copied_and_its_state_loads():
     x = torch.randn(12, 32).bfloat16()
     assert torch.equal(twin(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
+def test_grouped_mlp(mode):
+    torch.manual_seed(0)
+    model = prepare_qat_(Model(GroupedMLP(4, 32, 48, bias=True, dtype=torch.bfloat16)))
+    x = torch.randn(12, 32).bfloat16()
+    out = compiled(model, mode)(x)
+    out.float().square().mean().backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+    seen = {name: getattr(model.experts, name).weight.detach().clone() for name in ("gate_up_proj", "down_proj")}
+    dequantize_(quantize_(finish_qat_(model)))
+    for name, weight in seen.items():
+        assert torch.equal(getattr(model.experts, name).weight, weight), name
+    assert relative_error(model(x), out.detach()) < 4e-3
 
 
 def test_tied_weights_stay_tied():
