@@ -246,3 +246,23 @@ def test_the_demos_model_trains_with_grouped_mlp_to_the_same_loss(example: Modul
     losses = example.train(compiled, other, text, args)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert losses[-1] < losses[0]
+
+
+# examples/qat_text.py
+
+
+@pytest.mark.slow
+def test_quantization_aware_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))  # it imports the other example
+    example = load_example("qat_text")
+    monkeypatch.setattr(example, "held_out_batches", lambda text, device: held_out(text, device)[:1])
+    held_out = load_example("llama4_moe_text").held_out_batches
+    arguments = ["--steps", "4", "--qat-steps", "2", "--hidden", "32", "--layers", "1", "--output", str(tmp_path)]
+    numbers = example.main(arguments)
+    assert json.loads((tmp_path / "qat_text.json").read_text())["bits_per_byte"] == numbers["bits_per_byte"]
+    bits = numbers["bits_per_byte"]
+    assert all(math.isfinite(value) for value in bits.values())
+    assert bits["NVFP4, trained aware"] == pytest.approx(bits["NVFP4, as training saw it"], abs=0.02)
+    assert bits["bf16"] != bits["NVFP4"]
+    with pytest.raises(SystemExit):
+        example.main(["--steps", "4", "--qat-steps", "4"])
