@@ -117,7 +117,13 @@ QUANTIZED = {
 
 
 def describe(
-    gemm: GroupedGemm, declined: str | None, *, requires_grad: bool, fused: bool, unfused: str | None = None
+    gemm: GroupedGemm,
+    declined: str | None,
+    *,
+    requires_grad: bool,
+    fused: bool,
+    unfused: str | None = None,
+    whole: bool = False,
 ) -> Decision:
     """The decision on a GEMM, as reports show it.
 
@@ -127,10 +133,13 @@ def describe(
         requires_grad: of the weight, whether or not gradients are enabled.
         fused: it becomes part of a fused SwiGLU, if it is rewritten.
         unfused: `Program.reason_against_fusing` of the SwiGLU that it stays out of.
+        whole: all of the layer's experts become one operator.
     """
     if declined is not None:
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"
+    if whole:
+        return gemm, "nvfp4 + swiglu" if fused else "nvfp4", f"{reason}; the experts of the layer in one operator"
     if fused:
         return gemm, "nvfp4 + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
     return gemm, "nvfp4", reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"

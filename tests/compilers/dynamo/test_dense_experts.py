@@ -3,6 +3,7 @@ or declined where another result could come of it. Called by pytest; judged by t
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -126,9 +127,22 @@ def test_no_batched_gemm_is_left():
         return gm
 
     torch._dynamo.register_backend(spy, name="spy_dense_experts")
-    compiled(Dense(), "spy_dense_experts")(rows())
-    assert not [target for target in targets if "bmm" in target or "repeat" in target or "scatter" in target]
-    assert sum("moe_route" in target for target in targets) == 1
+    function = compiled(Dense(), "spy_dense_experts")
+    function(rows())
+    assert not [target for target in targets if re.search("bmm|repeat|scatter|topk|sigmoid", target)]
+    operators = [target for target in targets if "thunder_moe" in target]
+    assert operators == ["thunder_moe.moe_router.default", "thunder_moe.f16a_nvfp4weight_moe_experts.default"]
+    (router,) = rewrite_report(function).routers
+    assert (router.decision, router.experts, router.top_k) == ("moe_router", EXPERTS, 2)
+    assert all("one operator" in entry.reason for entry in rewrite_report(function))
+
+
+def test_results_of_another_width():
+    module = Dense(total=lambda self, y: y.view(EXPERTS, -1, 48).sum(dim=0))
+    module.down_proj = nn.Parameter(torch.randn(EXPERTS, INTERMEDIATE, 48, dtype=BF16), requires_grad=False)
+    function, x = compiled(module), rows()
+    assert relative_error(function(x)[0], decoded(module, BF16)(x)[0]) < 0.01
+    assert [entry.decision for entry in rewrite_report(function)] == ["nvfp4 + swiglu", "nvfp4"]
 
 
 def test_other_numbers_of_tokens_and_changed_weights():

@@ -20,12 +20,28 @@ from thunder_moe.compilers.dynamo.attention import find_repeated_attention, grou
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
-from thunder_moe.compilers.dynamo.routers import find_routers, fuse_router, share_orders
+from thunder_moe.compilers.dynamo.routers import (
+    Router,
+    call_router,
+    dense_router,
+    find_routers,
+    fuse_router,
+    share_orders,
+)
 from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_sites, find_swiglu, quantized_gemm
+from thunder_moe.compilers.dynamo.sites import (
+    Site,
+    SwiGLUNodes,
+    Weights,
+    calls,
+    find_sites,
+    find_swiglu,
+    quantized_gemm,
+)
+from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_experts, whole_selected_experts
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
-from thunder_moe.compilers.report import Others
+from thunder_moe.compilers.report import Others, RouterEntry
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -37,11 +53,12 @@ _PARTS = ("fp4_weight", "scale", "global_scale")
 _GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
 _GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
 _COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
+_EXPERTS = _OPS.f16a_nvfp4weight_moe_experts.default
 # The positions of the weights among an operator's arguments, and the decision on each.
 _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
     getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
 }
-_QUANTIZED[_OPS.f16a_nvfp4weight_moe_experts.default] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
+_QUANTIZED[_EXPERTS] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +174,15 @@ def rewrite(
         for found in ([] if attention is False else find_repeated_attention(scope, on_any_device=attention is True))
     ]
     routers = [found for scope in scopes for found in find_routers(scope)]
+    dense_routers = {
+        block: router_of_block
+        for plan in plans
+        for block in plan.dense
+        if block.routing is not None
+        if (router_of_block := dense_router(block.sites[0].scope, block.routing)) is not None
+    }
     programs = [scope.program for scope in scopes]
-    rewrites = any(plan.calls or plan.dense or plan.selected for plan in plans)
+    rewrites = any(plan.calls or plan.whole or plan.dense or plan.selected for plan in plans)
     written = tuple(map(placeholders.index, _written_inputs(root, weights))) if rewrites else ()
 
     def handle(node: fx.Node) -> int | Tensor:
@@ -201,9 +225,11 @@ def rewrite(
                 weight = packed_inputs(call)
                 arguments = (rows, *weight.nodes, offsets)
                 _replace(call.sites[0].scope, call.product, _GROUPED_SWIGLU, arguments, weight.options)
+        for whole in plan.whole:
+            _run_whole(whole, packed_inputs(whole.first), packed_inputs(whole.down))
         for block in plan.dense:
             if block.routing is not None:
-                _route(block.sites[0], block.routing, *map(packed_inputs, block.sites))
+                _route(block, block.routing, dense_routers.get(block), *map(packed_inputs, block.sites))
         routes: dict[fx.Node, list[fx.Node]] = {}
         for products in plan.selected:
             gate_up = [] if products.swiglu is None else [packed_inputs(products.swiglu)]
@@ -235,7 +261,11 @@ def rewrite(
         enables_grad=not torch.is_grad_enabled()
         and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
     )
-    return rewritten, decisions, [*(found.entry for found in repeated), *(entry for _, entry in routers)]
+    return (
+        rewritten,
+        decisions,
+        [*(found.entry for found in repeated), *(entry for _, entry in (*routers, *dense_routers.values()))],
+    )
 
 
 def _written_inputs(root: Scope, weights: Weights) -> list[fx.Node]:
@@ -263,10 +293,12 @@ def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tu
 
 @dataclass(frozen=True)
 class _Plan:
-    """The decisions on one graph: `calls`, `dense` and `selected` are rewritten, `to_train` get our gradient."""
+    """The decisions on one graph: `calls`, `whole`, `dense` and `selected` are rewritten, `to_train` get our
+    gradient."""
 
     sites: list[Site]
     calls: list[Site | SwiGLUNodes]
+    whole: list[WholeExperts]
     dense: list[DenseExperts]
     selected: list[SelectedExperts]
     to_train: list[Site]
@@ -280,20 +312,33 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
     fused = {site for block in blocks for site in block.sites}
     downs = {block.down for block in blocks if block.down is not None}
     dense = find_dense_experts(scope, weights)
+    whole = find_whole_experts(scope, blocks, eligible)
+    selected, products = find_selected_experts(scope, weights)
+    layers = {block: layer for block in selected if (layer := whole_selected_experts(scope, block)) is not None}
+    selected = [block for block in selected if block not in layers]
+    whole += layers.values()
+    in_layers = {site for layer in whole for site in (*layer.first.sites, layer.down)}
+    in_layers |= {site for block in dense if block.routing is not None and _keeps_width(block) for site in block.sites}
 
     def decision(site: Site, reason: str | None, *, is_fused: bool) -> Decision:
         requires_grad = site.weight is not None and weights.tensors[site.weight].requires_grad
-        return describe(site.gemm, reason, requires_grad=requires_grad, fused=is_fused, unfused=unfused.get(site))
+        return describe(
+            site.gemm, reason, requires_grad=requires_grad, fused=is_fused, unfused=unfused.get(site),
+            whole=site in in_layers,
+        )  # fmt: skip
 
     decisions = [decision(site, site.reason, is_fused=site in fused) for site in sites]
     for block in dense:
         decisions += [decision(site, block.reason, is_fused=site is not block.sites[-1]) for site in block.sites]
-    selected, products = find_selected_experts(scope, weights)
-    fused_products = {block.sites[0] for block in selected if block.swiglu is not None}
+    fused_products = {block.sites[0] for block in (*selected, *layers) if block.swiglu is not None}
     decisions += [decision(site, site.reason, is_fused=site in fused_products) for site in products]
     return _Plan(
         [*sites, *products, *(site for block in dense for site in block.sites)],
-        [*blocks, *(site for site in eligible if site not in fused | downs)],
+        [
+            *(block for block in blocks if block.sites[0] not in in_layers),
+            *(site for site in eligible if site not in fused | downs | in_layers),
+        ],
+        whole,
         dense,
         selected,
         [site for site in sites if site.reason is not None and _trains(site)],
@@ -352,18 +397,63 @@ def _replace(
     _erase(scope, old)
 
 
-def _route(first: Site, routing: Routing, gate_up: Packed, down: Packed) -> None:
-    """Puts routing, gather and the two fused operators in the place of batched GEMMs over all experts."""
+def _run_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
+    """Puts one operator in the place of a layer's experts."""
+    scope, graph = layer.down.scope, layer.down.scope.graph
+    tokens, *of_slots = layer.operands
+    with graph.inserting_before(layer.total):
+        ids, weights = (graph.call_method("view", (node, (-1, layer.top_k))) for node in of_slots)
+    arguments = (tokens, ids, weights, *gate_up.nodes, *down.nodes, *_NO_BIAS_OR_ORDER)
+    options = _options_of_experts(gate_up, down, on_input=layer.on_input)
+    _replace(scope, layer.total, _EXPERTS, arguments, options)
+    nodes: list[Any] = sorted(layer.nodes, key=scope.positions.__getitem__, reverse=True)
+    for node in nodes:
+        if node._erased or node.users:
+            continue
+        if not calls(node, {operator.setitem}):
+            _erase(scope, node)
+        elif set(node.args[0].users) == {node}:
+            graph.erase_node(node)
+
+
+_NO_BIAS_OR_ORDER = (None,) * 5
+
+
+def _options_of_experts(gate_up: Packed, down: Packed, *, on_input: bool) -> dict[str, Any]:
+    layouts = dict(gate_up_layout=gate_up.options["layout"], down_layout=down.options["layout"])
+    return dict(weight_on_input=True, **layouts) if on_input else layouts
+
+
+def _route(
+    block: DenseExperts, routing: Routing, router: tuple[Router, RouterEntry] | None, gate_up: Packed, down: Packed
+) -> None:
+    """Puts routed experts in the place of batched GEMMs over all experts, and maybe one operator of their router."""
+    first = block.sites[0]
     tokens, indices, scale = routing.operands
     graph = first.scope.graph
+    if router is not None:
+        scale, indices = call_router(router[0])
     with graph.inserting_before(routing.rows):
-        for node in routing.scores:
+        for node in routing.scores if router is None else ():
             scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)
-        route = graph.call_function(_OPS.moe_route.default, (indices, first.gemm.experts))
-        row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
-        arguments = (tokens, *gate_up.nodes, offsets, row_slot, scale)
-        rows = graph.call_function(_GROUPED_SWIGLU, arguments, gate_up.options)
-    _replace(first.scope, routing.total, _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options)
+        if _keeps_width(block):
+            arguments = (tokens, indices, scale, *gate_up.nodes, *down.nodes, *_NO_BIAS_OR_ORDER)
+            call, options = _EXPERTS, _options_of_experts(gate_up, down, on_input=True)
+        else:
+            route = graph.call_function(_OPS.moe_route.default, (indices, first.gemm.experts))
+            row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
+            of_rows = (tokens, *gate_up.nodes, offsets, row_slot, scale)
+            rows = graph.call_function(_GROUPED_SWIGLU, of_rows, gate_up.options)
+            call, arguments, options = _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options
+        out = graph.call_function(call, arguments, options)
+    out.meta = dict(routing.total.meta)
+    routing.total.replace_all_uses_with(out)
+    _erase(first.scope, routing.total)
+
+
+def _keeps_width(block: DenseExperts) -> bool:
+    """Whether the experts give as many features as tokens have."""
+    return block.sites[0].gemm.in_features == block.sites[-1].gemm.out_features
 
 
 def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed: Packed) -> None:

@@ -22,7 +22,7 @@ from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, sto
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, calls, find_swiglu, only_user, site_of
 
-__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
+__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts", "reason_against_ids"]
 
 aten = torch.ops.aten
 _BMM = {torch.bmm, aten.bmm.default, "bmm"}
@@ -97,7 +97,7 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
             continue
         found = site_of(node, scope, weight if transposed else weight.mT, rows, rows.shape[0], weights)
         site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
-        reason = site.reason or _reason_against_ids(ids, site.gemm.experts) or _change(scope, (site,))
+        reason = site.reason or reason_against_ids(ids, site.gemm.experts) or _change(scope, (site,))
         return SelectedSite(**{**vars(site), "reason": reason})
     return None
 
@@ -112,7 +112,7 @@ def _unsqueezed(site: SelectedSite) -> fx.Node:
     return next(node for node in site.nodes if calls(node, _UNSQUEEZE))
 
 
-def _reason_against_ids(ids: Any, experts: int) -> str | None:
+def reason_against_ids(ids: Any, experts: int) -> str | None:
     """Why rows may not be sorted by these ids: an index may be negative, and may be an error."""
     while calls(ids, _SAME_IDS) and isinstance(ids.args[0], fx.Node):
         ids = ids.args[0]
