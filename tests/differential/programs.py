@@ -104,6 +104,7 @@ DISABLED: dict[str, dict[str, str]] = {
         "weight foreach copy": _UNTRACED,
         "copy_": _NO_GRADIENT,
         "index_add_": _NO_GRADIENT,
+        "routed experts": _UNTRACED,
         "in-place silu": "Thunder's gradient is wrong",
         "new parameter": _PARAMETERS,
         "load_state_dict(assign=True)": _PARAMETERS,
@@ -186,7 +187,7 @@ class Generator:
             kinds += [self.grad_mode, self.grad_mode]
         kinds += [self.helper]
         if not self.nested and self.chance(0.3):
-            kinds += [self.dense_experts]
+            kinds += [self.dense_experts, self.routed_experts, self.routed_experts]
         return self.random.choice(kinds)(body, rows)
 
     # ---- weights
@@ -469,6 +470,116 @@ class Generator:
             body.append(Statement(line))
             if self.chance(0.3):
                 self.hazard(body, rows)
+        return y
+
+    def router(self, body: list[Statement], top_k: int) -> None:
+        """Statements that make weights (T, A) in the dtype of x and ids (T, A) of a router's logits; parts of it are
+        changed in place or read elsewhere now and then."""
+        logits, experts = self.name("logits"), self.experts
+        grid = f"torch.linspace(-3, 3, 97)[torch.arange(64 * {experts}) * 31 % 97].view(64, {experts})"
+        self.program.weights.append(Statement(f'self.register_buffer("{logits}", {grid})'))
+        self.program.weights.append(
+            Statement(f'self.register_buffer("c{logits}", torch.linspace(0.3, -0.4, {experts}))')
+        )
+        lines = [f"logits = self.{logits}[: x.shape[0]] * s.float()"]
+        own = {"logits": "logits", "weights": "weights", "ids": "ids"}
+        score = self.random.choice(("logits.softmax(-1)", "logits.sigmoid()", "torch.sigmoid(logits.float())"))
+        if self.chance(0.3):
+            lines += [f"weights, ids = logits.topk({top_k}, -1)"]
+            lines += [self.random.choice(("weights = weights.softmax(-1)", "weights = weights.float().sigmoid()"))]
+        else:
+            own["scores"] = "scores"
+            lines += [f"scores = {score}"]
+            choice, biased = "scores", self.chance(0.6)
+            if biased:
+                bias = f"self.c{logits}"
+                lines += [f"choice = {self.random.choice((f'scores + {bias}', f'{bias}[None] + scores.detach()'))}"]
+                own["choice"] = choice = "choice"
+            if experts == 4 and top_k <= 2 and self.chance(0.6):
+                own["mask"] = "mask"
+                best = self.random.choice(("topk(2, dim=-1)[0].sum(-1)", "amax(-1)"))
+                wide = self.random.choice(
+                    ("mask.unsqueeze(-1).expand(-1, 2, 2).reshape(-1, 4)", "mask.repeat_interleave(2, dim=1)")
+                )
+                fill = self.random.choice(('float("-inf")', "0.0", "-100.0"))
+                lines += [
+                    f"groups = {choice}.view(-1, 2, 2).{best}",
+                    "mask = torch.zeros_like(groups)",
+                    "mask.scatter_(1, groups.topk(1, dim=-1)[1], 1)",
+                    f"wide = {wide}",
+                    f"masked = {choice}.masked_fill(~wide.bool(), {fill})",
+                ]
+                choice = "masked"
+            lines += [f"ids = torch.topk({choice}, {top_k}, dim=-1, sorted=False)[1]"]
+            lines += [f"weights = {self.random.choice(('scores', 'scores', choice))}.gather(1, ids)"]
+        divisor = self.random.choice(("", " + 1e-6", " + 0.5"))
+        normalization = self.random.choice(
+            ("", "weights / (weights.sum(-1, keepdim=True){})", "weights / (weights.sum(0, keepdim=True){})")
+        )
+        if normalization:
+            lines += ["weights = " + normalization.format(divisor)]
+            if "sum(-1" in normalization and self.chance(0.4):
+                lines[-1] = f"weights /= weights.sum(-1, keepdim=True){divisor}"
+        lines += [self.random.choice(("weights = weights * 2.5", "weights = weights / 2", "pass"))]
+        lines += ["weights = weights.to(x.dtype)"]
+        known: set[str] = set()
+        for line in lines:
+            body.append(Statement(line))
+            known |= {name for name in own if line.startswith((f"{name} ", f"{name},")) or f", {name} =" in line}
+            if not known or not self.chance(0.06) or "nested" in self.hazards:
+                continue
+            name = self.random.choice(sorted(known))
+            changes = (
+                ["{}.copy_({}.flip(0))"] if name == "ids" else ["{}.mul_(0.5)", "{}.detach().mul_(0.5)", "{}[:1] = 0.0"]
+            )
+            if self.use("changed router"):
+                body.append(Statement(self.random.choice(changes).format(name, name)))
+        if self.chance(0.2):
+            read = self.random.choice(sorted(set(own) - {"ids"}))
+            body.append(Statement(f"out.append({read} * 1.0)"))
+
+    def routed_experts(self, body: list[Statement], rows: str) -> str:
+        """A router, and experts on the rows of its choice, summed per token: a whole layer."""
+        if self.nested or not self.use("routed experts"):
+            return self.plain(body, rows)
+        top_k = self.random.randint(1, self.experts)
+        k, n = self.widths[rows], self.random.choice((16, 32))
+        width = k if self.chance(0.8) else self.random.choice(WIDTHS)
+        gate_up, down, y = self.weight(2 * n, k), self.weight(width, n), self.name("y", width)
+        self.router(body, top_k)
+        offsets = self.random.choice(
+            (
+                f"torch.histc(in_order.float(), bins={self.experts}, min=0, max={self.experts - 1})",
+                f"torch.zeros({self.experts}, dtype=torch.int32, device=x.device)"
+                ".scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))",
+            )
+        )
+        both = self.gemm("r", gate_up.read, gate_up.transposed, "ends")
+        on_input = self.chance(0.3)
+        weighted = "tokens[order // {}] * weights.reshape(-1)[order][:, None]" if on_input else "tokens[order // {}]"
+        lines = [
+            f"tokens = {rows} * 1.0",
+            "flat = ids.reshape(-1)",
+            "in_order, order = torch.sort(flat)",
+            f"ends = torch.cumsum({offsets}, dim=0, dtype=torch.int32)",
+            f"r = {weighted.format(top_k)}",
+            f"both = {both}",
+            "gate, up = both.chunk(2, -1)",
+            "h = F.silu(gate) * up",
+            f"y = {self.gemm('h', down.read, down.transposed, 'ends')}",
+            "pass" if on_input else "y = y * weights.reshape(-1)[order].unsqueeze(-1)",
+            "inverse = torch.empty_like(order)",
+            "inverse[order] = torch.arange(order.size(0), device=x.device)",
+            f"{y} = y[inverse].view(-1, {top_k}, {width}).sum(dim=1)",
+        ]
+        known: set[str] = set()
+        for line in lines:
+            body.append(Statement(line))
+            known |= {name for name in ("tokens", "weights", "order", "y") if name in line}
+            if self.chance(0.03) and self.use("changed routing"):
+                name = self.random.choice(sorted(known))
+                change = f"{name}.copy_({name}.flip(0))" if name == "order" else f"{name}.mul_(2.0)"
+                body.append(Statement(change))
         return y
 
     def helper(self, body: list[Statement], rows: str) -> str:
