@@ -486,7 +486,9 @@ class Generator:
         score = self.random.choice(("logits.softmax(-1)", "logits.sigmoid()", "torch.sigmoid(logits.float())"))
         if self.chance(0.3):
             lines += [f"weights, ids = logits.topk({top_k}, -1)"]
-            lines += [self.random.choice(("weights = weights.softmax(-1)", "weights = weights.float().sigmoid()"))]
+            sigmoid = "weights = weights.float().sigmoid()"
+            # Of one expert, the gradient is 0 but for rounding.
+            lines += [sigmoid if top_k == 1 else self.random.choice(("weights = weights.softmax(-1)", sigmoid))]
         else:
             own["scores"] = "scores"
             lines += [f"scores = {score}"]
@@ -516,7 +518,7 @@ class Generator:
         normalization = self.random.choice(
             ("", "weights / (weights.sum(-1, keepdim=True){})", "weights / (weights.sum(0, keepdim=True){})")
         )
-        if normalization:
+        if normalization and top_k > 1:
             lines += ["weights = " + normalization.format(divisor)]
             if "sum(-1" in normalization and self.chance(0.4):
                 lines[-1] = f"weights /= weights.sum(-1, keepdim=True){divisor}"
