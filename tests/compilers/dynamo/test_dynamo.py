@@ -24,6 +24,7 @@ from thunder_moe import (
 )
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.kernels.select import select
+from thunder_moe.ops import experts as experts_operator
 from thunder_moe.ops import grouped_mm as grouped_mm_operator
 from thunder_moe.ops import grouped_swiglu as grouped_swiglu_operator
 from thunder_moe.ops.grouped_mm import weight_from_operands
@@ -247,7 +248,7 @@ def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles,
         called.append(packed[-1])
         return weight_from_operands(*packed)
 
-    for module in (grouped_mm_operator, grouped_swiglu_operator):
+    for module in (grouped_mm_operator, grouped_swiglu_operator, experts_operator):
         monkeypatch.setattr(module, "weight_from_operands", spy)
     moe.requires_grad_(False)
     function = compiled(moe, inner)
