@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, reason_against_ids
-from thunder_moe.compilers.dynamo.sites import MUL, Site, SwiGLUNodes, calls
+from thunder_moe.compilers.dynamo.sites import ACTIVATED, MUL, Site, SwiGLUNodes, calls
 
 __all__ = ["WholeExperts", "find_whole_experts", "whole_selected_experts"]
 
@@ -100,15 +100,21 @@ def find_whole_experts(scope: Scope, blocks: list[SwiGLUNodes], sites: list[Site
     """
     found = []
     for block in blocks:
-        if block.down is not None or block.form or block.scales is not None or any(site.own for site in block.sites):
-            continue  # of GroupedMLP and GroupedLinear, whose rows past the end are zero
-        readers = {site.node: site for site in sites if site not in block.sites and not site.own}
+        if block.down is not None or block.form or block.scales is not None or not all(map(_is_plain, block.sites)):
+            continue
+        readers = {site.node: site for site in sites if site not in block.sites and _is_plain(site)}
         try:
             last = _behind_product(block, set(readers))
             found.append(_Matcher(scope, block, readers[last]).match_grouped())
         except _MismatchError:
             continue
     return found
+
+
+def _is_plain(site: Site) -> bool:
+    """Whether a site is a GEMM alone. Those of GroupedLinear give zeros past the last row end, but here are no rows."""
+    added = (site.arguments.get(name) for name in ("bias", "bias_scale", "scales"))
+    return getattr(site.node.target, "default", site.node.target) is not ACTIVATED and all(a is None for a in added)
 
 
 def whole_selected_experts(scope: Scope, products: SelectedExperts) -> WholeExperts | None:
