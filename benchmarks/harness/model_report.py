@@ -74,9 +74,12 @@ def _add(row: Row, other: Row, path: Path) -> None:
 def tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
     """A table for each model and attention: its title, and its lines with a column for each row."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["model"], row.get("layers"), row["attention"]), []).append(row)
-    for (model, _, attention), group in groups.items():
+    for row in sorted(rows, key=lambda row: "layers" not in row):
+        key = row["model"], row["attention"], row.get("layers")
+        if "layers" not in row:  # its weights did not fit: it is in the table of those that did
+            key = next((other for other in groups if other[:2] == key[:2]), key)
+        groups.setdefault(key, []).append(row)
+    for (model, attention, _), group in groups.items():
         group.sort(key=lambda row: list(COLUMNS).index(row["column"]))
         layers = next((f"{row['layers']} of {row['all_layers']}" for row in group if "layers" in row), "no")
         cells = [["", *(row["column"] for row in group)]]

@@ -12,7 +12,7 @@ from tiny_models import tiny_config
 from torch.torch_version import TorchVersion
 
 from benchmarks.__main__ import main
-from benchmarks.harness import column, decode, models, processes
+from benchmarks.harness import column, decode, model_report, models, processes
 from benchmarks.harness.column import Spec
 from benchmarks.harness.decode import DecodeStep
 from benchmarks.harness.timing import machine_name
@@ -555,6 +555,18 @@ def test_reports_are_merged(tmp_path, capsys):
     assert "at most 2.5% of the median apart, but for 2 DISTURBED cells" in text
     again = main(["model", "--device", "cpu", "--merge", str(out / "model_cuda.json"), "--output", str(out)])
     assert again == rows
+
+
+def test_a_column_that_did_not_fit_is_in_the_table(tmp_path):
+    rows = [
+        {"model": "m", "column": "compiled bf16", "attention": "sdpa", "error": "out of memory: 217 GB of weights"},
+        {"model": "m", "column": "quantize_", "attention": "sdpa", "layers": 2, "all_layers": 2,
+         "decode": {"1": {"median": 0.004, "method": "cuda graph"}}},
+    ]  # fmt: skip
+    ((title, cells),) = model_report.tables(rows)
+    assert title == "m, 2 of 2 layers, attention sdpa"
+    assert cells[0] == ["", "compiled bf16", "quantize_"]
+    assert cells[1] == ["decode, batch 1: ms (% of floor)", "out of memory: 217 GB of weights", "4.00"]
 
 
 def test_merging_says_what_is_wrong(tmp_path):
