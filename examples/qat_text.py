@@ -1,7 +1,7 @@
 """Trains the byte model of llama4_moe_text.py plainly and with the values of NVFP4, and compares both in 4 bits.
 Called by users: `python examples/qat_text.py --help`; calls llama4_moe_text.py beside it and thunder_moe.
 
-train half of the steps -> the rest plainly | with prepare_qat_ -> quantize_ both -> held-out bits per byte. Both see
+train a part of the steps -> the rest plainly | with prepare_qat_ -> quantize_ both -> held-out bits per byte. Both see
 the same bytes. Reported: the share of what NVFP4 loses that quantization-aware training wins back.
 """
 
@@ -66,8 +66,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="What quantization-aware training wins back of what NVFP4 loses.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=1000, help=f"training steps, each of {BATCH * WINDOW:,} bytes")
-    parser.add_argument("--qat-steps", type=int, default=500, help="of these the last, with the values of NVFP4")
+    parser.add_argument("--steps", type=int, default=600, help=f"training steps, each of {BATCH * WINDOW:,} bytes")
+    parser.add_argument("--qat-steps", type=int, default=450, help="of these the last, with the values of NVFP4")
     parser.add_argument("--seeds", type=int, default=1, help="runs, each with other weights and bytes")
     parser.add_argument("--hidden", type=int, default=32, help="hidden size, a multiple of 16")
     parser.add_argument("--layers", type=int, default=4, help="number of blocks")
