@@ -5,6 +5,7 @@ Judged as in test_cpu_backend.py, whose checks run on the emulated build.
 
 import ctypes
 import platform
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def compiler(*options):
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]
-    return ["c++", "-std=c++20", *includes, *options]
+    return [*shlex.split(cpu._compiler()), "-std=c++20", *includes, *options]
 
 
 @pytest.mark.parametrize("instructions", SETS)
