@@ -512,7 +512,7 @@ class Generator:
                     f"masked = {choice}.masked_fill(~wide.bool(), {fill})",
                 ]
                 choice = "masked"
-            lines += [f"ids = torch.topk({choice}, {top_k}, dim=-1, sorted=False)[1]"]
+            lines += [f"ids = torch.topk({choice}, {top_k}, dim=-1)[1]"]  # in the order that outputs show
             lines += [f"weights = {self.random.choice(('scores', 'scores', choice))}.gather(1, ids)"]
         divisor = self.random.choice(("", " + 1e-6", " + 0.5"))
         normalization = self.random.choice(
