@@ -44,7 +44,7 @@ class _ScaledActivation(nn.Module):
         self.form.check(y.shape[-1])
         rows = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
         factors = scales if scales is None or y.ndim == 2 else scales.reshape(-1)
-        out: Tensor = torch.ops.thunder_moe.scaled_activation(rows, factors, None, **vars(self.form))
+        out: Tensor = torch.ops.thunder_moe.scaled_activation(rows, factors, None, **self.form.options)
         return out if y.ndim == 2 else out.reshape(*leading, out.shape[-1])
 
     def _load_from_state_dict(

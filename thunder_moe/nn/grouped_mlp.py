@@ -116,7 +116,7 @@ class GroupedMLP(nn.Module):
         if out is None and not down._writes():
             rows, weight = autocast(y, down.weight)
             result = torch.ops.thunder_moe.activated_grouped_linear(
-                rows, weight, offsets, scales, down.bias, **vars(form)
+                rows, weight, offsets, scales, down.bias, **form.options
             )
             return result
         refuse_traced(down, y, out=out)
@@ -191,7 +191,7 @@ class NVFP4GroupedMLP(nn.Module):
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
         elif form is not None:
-            rows = ops.scaled_activation(gate_up(x, ends), early, ends, **vars(form))
+            rows = ops.scaled_activation(gate_up(x, ends), early, ends, **form.options)
         else:
             rows = self.activation(gate_up(x, ends), early)
         out: Tensor

@@ -53,6 +53,13 @@ class ActivationForm:
     def glu(self) -> GLU:
         return GLU(self.alpha, self.limit, self.up_shift)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The operators' keyword arguments; by name, because dynamo of torch 2.11 does not trace vars()."""
+        return dict(
+            kind=self.kind, alpha=self.alpha, limit=self.limit, up_shift=self.up_shift, interleave=self.interleave
+        )
+
     def check(self, columns: int) -> None:
         """ValueError for a limit or an interleave that does not fit `columns` D."""
         if self.kind not in KINDS:

@@ -112,7 +112,7 @@ class _GroupedLinearInto(torch.autograd.Function):
         needs_weight = needs_weight or anchor is not None
         ctx.into, ctx.form, ctx.x_dtype = into, form, x.dtype
         x = x.to(into.dtype)
-        rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **vars(form))
+        rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **form.options)
         operands = rows, weight.to(into.dtype), offsets, bias, None if bias is None else scales
         needs_rows = needs_x or (form is not None and needs_scales)
         ctx.save_for_backward(
@@ -141,7 +141,7 @@ class _GroupedLinearInto(torch.autograd.Function):
         scales_dtype, bias_dtype = ctx.dtypes
         of_x = of_weight = of_scales = of_bias = None
         if needs_weight:
-            rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **vars(form))
+            rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **form.options)
             if into.waiting is not None:
                 versions = rows._version, grad._version, offsets._version
                 into.waiting.append(Waiting(rows, grad, offsets, versions))
@@ -154,7 +154,7 @@ class _GroupedLinearInto(torch.autograd.Function):
         if form is not None and (needs_x or needs_scales):
             of_rows = _OPS.grouped_linear_dgrad(grad, weight.to(into.dtype), offsets)
             of_x, more = _OPS.scaled_activation_backward(
-                of_rows, x, scales, offsets, needs_x, needs_scales, **vars(form)
+                of_rows, x, scales, offsets, needs_x, needs_scales, **form.options
             )
             if needs_scales:
                 of_scales = more if of_scales is None else of_scales + more.float()
