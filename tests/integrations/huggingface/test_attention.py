@@ -223,6 +223,26 @@ def test_refuses_what_sdpa_does_not_have(name):
         grouped_sdpa_attention(layer(4), *operands(4, 1), None, **{name: 1.0})
 
 
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_refuses_keys_that_the_model_chose(name):
+    given = layer(4), *operands(4, 1), boolean_mask(B, 1, 1)
+    with pytest.raises(ValueError, match=f'{name}: .*use "sdpa"'):
+        grouped_sdpa_attention(*given, **{name: torch.zeros(B, 1, 2, dtype=torch.int32)})
+    assert torch.equal(grouped_sdpa_attention(*given, **{name: None})[0], grouped_sdpa_attention(*given)[0])
+
+
+def test_models_with_an_indexer_refuse_it():
+    config = pytest.importorskip("transformers.models.deepseek_v32.configuration_deepseek_v32").DeepseekV32Config(
+        vocab_size=32, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8,
+        v_head_dim=8, index_topk=4, index_n_heads=2, index_head_dim=16, max_position_embeddings=32, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval()
+    with pytest.raises(ValueError, match='indices: .*use "sdpa"'):  # it would attend to all keys
+        model(torch.ones(1, 9, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("padding", [None, 11, 30, 40])
 @pytest.mark.parametrize("offset", [(17, 0), (torch.tensor(17), 0), (torch.tensor([17]), 0), (23, 5)], ids=str)
 def test_masks_of_one_new_token(padding, offset, monkeypatch):

@@ -31,6 +31,8 @@ NAME = "thunder_moe_sdpa"
 # As rows of the query, the heads of a group need the mask repeated, keys and values not: H200, 32 heads that share 4 of
 # 128, batch 8, 576 keys: 54 us instead of 133 for 64 new tokens, 167 instead of 172 for 256.
 _MOST_QUERIES = 64
+# The names under which models hand on what their indexers chose: DeepSeek-V3.2, GLM-MoE-DSA, ...; MiniMax-M3.
+_CHOSEN_KEYS = ("indices", "block_indices")
 
 
 def grouped_sdpa_attention(
@@ -66,11 +68,17 @@ def grouped_sdpa_attention(
         (B, Q, Hq, Dv), contiguous, and None in place of the probabilities.
 
     Raises:
-        ValueError: a soft cap of the logits or attention sinks, which SDPA does not have.
+        ValueError: a soft cap of the logits or attention sinks, which SDPA does not have; keys that the model chooses
+            for each query, which it puts into the mask of "eager" and "sdpa" alone.
     """
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
             raise ValueError(f'{name}: got one, attn_implementation="{NAME}" has none; use "eager" or "flex_attention"')
+    for name in _CHOSEN_KEYS:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f'{name}: got them, attn_implementation="{NAME}" attends to all keys of the mask; use "sdpa"'
+            )
     if attention_mask is not None and attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         # cuDNN of torch 2.11 takes a float32 mask of 16-bit queries for one of 16 bits. Finite numbers stay finite: a
         # row of padding that attends to nothing keeps its weights.
