@@ -64,6 +64,8 @@ def make(name, kind, settings, dtype=torch.float32):
         for tensor in [*router.parameters(), *router.buffers()]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * H**-0.5)
     layer = type("Layer", (nn.Module,), {"__module__": module.__name__})()
+    if name == "granitemoe" and not router(states(dtype))[0].is_floating_point():
+        pytest.skip("this transformers returns the ids first, and its router stays as it is")
     layer.gate = router
     return layer, [torch.linspace(-0.5, 0.5, E)] if kind.startswith("MiniMaxM2") else []
 
