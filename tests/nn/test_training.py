@@ -437,6 +437,18 @@ def test_activations_are_rounded_once_and_keep_little():
     assert (scales.grad.dtype, y.grad.dtype) == (torch.float32, torch.bfloat16)
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "srelu"])
+def test_results_have_the_strides_of_the_operators_fakes(kind):
+    y, scales, ends = torch.randn(16, 6).t(), torch.rand(6), offsets_from_splits([2, 0, 2])
+    ops = torch.ops.thunder_moe
+    grad = torch.randn(16 if kind == "srelu" else 8, 6).t()
+    for factors, offsets in itertools.product((None, scales), (None, ends)):
+        assert ops.scaled_activation(y, factors, offsets, kind=kind).is_contiguous()
+        needs = True, factors is not None
+        assert ops.scaled_activation_backward(grad, y, factors, offsets, *needs, kind=kind)[0].is_contiguous()
+    assert ops.grouped_bias(y, ends).is_contiguous()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scaled_srelu(dtype):
     y, scales = leaf(7, 16, dtype=dtype), leaf(7)

@@ -1,8 +1,9 @@
 """The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
 Called by kernels.training.select; calls activations and routing.
 
-Every function takes operands of any strides. Rows past the last row end may hold anything: they contribute nothing, and
-results are zero there, or, in a buffer of the caller's, stay as they were. Sums over rows are float32 in a fixed order.
+Every function takes operands of any strides and gives contiguous results, as the operators' fakes say. Rows past the
+last row end may hold anything: they contribute nothing, and results are zero there, or, in a buffer of the caller's,
+stay as they were. Sums over rows are float32 in a fixed order.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, I intermediate_size; offsets int32 (E,)
 row ends.
@@ -87,7 +88,7 @@ def add_bias(
         wide = wide * scales.float()[:, None]
     live = live_rows(offsets, y.shape[0])
     if out is None:
-        return torch.where(live, wide, 0).to(y.dtype)
+        return torch.where(live, wide, 0).to(y.dtype).contiguous()
     return out.copy_(torch.where(live, wide.to(out.dtype), out))
 
 
@@ -147,7 +148,7 @@ def scaled_swiglu_gradient(
         of_y = form.gradient(scaled, torch.cat([gate, up], -1))
         if interleave is not None:
             of_y = of_y.unflatten(-1, (2, -1, interleave)).transpose(1, 2).flatten(1)
-        of_y = _live(of_y, offsets).to(y.dtype)
+        of_y = _live(of_y, offsets).to(y.dtype).contiguous()
     if needs[1] and scales is not None:
         of_scales = _live(wide * form(gate, up), offsets).sum(-1).to(scales.dtype)
     return of_y, of_scales
@@ -171,7 +172,7 @@ def scaled_srelu_gradient(
     of_y = of_scales = None
     if needs[0]:
         scaled = wide if scales is None else wide * scales.float()[:, None]
-        of_y = _live(2 * scaled * positive, offsets).to(y.dtype)
+        of_y = _live(2 * scaled * positive, offsets).to(y.dtype).contiguous()
     if needs[1] and scales is not None:
         of_scales = _live(wide * positive.square(), offsets).sum(-1).to(scales.dtype)
     return of_y, of_scales
@@ -189,7 +190,7 @@ def _gate_up(y: Tensor, interleave: int | None) -> tuple[Tensor, Tensor]:
 def _scaled(out: Tensor, scales: Tensor | None, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
     if scales is not None:
         out = out * scales.float()[:, None]
-    return _live(out, offsets).to(dtype)
+    return _live(out, offsets).to(dtype).contiguous()
 
 
 def _live(tensor: Tensor, offsets: Tensor | None) -> Tensor:
