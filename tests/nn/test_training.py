@@ -262,6 +262,22 @@ def test_a_buffer_that_a_backward_still_reads_may_not_be_written():
         loss.backward()
 
 
+def test_layers_share_a_buffer_for_the_gradients_of_their_inputs():
+    # 512 columns: GEMMs of few write their result after the last read.
+    first, second, ends = GroupedLinear(1, 512, 512), GroupedLinear(1, 512, 512), offsets_from_splits([64])
+    x, buffer = leaf(64, 512), torch.empty(64, 512)
+    twin = x.detach().clone().requires_grad_()
+    second(first(x, ends, grad_input=buffer), ends, grad_input=buffer).sum().backward()
+    second(first(twin, ends), ends).sum().backward()
+    assert relative_error(x.grad, twin.grad) < 1e-6
+
+
+def test_buffers_on_the_meta_device():
+    with torch.device("meta"):
+        linear, x, ends = GroupedLinear(2, 4, 4), torch.empty(4, 4), torch.empty(2, dtype=torch.int32)
+        assert linear(x, ends, out=torch.empty(4, 4)).is_meta
+
+
 @pytest.mark.parametrize("name", ["out", "grad_input"])
 def test_bad_buffers(name):
     linear, ends, x = GroupedLinear(2, 4, 4), offsets_from_splits([2, 2]), leaf(4, 4)

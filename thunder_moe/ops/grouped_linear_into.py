@@ -65,10 +65,16 @@ def check_buffer(name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype
         raise ValueError(f"{name}: got strides {buffer.stride()}, wanted a contiguous tensor")
     if buffer.requires_grad:
         raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a plain one; use detach()")
-    begin, end = _span(buffer)
-    other_begin, other_end = _span(x)
-    if begin < other_end and other_begin < end:
+    if _overlap(buffer, x):
         raise ValueError(f"{name}: got memory that x is in, which is read after it is written; wanted other memory")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory, by the addresses between which they are; never on the meta device."""
+    if a.is_meta or b.is_meta:
+        return False
+    (begin, end), (other_begin, other_end) = _span(a), _span(b)
+    return begin < other_end and other_begin < end
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -162,7 +168,8 @@ class _GroupedLinearInto(torch.autograd.Function):
                 of_x = _put(of_x.to(ctx.x_dtype), into.grad_input, offsets)
         elif needs_x:
             buffer = into.grad_input
-            if buffer is not None and buffer.dtype == into.dtype:
+            # The gradient may be there already: that of the layer behind, which had the same buffer.
+            if buffer is not None and buffer.dtype == into.dtype and not _overlap(buffer, grad):
                 _OPS.grouped_linear_dgrad_out(grad, weight.to(into.dtype), offsets, buffer)
                 torch.autograd.graph.increment_version(buffer)
                 of_x = buffer
