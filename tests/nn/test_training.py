@@ -643,18 +643,22 @@ def test_copies_pickles_and_meta():
         assert linear.bias.abs().max() <= linear.in_features**-0.5
 
 
+@pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("wrapper", ["checkpoint", "reentrant", "save_on_cpu"])
-def test_checkpoint_and_save_on_cpu(wrapper, delay):
-    mlp, ends = GroupedMLP(3, 8, 6, bias=True, delay_wgrad=delay), offsets_from_splits([4, 0, 2])
-    x, scales = leaf(8, 8), leaf(8)
+def test_checkpoint_and_save_on_cpu(wrapper, delay, main_grad):
+    mlp = GroupedMLP(3, 8, 6, bias=True, delay_wgrad=delay, accumulate_into_main_grad=main_grad)
+    x, scales, ends = leaf(8, 8), leaf(8), offsets_from_splits([4, 0, 2])
 
     def run(call):
         mlp.zero_grad()
+        for parameter in mlp.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)
         x.grad = scales.grad = None
         call().pow(2).sum().backward()
         mlp.backward_dw()
-        return [x.grad, scales.grad, *(parameter.grad for parameter in mlp.parameters())]
+        of_parameters = [p.main_grad if main_grad and p.ndim == 3 else p.grad for p in mlp.parameters()]
+        return [x.grad, scales.grad, *of_parameters]
 
     exact = run(lambda: mlp(x, ends, scales))
     if wrapper == "save_on_cpu":

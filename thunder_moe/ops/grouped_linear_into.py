@@ -117,6 +117,8 @@ class _GroupedLinearInto(torch.autograd.Function):
         needs_x, needs_weight, _, needs_scales, needs_bias, *_ = ctx.needs_input_grad
         needs_weight = needs_weight or anchor is not None
         ctx.into, ctx.form, ctx.x_dtype = into, form, x.dtype
+        # Hooks of saved tensors (checkpoint, save_on_cpu) give back another tensor, without the attribute main_grad.
+        ctx.owner = weight if into.main_grad else None
         x = x.to(into.dtype)
         rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **form.options)
         operands = rows, weight.to(into.dtype), offsets, bias, None if bias is None else scales
@@ -152,7 +154,8 @@ class _GroupedLinearInto(torch.autograd.Function):
                 versions = rows._version, grad._version, offsets._version
                 into.waiting.append(Waiting(rows, grad, offsets, versions))
             else:
-                of_weight = _weight_gradient(weight, rows, grad, offsets, into.main_grad)
+                owner = ctx.owner if into.main_grad else weight
+                of_weight = _weight_gradient(owner, rows, grad, offsets, into.main_grad)
         if needs_bias:
             of_bias = _OPS.grouped_bias_grad(grad, offsets, scales).to(bias_dtype)
         if needs_scales and bias is not None:
