@@ -46,6 +46,8 @@ def quantized_and_expected(request):
 def test_eager(quantized_and_expected):
     quantized, expected = quantized_and_expected
     assert torch.equal(generate(quantized), expected)
+    if transformers.__version__.startswith("5.17.") and quantized.config.model_type.startswith("llama4"):
+        pytest.skip("transformers 5.17 fails to make the masks of Llama 4 for a static cache")
     assert torch.equal(generate(quantized, cache_implementation="static"), expected)
 
 
