@@ -176,6 +176,26 @@ def test_what_is_prepared_can_be_copied_and_its_state_loads():
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
+def test_a_copy_has_nothing_that_waits_for_backward_dw():
+    model = prepare_qat_(Model(GroupedMLP(4, 32, 48, delay_wgrad=True)))
+    model(2 * torch.randn(12, 32).requires_grad_()).sum().backward()
+    assert not copy.deepcopy(model).experts.need_backward_dw()
+    model.experts.backward_dw()
+    assert all(parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_gradients_accumulate_while_weights_are_cached():
+    model, plain = prepare_qat_(model_of_experts(torch.float32)), prepare_qat_(model_of_experts(torch.float32))
+    x = torch.randn(2, 12, 32)
+    with parametrize.cached():
+        for rows in x:
+            model(rows).square().sum().backward()
+    for rows in x:
+        plain(rows).square().sum().backward()
+    for parameter, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(parameter.grad, twin.grad)
+
+
 @pytest.mark.parametrize("mode", ["eager", "compile"])
 @pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
 def test_grouped_mlp(mode):

@@ -8,7 +8,6 @@ row ENDS, group 0 starts at row 0.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from thunder_moe.nn.expert_states import NAMES, one_per_weight
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.activation import ActivationForm
-from thunder_moe.ops.grouped_linear_into import Into, Waiting, check_buffer, grouped_linear_into, run_waiting
+from thunder_moe.ops.grouped_linear_into import Into, Queue, check_buffer, grouped_linear_into, run_waiting
 
 __all__ = ["GroupedLinear", "autocast", "per_expert_state_dict", "require_at_least", "run_into"]
 
@@ -72,7 +71,7 @@ class GroupedLinear(nn.Module):
             require_at_least(1, name, size)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
-        self._waiting: deque[Waiting] = deque()
+        self._waiting = Queue()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device))
         of_experts = torch.empty(num_experts, out_features, dtype=dtype, device=device) if bias else None
         self.register_parameter("bias", None if of_experts is None else nn.Parameter(of_experts))
@@ -141,12 +140,12 @@ class GroupedLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | dict(_waiting=deque())
+        return self.__dict__ | dict(_waiting=Queue())
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of earlier versions have no bias and none of the options.
         parent: Any = super()
-        parent.__setstate__(dict(accumulate_into_main_grad=False, delay_wgrad=False, _waiting=deque()) | state)
+        parent.__setstate__(dict(accumulate_into_main_grad=False, delay_wgrad=False, _waiting=Queue()) | state)
         self._parameters.setdefault("bias", None)
 
     def extra_repr(self) -> str:

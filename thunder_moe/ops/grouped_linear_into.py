@@ -17,7 +17,7 @@ from thunder_moe.formats.checks import require
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.routing import live_rows
 
-__all__ = ["Into", "Waiting", "check_buffer", "grouped_linear_into", "run_waiting"]
+__all__ = ["Into", "Queue", "check_buffer", "grouped_linear_into", "run_waiting"]
 
 _OPS = torch.ops.thunder_moe
 
@@ -30,6 +30,14 @@ class Waiting:
     grad: Tensor
     offsets: Tensor
     versions: tuple[int, int, int]
+
+
+class Queue(deque[Waiting]):
+    """What waits, the oldest first. A copy is empty, also in a module that is copied with its whole `__dict__`, as
+    parametrized ones are."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
+        return Queue()
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +160,8 @@ class _GroupedLinearInto(torch.autograd.Function):
             rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **form.options)
             if into.waiting is not None:
                 versions = rows._version, grad._version, offsets._version
-                into.waiting.append(Waiting(rows, grad, offsets, versions))
+                # Detached tensors share the versions, and keep no graph.
+                into.waiting.append(Waiting(rows.detach(), grad.detach(), offsets, versions))
             else:
                 owner = ctx.owner if into.main_grad else weight
                 of_weight = _weight_gradient(owner, rows, grad, offsets, into.main_grad)

@@ -182,14 +182,17 @@ class Operator:
         args = args + self._defaults[len(args) :]
         refuse_weight_gradients((name, args[position]) for name, position in self._frozen)
         results = results[self._saved_results] if isinstance(results, tuple) else ()
-        ctx.save_for_backward(*args[self._saved], *results)
-        ctx.options = self._options | options
+        saved = *args[self._saved], *results
+        ctx.save_for_backward(*saved)
+        ctx.saves, ctx.options = bool(saved), self._options | options
 
     def _backward(self, ctx: Any, grad: Tensor, needs_grad: Sequence[bool]) -> list[Tensor | None]:
         """The gradients of the arguments, of which the last may have been left out."""
         assert self._gradient is not None
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
-        grads = self._gradient(grad, *ctx.saved_tensors, needs=needs, **ctx.options)
+        # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
+        saved = ctx.saved_tensors if ctx.saves else ()
+        grads = self._gradient(grad, *saved, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument
