@@ -620,10 +620,21 @@ def test_half_a_state_dict_is_refused_and_loads_nothing():
         other.load_state_dict(state, strict=False)
     with pytest.raises(ValueError, match=r"got both gate_up_proj.weight and gate_up_proj.weight0"):
         other.load_state_dict(mlp.state_dict() | per_expert_state_dict(mlp))
+    misshapen = per_expert_state_dict(mlp) | {"down_proj.weight1": torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match=r"got down_proj.weight1 of shape \(3, 3\), wanted \(8, 6\)"):
+        other.load_state_dict(misshapen)
     for name, tensor in other.state_dict().items():
         assert torch.equal(tensor, before[name])
     with pytest.raises(RuntimeError, match="Unexpected key.*bias0"):
         GroupedLinear(3, 8, 12).load_state_dict(per_expert_state_dict(mlp.gate_up_proj))
+
+
+def test_a_shared_module_has_one_tensor_per_expert_under_each_name():
+    linear = GroupedLinear(2, 4, 4)
+    model = nn.ModuleDict(dict(a=linear, b=linear))
+    state = per_expert_state_dict(model)
+    assert list(state) == ["a.weight0", "a.weight1", "b.weight0", "b.weight1"]
+    model.load_state_dict(state)
 
 
 def test_copies_pickles_and_meta():

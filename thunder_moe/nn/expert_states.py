@@ -21,12 +21,13 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
     """The names of a linear's parameters, of weight and bias, that a state dict has per expert.
 
     Raises:
-        ValueError: some experts of a name are there and others are not, or both forms of it.
+        ValueError: some experts of a name are there and others are not, or both forms of it; a tensor of another shape.
     """
     found = []
     num_experts = cast("int", linear.num_experts)
     for name in NAMES:
-        if linear._parameters.get(name) is None:
+        parameter = linear._parameters.get(name)
+        if parameter is None:
             continue
         keys = [f"{prefix}{name}{expert}" for expert in range(num_experts)]
         missing = [key for key in keys if key not in state_dict]
@@ -39,6 +40,10 @@ def check_experts(state_dict: dict[str, Any], prefix: str, linear: nn.Module) ->
             )
         if f"{prefix}{name}" in state_dict:
             raise ValueError(f"state_dict: got both {prefix}{name} and {keys[0]}, ..., wanted one of the two forms")
+        wanted = tuple(parameter.shape[1:])
+        for key in keys:
+            if tuple(state_dict[key].shape) != wanted:
+                raise ValueError(f"state_dict: got {key} of shape {tuple(state_dict[key].shape)}, wanted {wanted}")
         found.append(name)
     return found
 

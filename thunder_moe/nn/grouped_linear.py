@@ -159,7 +159,8 @@ def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """The state dict of a module with one tensor per expert: ``weight0``, ``bias0``, ... in place of the ``weight`` and
     ``bias`` of each `GroupedLinear` in it, as TransformerEngine names them. The tensors share the parameters' memory.
     """
-    linears = {name: child for name, child in module.named_modules() if isinstance(child, GroupedLinear)}
+    modules = module.named_modules(remove_duplicate=False)  # state dicts have a shared module under each of its names
+    linears = {name for name, child in modules if isinstance(child, GroupedLinear)}
     state: dict[str, Tensor] = {}
     for key, tensor in module.state_dict().items():
         owner, _, name = key.rpartition(".")
