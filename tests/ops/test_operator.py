@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
-from thunder_moe.ops import experts, operator, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.ops import experts, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS, is_bare
 from thunder_moe.ops.scaled_mm import dense_operands
@@ -53,6 +53,7 @@ SCHEMAS = {
     " float epsilon=0., float least_sum=0., float scale=1., SymInt num_groups=1, SymInt top_groups=1,"
     " SymInt group_best=2, bool mask_to_zero=False, ScalarType? scores_dtype=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "nvfp4_fake_quantize": "(Tensor weight, *, str? scale_search=None) -> Tensor",
 }
 
 
@@ -96,6 +97,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
         "f16a_nvfp4weight_grouped_swiglu": (x, *weight, offsets, row_slot),
         "f16a_nvfp4weight_grouped_mm_combine": (rows, *weight, offsets, slot_row),
         "f16a_nvfp4weight_moe_experts": (x, ids, torch.rand(3, 2), *weight, *down),
+        "nvfp4_fake_quantize": (torch.randn(4, 32, 48),),
     }
     assert calls.keys() == OPERATORS.keys()
     for name, args in calls.items():
