@@ -2,6 +2,8 @@
 Called by pytest; judged by tests/oracle.py and by autograd of plain torch.
 """
 
+import functools
+
 import pytest
 import torch
 from oracle import relative_error
@@ -190,6 +192,21 @@ def test_a_linear_layer_in_front(backend, dtype, wide):
         for result, other in zip(results, again, strict=True):
             assert torch.equal(result, other)
             assert result.dtype == other.dtype
+
+
+@pytest.mark.parametrize("result", [0, 5])
+@pytest.mark.parametrize("learns", ["hidden", "weight"])
+def test_a_linear_layer_and_a_router_say_that_they_have_no_gradient(learns, result):
+    hidden, weight = torch.randn(5, 48), torch.randn(8, 48)
+    {"hidden": hidden, "weight": weight}[learns].requires_grad_()
+    call = functools.partial(moe_linear_router, hidden, weight, top_k=2)
+    loss = call()[result].sum()
+    with pytest.raises(RuntimeError, match="moe_linear_router has no gradient"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="moe_linear_router has no gradient"):
+        torch.compile(call, backend="aot_eager")()
+    with torch.no_grad():
+        assert not call()[result].requires_grad
 
 
 def test_the_linear_router_passes_opcheck():

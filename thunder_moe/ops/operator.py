@@ -52,7 +52,7 @@ class Operator:
         check_values: the same for data, which it may read on a CPU alone.
         dtype: of the results, or the arguments -> those of the results; None for that of the first argument.
         gradient: (grad of the first result, *saved arguments, *saved results, needs=, **options) -> the gradients of
-            `differentiable`, those that `needs` asks for. None: the operator is not differentiable.
+            `differentiable`, those that `needs` asks for. None: the results are integers. It may raise instead.
         differentiable: the names of arguments that get a gradient.
         saved: the positions of the arguments that the gradient reads.
         saved_results: the positions of the results that it reads.

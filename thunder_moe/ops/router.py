@@ -203,7 +203,19 @@ def _check_linear_values(hidden_states: Tensor, *_: Any, top_k: int, **__: Any) 
     require(tokens * top_k < 2**31, "hidden_states", hidden_states, "tokens * top_k below 2**31: rows are int32")
 
 
-@operator(shapes=_linear_shapes, dtype=_linear_dtypes, check=_check_linear, check_values=_check_linear_values)
+def _no_gradient(*_: Any, **__: Any) -> tuple[()]:
+    raise RuntimeError("moe_linear_router has no gradient; a linear layer and moe_router do")
+
+
+@operator(
+    shapes=_linear_shapes,
+    dtype=_linear_dtypes,
+    check=_check_linear,
+    check_values=_check_linear_values,
+    gradient=_no_gradient,
+    saved=slice(0),
+    frozen=(),
+)
 def moe_linear_router(
     hidden_states: Tensor,
     weight: Tensor,
@@ -223,7 +235,7 @@ def moe_linear_router(
     logits_dtype: torch.dtype | None = None,
     scores_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`moe_router` of a linear layer's logits, for inference: it has no gradient.
+    """`moe_router` of a linear layer's logits, for inference: it has no gradient, and a backward fails.
 
     The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is that of
     `moe_router` for the rounded ones. On CUDA one kernel computes it all for up to three tokens of 16 bits; else it
