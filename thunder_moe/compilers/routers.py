@@ -446,7 +446,9 @@ class _Matcher:
         operation = self.graph.maker(tensor)
         _require(kind is None or self.graph.kind(operation) == kind)
         self.add_choosing(operation)
-        return self.graph.given(operation)["input"]
+        source = self.graph.given(operation)["input"]
+        _require(kind != "view" or self.same_dtype(source, tensor))
+        return source
 
     def behind_detach(self, tensor: Any, *, add: bool = True) -> Any:
         """What a tensor is behind views of the same shape, and detached from."""
@@ -462,9 +464,15 @@ class _Matcher:
         return tensor
 
     def same_shape(self, first: Any, second: Any) -> bool:
-        """Whether both are (any, E): a view of one is the other then."""
+        """Whether both are (any, E) of one dtype: a view of one is the other then."""
         examples = self.graph.example(first), self.graph.example(second)
-        return all(each is not None and len(each.shape) == 2 and each.shape[1] == self.experts for each in examples)
+        alike = all(each is not None and len(each.shape) == 2 and each.shape[1] == self.experts for each in examples)
+        return alike and self.same_dtype(first, second)
+
+    def same_dtype(self, first: Any, second: Any) -> bool:
+        """Whether a view has the numbers of its source: one of another dtype takes their bits for others."""
+        examples = self.graph.example(first), self.graph.example(second)
+        return all(each is not None for each in examples) and bool(examples[0].dtype == examples[1].dtype)
 
     def add_choosing(self, *operations: Any) -> None:
         self.found.operations |= dict.fromkeys(operations)

@@ -116,6 +116,20 @@ def test_other_code_computes_what_it_says(function, fused):
         assert re.search("in place|grad mode|chooses 3 of 2", routers[0].reason)
 
 
+def test_a_choice_by_bits_stays():
+    """Bits of negative numbers, taken for integers, are in the other order."""
+
+    def by_bits(logits):
+        scores = logits.sigmoid()
+        ids = (scores - torch.linspace(2, 3, E)).view(torch.int32).topk(A, dim=-1)[1]
+        return scores.gather(1, ids), ids
+
+    logits, fast = torch.randn(T, E), compiled(by_bits)
+    for result, expected in zip(fast(logits), by_bits(logits), strict=True):
+        assert torch.equal(result, expected)
+    assert not rewrite_report(fast).routers
+
+
 def test_too_many_experts_stay():
     fast = compiled(lambda logits: F.softmax(logits, -1).topk(2))
     fast(torch.randn(2, 600))
