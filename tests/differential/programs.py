@@ -574,10 +574,10 @@ class Generator:
             "inverse[order] = torch.arange(order.size(0), device=x.device)",
             f"{y} = y[inverse].view(-1, {top_k}, {width}).sum(dim=1)",
         ]
-        known: set[str] = set()
+        known = {"weights"}
         for line in lines:
             body.append(Statement(line))
-            known |= {name for name in ("tokens", "weights", "order", "y") if name in line}
+            known |= {"tokens", "order", "y"} & set(line.split(" = ")[0].split(", "))
             if self.chance(0.03) and self.use("changed routing"):
                 name = self.random.choice(sorted(known))
                 change = f"{name}.copy_({name}.flip(0))" if name == "order" else f"{name}.mul_(2.0)"
