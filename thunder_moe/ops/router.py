@@ -239,15 +239,14 @@ def moe_linear_router(
 
     The logits are float32 sums of products, plus linear_bias, rounded once to logits_dtype, and the choice is that of
     `moe_router` for the rounded ones. On CUDA one kernel computes it all for up to three tokens of 16 bits; else it
-    is a GEMM and the kernels of `moe_router`.
+    is a GEMM and the kernels of `moe_router`. The options of the form, from top_k to mask_to_zero, are those of
+    `moe_router`.
 
     Args:
         hidden_states: (T, H) bfloat16, float16 or float32.
         weight: (E, H), of that dtype.
         linear_bias: (E,) of the linear layer and of that dtype, a part of the logits.
         bias: (E,), as of `moe_router`: added to the scores for the choice alone.
-        top_k, score, normalize, epsilon, least_sum, scale, num_groups, top_groups, group_best, mask_to_zero: as of
-            `moe_router`.
         logits_dtype: that of hidden_states when None, or float32.
         scores_dtype: of the scores; hidden_states' when None.
 
