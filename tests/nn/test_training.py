@@ -279,6 +279,20 @@ def test_buffers_on_the_meta_device():
 
 
 @pytest.mark.parametrize("name", ["out", "grad_input"])
+@pytest.mark.parametrize("operand", ["weight", "bias", "bias_scale"])
+def test_buffers_in_the_memory_of_operands_are_refused(name, operand):
+    linear, ends, x = GroupedLinear(2, 4, 4, bias=True), offsets_from_splits([2, 2]), leaf(4, 4)
+    memory = torch.rand(32)
+    scale = memory[:4]
+    buffer = {"weight": linear.weight.detach()[0], "bias_scale": memory[:16].view(4, 4)}.get(operand, memory[16:])
+    if operand == "bias":
+        linear.bias = torch.nn.Parameter(memory[16:24].view(2, 4))
+        buffer = memory[16:].view(4, 4)
+    with pytest.raises(ValueError, match=f"{name}: got memory that {operand} is in"):
+        linear(x, ends, scale, **{name: buffer})
+
+
+@pytest.mark.parametrize("name", ["out", "grad_input"])
 def test_bad_buffers(name):
     linear, ends, x = GroupedLinear(2, 4, 4), offsets_from_splits([2, 2]), leaf(4, 4)
     bad = {

@@ -103,8 +103,9 @@ class GroupedLinear(nn.Module):
 
         Raises:
             ValueError: an argument has the wrong rank, size, dtype or device; bias_scale without a bias; a buffer that
-                requires a gradient, is not contiguous or overlaps x. On a CPU also offsets that decrease, are negative
-                or exceed the rows. In the backward of a trainable weight: main_grad is missing or does not fit.
+                requires a gradient, is not contiguous or overlaps an operand. On a CPU also offsets that decrease, are
+                negative or exceed the rows. In the backward of a trainable weight: main_grad is missing or does not
+                fit.
         """
         if out is None and grad_input is None and not self._writes():
             rows, weight = autocast(x, self.weight)
@@ -229,8 +230,9 @@ def run_into(
     require(dtype is not None or x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
     require(x.ndim == 2, "x", x, f"shape (rows, in_features = {linear.in_features})")
     dtype = weight.dtype if dtype is None else dtype
-    check_buffer("out", out, (x.shape[0], linear.out_features), dtype, x)
-    check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x)
+    operands = {"weight": weight, "bias": linear.bias, "bias_scale" if form is None else "scales": scales}
+    check_buffer("out", out, (x.shape[0], linear.out_features), dtype, x, **operands)
+    check_buffer("grad_input", grad_input, tuple(x.shape), x.dtype, x, **operands)
     waiting = linear._waiting if linear.delay_wgrad else None
     into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype)
     return grouped_linear_into(x, weight, offsets, scales, linear.bias, into, form)

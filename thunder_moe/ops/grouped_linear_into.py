@@ -59,9 +59,11 @@ class Into:
     dtype: torch.dtype
 
 
-def check_buffer(name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor) -> None:
-    """ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, apart from x's memory
-    and without a gradient."""
+def check_buffer(
+    name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, x: Tensor, **others: Tensor | None
+) -> None:
+    """ValueError unless a buffer is None, or contiguous, of this shape and dtype, on x's device, without a gradient and
+    apart from the memory of x and of the other operands."""
     if buffer is None:
         return
     if not isinstance(buffer, Tensor):
@@ -73,8 +75,11 @@ def check_buffer(name: str, buffer: Tensor | None, shape: tuple[int, ...], dtype
         raise ValueError(f"{name}: got strides {buffer.stride()}, wanted a contiguous tensor")
     if buffer.requires_grad:
         raise ValueError(f"{name}: got a tensor that requires a gradient, wanted a plain one; use detach()")
-    if _overlap(buffer, x):
-        raise ValueError(f"{name}: got memory that x is in, which is read after it is written; wanted other memory")
+    for operand, tensor in dict(x=x, **others).items():
+        if tensor is not None and _overlap(buffer, tensor):
+            raise ValueError(
+                f"{name}: got memory that {operand} is in, which is read after it is written; wanted other memory"
+            )
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
