@@ -203,14 +203,14 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ops = torch.ops.thunder_moe
     needs_y, needs_weight, _, needs_scales, needs_bias = needs_gradient(ctx, 5)
     of_y = of_weight = of_scales = of_bias = None
+    if needs_weight:  # first, so that the hidden rows and their gradient are not there at the same time
+        of_weight = ops.grouped_linear_wgrad(ops.scaled_activation(y, scales, offsets, **ctx.form), grad, offsets)
     if needs_y or needs_scales:
         of_rows = ops.grouped_linear_dgrad(grad, weight, offsets)
         of_y, of_scales = ops.scaled_activation_backward(of_rows, y, scales, offsets, needs_y, needs_scales, **ctx.form)
+        del of_rows
         if needs_scales and bias is not None:
             of_scales = (of_scales.float() + ops.grouped_bias_scale_grad(grad, bias, offsets)).to(scales.dtype)
-    if needs_weight:
-        rows = ops.scaled_activation(y, scales, offsets, **ctx.form)
-        of_weight = ops.grouped_linear_wgrad(rows, grad, offsets)
     if needs_bias:
         of_bias = ops.grouped_bias_grad(grad, offsets, scales).to(ctx.bias_dtype)
     return of_y if needs_y else None, of_weight, None, of_scales if needs_scales else None, of_bias
