@@ -23,13 +23,13 @@ from tqdm import tqdm
 from thunder_moe.checkpoint.experts import ExpertWeights
 from thunder_moe.checkpoint.files import read_json
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.checkpoint.ignored import ignored_modules
 from thunder_moe.checkpoint.quantize_experts import quantize_experts
 from thunder_moe.checkpoint.quantize_linears import linear_groups, quantize_linears
 from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.checkpoint.writer import (
     MAX_SHARD_SIZE,
     ShardWriter,
-    ignored_module,
     parse_size,
     require_absent,
     write_configs,
@@ -248,10 +248,11 @@ def _plan(checkpoint: Checkpoint, linears: bool | Callable[[str], bool] | None) 
         others -= {f"{member}.weight" for member in members}
     kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and linears is not False)
     dense = [name for name in checkpoint.dense if name not in kept]
-    ignore = [*dense]
     for name in others:
         first[name] = checkpoint.files[name]
-        ignore += ignored_module(name, first[name].shape)
+    plain = [(name, checkpoint.files[name].shape) for name in others]
+    plain += [(f"{name}.weight", (1, 1)) for name in dense]
+    ignore = ignored_modules(plain, [*kept, *chain.from_iterable(groups.values())])
     for name, info in checkpoint.dense_infos().items():
         first[name] = info
     if dense:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,10 @@ import torch
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.checkpoint.ignored import ignored_modules
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["ShardWriter", "parse_size", "write_checkpoint", "write_configs"]
+__all__ = ["ShardWriter", "encode", "parse_size", "write_checkpoint", "write_configs"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,22 +140,32 @@ def write_checkpoint(
     require_absent(path)
     with _new_directory(path) as directory:
         writer = ShardWriter(directory, max_bytes)
-        ignore: list[str] = []
+        plain: list[tuple[str, torch.Size]] = []
+        quantized: list[str] = []
         for name, value in tensors:
-            if isinstance(value, ExpertWeights):
-                for key, tensor in MODELOPT.encode(name, value, layout):
-                    writer.add(key, tensor)
+            if isinstance(value, torch.Tensor):
+                plain.append((name, value.shape))
             elif isinstance(value, NVFP4Weight):
-                for key, tensor in MODELOPT.encode_dense(name, value):
-                    writer.add(key, tensor)
-            else:
-                ignore += ignored_module(name, value.shape)
-                writer.add(name, value)
+                quantized.append(name)
+            for key, tensor in encode(name, value, layout):
+                writer.add(key, tensor)
         writer.finish()
-        write_configs(directory, config, ignore)
+        write_configs(directory, config, ignored_modules(plain, quantized))
         for name, text in (extra or {}).items():
             (directory / name).write_text(text, encoding="utf-8")
     return path
+
+
+def encode(
+    name: str, value: torch.Tensor | ExpertWeights | NVFP4Weight, layout: ExpertsLayout
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file for one of those that `write_checkpoint` takes."""
+    if isinstance(value, ExpertWeights):
+        yield from MODELOPT.encode(name, value, layout)
+    elif isinstance(value, NVFP4Weight):
+        yield from MODELOPT.encode_dense(name, value)
+    else:
+        yield name, value
 
 
 def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
@@ -163,7 +174,7 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
     Args:
         directory: where to.
         config: of the model.
-        ignore: modules with a 16-bit weight.
+        ignore: modules with a 16-bit weight, from `ignored_modules`.
     """
     from thunder_moe import __version__
 
@@ -175,11 +186,6 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
         config["text_config"] = {key: value for key, value in text_config.items() if key != "quantization_config"}
     write_json(directory / "config.json", config | {"quantization_config": quantization_config})
     write_json(directory / "hf_quant_config.json", hf_quant_config)
-
-
-def ignored_module(name: str, shape: Sequence[int]) -> list[str]:
-    """[the module] when a tensor is the 16-bit weight of a matrix product or an embedding, which readers must know."""
-    return [name.removesuffix(".weight")] if name.endswith(".weight") and len(shape) >= 2 else []
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,0 +1,40 @@
+"""The modules of a checkpoint that stay in 16 bits, as engines want them listed: those not listed they build in 4 bits.
+Called by writer, convert and integrations.huggingface; calls nothing of the package.
+
+Engines ask by the name of a module of theirs: for a linear, or the linears that they merge into one; for all experts of
+a layer at once; and for the head, which they have even where the file has none, because its weight is tied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+__all__ = ["ignored_modules"]
+
+HEAD = "lm_head"
+_EXPERTS = re.compile(r"((?:.+\.)?experts)\.")
+# Tensors of all experts of a layer that are named beside the experts (Granite).
+_BESIDE = re.compile(r"(.+\.)(input_linear|output_linear)\.weight")
+
+
+def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Collection[str] = ()) -> list[str]:
+    """The paths for ``ignore`` of config.json and ``exclude_modules`` of hf_quant_config.json, sorted.
+
+    Args:
+        plain: (name, shape) of the tensors that are not 4-bit, by their names in the checkpoint.
+        quantized: paths of the 4-bit modules that are no experts.
+    """
+    modules = set()
+    for name, shape in plain:
+        experts = _EXPERTS.match(name)
+        if experts and len(shape) >= 2:
+            modules.add(experts.group(1))
+        beside = _BESIDE.fullmatch(name)
+        if beside and len(shape) == 3:
+            modules.add(f"{beside.group(1)}experts")
+        if name.endswith(".weight") and len(shape) >= 2:
+            modules.add(name.removesuffix(".weight"))
+    if not any(path.rpartition(".")[2] == HEAD for path in (*modules, *quantized)):
+        modules.add(HEAD)
+    return sorted(modules)
