@@ -111,7 +111,11 @@ OTHERS: dict[str, tuple[str, dict, tuple[int, ...]]] = {
     ),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_QWEN, **_LINEAR}, (0, 1)),
     "qwen3_next": ("Qwen3NextConfig", {**_QWEN, **_LINEAR}, (0, 1)),
-    "qwen3_vl_moe": ("Qwen3VLMoeConfig", {"text_config": _QWEN, "vision_config": _VISION}, (0, 1)),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeConfig",
+        {"text_config": {**_QWEN, "tie_word_embeddings": False}, "vision_config": _VISION},
+        (0, 1),
+    ),
     "solar_open": ("SolarOpenConfig", {**_SHARED, "n_routed_experts": 8}, (0, 1)),
 }  # fmt: skip
 

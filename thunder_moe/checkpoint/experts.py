@@ -20,7 +20,8 @@ class ExpertsLayout:
     """How a checkpoint of some architecture names and lays out its experts.
 
     Attributes:
-        fused: one tensor per projection for all experts, as Llama 4 and GPT-OSS have it, K before N.
+        fused: one tensor per projection for all experts, K before N, as ModelOpt has those of GPT-OSS and Llama 4. Of
+            Llama 4, and of all others, engines read experts one by one.
         interleaved: the rows of the fused gate_up projection alternate (GPT-OSS).
         projections: names of gate, up and down of one expert; not used when fused.
     """

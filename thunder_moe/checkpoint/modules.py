@@ -130,15 +130,15 @@ class ExpertBlock:
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """How this block is laid out; `interleaved`: the rows of the model's fused gate_up projection alternate.
+        """How this block is written; `interleaved`: the rows of the model's fused gate_up projection alternate.
 
-        Raises:
-            ValueError: the shapes of fused projections fit neither order of their dimensions.
+        Fused ones are written per expert, which all engines read, but those with alternating rows, which none does.
         """
-        if not self.is_fused:
-            names = tuple(self.projections.get(part, f"{part}_proj") for part in ("gate", "up", "down"))
-            return ExpertsLayout(projections=names)  # type: ignore[arg-type]
-        return ExpertsLayout(fused=self.k_first(), interleaved=interleaved and "gate_up" in self.projections)
+        if self.is_fused:
+            alternates = interleaved and "gate_up" in self.projections
+            return ExpertsLayout(fused=alternates, interleaved=alternates)
+        names = tuple(self.projections.get(part, f"{part}_proj") for part in ("gate", "up", "down"))
+        return ExpertsLayout(projections=names)  # type: ignore[arg-type]
 
     def k_first(self) -> bool:
         """Whether fused projections are stored as (E, in_features, out_features), from their shapes."""

@@ -70,9 +70,10 @@ class ModelOpt(NVFP4Format):
     def encode(self, path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
 
-        The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert,
-        which vLLM reads of Llama 4 as well; with biases or alternating rows, where nobody reads that, fused with all
-        their global scales, which only this package reads (a warning says so).
+        The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
+        with biases or alternating rows, where nobody reads that, fused with all their global scales, which only this
+        package reads (a warning says so). Another warning says where gate and up have different ones: engines take the
+        gate's for both.
 
         Args:
             path: of the block, "model.layers.0.mlp.experts".
@@ -140,6 +141,11 @@ def _encode_per_expert(
         [(gate, slice(0, n // 2), *first), (up, slice(n // 2, n), *first)] if weights.gated else [(up, whole, *first)]
     )
     parts.append((down, whole, weights.down, weights.down_bias))
+    scales = weights.gate_up.row_global_scale()
+    apart = int((scales[:, 0] != scales[:, -1]).sum()) if weights.gated else 0
+    if apart:
+        words = "other engines take the gate's for both, which changes their results"
+        logger.warning("%s: gate and up of %d experts have different global scales; %s", path, apart, words)
     for expert in range(experts):
         for projection, rows, weight, bias in parts:
             name = f"{path}.{expert}.{projection}"

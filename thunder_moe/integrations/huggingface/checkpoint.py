@@ -123,35 +123,52 @@ def save_checkpoint(
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
-    placed = {name: _source(model, name, module) for name, module in blocks.items()}
-    layout = next((layout for _, layout in placed.values()), None)
-    config = json.loads(model.config.to_json_string(use_diff=True))
-    config["architectures"] = [type(model).__name__]
+    sources = expert_sources(model)
+    layout = next((layout for _, layout in sources.values()), None)
     extra = {}
     if model.can_generate():
         extra["generation_config.json"] = model.generation_config.to_json_string()
-    sources = {name: source for name, (source, _) in placed.items()}
     return write_checkpoint(
-        path, config, _tensors(model, blocks, sources), layout=layout, max_shard_size=max_shard_size, extra=extra
+        path, model_config(model), model_tensors(model), layout=layout, max_shard_size=max_shard_size, extra=extra
     )
 
 
-def _tensors(
-    model: transformers.PreTrainedModel, blocks: dict[str, NVFP4Experts], sources: dict[str, str]
+def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:
+    """config.json of a model, as it is now; what it says of a quantization is that of the files it came from."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return config | {"architectures": [type(model).__name__], "dtype": dtype}
+
+
+def expert_sources(model: transformers.PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
+    """Path of each block of 4-bit experts in the model -> its path and layout in a checkpoint.
+
+    Raises:
+        ValueError: checkpoints of the architecture name experts in a way that is not known here.
+    """
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+    return {name: _source(model, name, module) for name, module in blocks.items()}
+
+
+def model_tensors(
+    model: transformers.PreTrainedModel,
 ) -> Iterator[tuple[str, Tensor | ExpertWeights | NVFP4Weight]]:
     """The experts and 4-bit dense layers by their paths in the checkpoint, then everything else by its name there."""
     inside: set[str] = set()
+    sources = expert_sources(model)
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
     for name, module in blocks.items():
         inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
         biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
-        yield sources[name], ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
+        weights = module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight
+        yield sources[name][0], ExpertWeights(*weights, *biases)
     # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
     packed: set[Module] = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
     state: dict[str, Tensor] = {}
     for name, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
             if not isinstance(part, NVFP4LinearStack):
-                yield _linear_source(model, name), part.nvfp4_weight
+                yield linear_source(model, name), part.nvfp4_weight
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
         elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
@@ -161,7 +178,7 @@ def _tensors(
     yield from revert_weight_conversion(model, state).items()
 
 
-def _linear_source(model: transformers.PreTrainedModel, name: str) -> str:
+def linear_source(model: transformers.PreTrainedModel, name: str) -> str:
     """The path of a dense layer in a checkpoint of the model's architecture."""
     names = list(revert_weight_conversion(model, {f"{name}.weight": torch.zeros(1, 1)}))
     if len(names) != 1 or not names[0].endswith(".weight"):
@@ -180,11 +197,15 @@ def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts
     first, rows = ("gate_up_proj", 2) if form.gated else ("up_proj", 1)
     up, down = torch.zeros(1, rows, 1), torch.zeros(1, 1, 1)
     tiny = {f"{name}.{first}": up.mT if form.transposed else up, f"{name}.down_proj": down}
-    names = list(revert_weight_conversion(model, tiny))
+    stand_in: Any = _WithParameters(model, tiny)
+    names = list(revert_weight_conversion(stand_in, tiny))
     fused = next((key for key in names if key.endswith((".gate_up_proj", ".up_proj"))), None)
     if fused is not None:
         path = fused.rpartition(".")[0]
-        return path, ExpertsLayout(fused=form.transposed, interleaved=form.interleaved)
+        return path, ExpertsLayout(fused=form.interleaved, interleaved=form.interleaved)
+    beside = next((key for key in names if key.endswith(".input_linear.weight")), None)
+    if beside is not None:  # Granite has its fused experts under two linears; others read each at "experts"
+        return beside.replace("input_linear.weight", "experts"), ExpertsLayout()
     split = [key.removesuffix(".weight").rsplit(".", 2) for key in names]  # path, expert, projection
     if any(len(parts) != 3 or parts[2] not in PROJECTIONS for parts in split):
         raise ValueError(
@@ -192,3 +213,16 @@ def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts
         )
     projections = {PROJECTIONS[projection]: projection for _, _, projection in split}
     return split[0][0], ExpertsLayout(projections=tuple(projections.get(p, p) for p in ("gate", "up", "down")))
+
+
+class _WithParameters:
+    """A model that has these parameters as well: transformers' conversions ask for the shapes of 16-bit experts."""
+
+    def __init__(self, model: transformers.PreTrainedModel, parameters: dict[str, Tensor]) -> None:
+        self._model, self._parameters = model, parameters
+
+    def get_parameter(self, name: str) -> Tensor:
+        return self._parameters[name] if name in self._parameters else self._model.get_parameter(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
