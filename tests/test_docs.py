@@ -7,9 +7,11 @@ runs its graphs as they are ("eager" in the place of inductor, which takes secon
 """
 
 import functools
+import json
 import re
 from pathlib import Path
 
+import engines_table
 import pytest
 import torch
 
@@ -104,3 +106,26 @@ def test_benchmarks_of_a_page_exist(page):
         known = "".join(source.read_text() for source in sources)
         for option in re.findall(r"--[\w-]+", options.replace("--help", "")):
             assert f'"{option}"' in known, f"{command} {option}"
+
+
+def test_the_table_of_engines_is_that_of_their_results():
+    page, results = engines_table.PAGE.read_text(), json.loads(engines_table.RESULTS.read_text())
+    assert engines_table.with_table(page, results) == page, "python tests/engines_table.py writes it"
+
+
+def test_a_table_of_engines():
+    models = {
+        "mixtral": {"tokens": "48/48", "ok": True, "why": None},
+        "olmoe": {"tokens": "48/48", "ok": True, "why": None},
+        "gpt_oss": {"tokens": None, "ok": False, "why": "a | b"},
+    }
+    first, _, *rows = engines_table.render({"vLLM": {"version": "1.2", "models": models}}).splitlines()
+    assert first == "| model type | `load_checkpoint` | vLLM 1.2 |"
+    assert rows[:2] == [
+        "| `mixtral`, `olmoe` | bit for bit | 48 of 48 tokens |",
+        "| `gpt_oss` | bit for bit | no, a / b |",
+    ]
+    assert rows[2].startswith("| `afmoe`, ")
+    assert rows[2].endswith(" | bit for bit | not run |")
+    with pytest.raises(ValueError, match=r"results: got \['x'\], wanted names of tiny_models"):
+        engines_table.render({"vLLM": {"version": "1.2", "models": {"x": models["mixtral"]}}})

@@ -99,8 +99,9 @@ def save_checkpoint(
     `load_checkpoint`.
 
     Loading it again gives every tensor bit for bit. Weights alone are 4-bit (W4A16_NVFP4): scales of 4-bit activations
-    that the model's own checkpoint may have had are not kept. The names are those of that checkpoint, or of its
-    architecture's checkpoints on the hub.
+    and of the key-value cache that the model's own checkpoint may have had are not kept. The names are those of that
+    checkpoint, or of its architecture's checkpoints on the hub, but experts are written one by one; only GPT-OSS has
+    fused ones.
 
     Args:
         model: a transformers model after `quantize_` or `load_checkpoint`.
