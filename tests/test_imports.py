@@ -44,7 +44,11 @@ UPWARDS = {
     ("thunder_moe.compilers.thunder.symbols", "thunder_moe"): "__version__, a constant, that of the executor",
 }
 # Their imports inside of functions load what they have registered when another package asks for it.
-REGISTRATIONS = ("thunder_moe.compilers.registration", "thunder_moe.integrations.huggingface.registration")
+REGISTRATIONS = (
+    "thunder_moe.compilers.registration",
+    "thunder_moe.integrations.huggingface.registration",
+    "thunder_moe.integrations.huggingface.saving",  # the methods of models that the loader marks
+)
 # Optional packages, and the only part of the package that imports each, but for what `ELSEWHERE` gives a reason for.
 OPTIONAL = {"thunder": "thunder_moe.compilers.thunder", "transformers": "thunder_moe.integrations.huggingface"}
 ELSEWHERE = {

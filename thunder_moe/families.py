@@ -93,6 +93,9 @@ class ExpertFamily:
         """Makes a converted or restored module the child of a parent."""
         setattr(parent, name, module)
 
+    def finish(self, model: nn.Module) -> None:
+        """Called once with the model that `quantize_` or `dequantize_` got, after the last module."""
+
 
 # Module that has families -> the packages of the classes that they handle; any class when empty. Here by name, so that
 # `import thunder_moe` imports none: experts of transformers, of transformers_modules (the code that comes with a

@@ -126,6 +126,8 @@ def quantize_(
     _check_layout(layout, chosen, run)
     label = "quantizing experts" if linears is False else "quantizing"
     _swap(model, chosen, lambda module, family: family.convert(module, run), label)
+    for family in families:
+        family.finish(model)
     return model
 
 
@@ -162,6 +164,8 @@ def dequantize_(model: Model) -> Model:
     _refuse_root(model, chosen)
     memo: dict[Any, Any] = {}
     _swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
+    for family in families:
+        family.finish(model)
     return model
 
 

@@ -7,9 +7,11 @@ Legend: E experts, N out_features, K in_features.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from types import FrameType
 from typing import Any
 
 import torch
@@ -165,6 +167,7 @@ class NVFP4Module(nn.Module):
         return weights
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        _refuse_plain_save(sys._getframe(1))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != LINEAR:
             linear = self._own(self.nvfp4_weight.to_layout(LINEAR))
@@ -248,6 +251,22 @@ class NVFP4Module(nn.Module):
                 f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
                 " convert them at every call; to_layout_(model) lays them out for it",
             )
+
+
+def _refuse_plain_save(frame: FrameType | None) -> None:
+    """Raises where the save_pretrained of transformers itself asks for a state dict: it would write the 4-bit tensors
+    by names that ``from_pretrained`` does not load. Models that `quantize_` got as a whole have one of their own."""
+    while frame is not None:
+        code, home = frame.f_code, frame.f_globals.get("__name__")
+        if code.co_name == "save_pretrained" and home == "transformers.modeling_utils":
+            model = frame.f_locals.get("self")
+            if not getattr(model, "_hf_peft_config_loaded", False):  # else it saves the adapters alone
+                raise ValueError(
+                    f"save_pretrained: this {type(model).__name__} holds 4-bit modules that were put into a part of it;"
+                    " save it with thunder_moe.save_checkpoint(model, path)"
+                )
+            return
+        frame = frame.f_back
 
 
 def _would_lose_codes(weight: NVFP4Weight, layout: str) -> bool:

@@ -384,8 +384,8 @@ def test_what_is_refused(tmp_path, monkeypatch):
         save_checkpoint(tiny_model("qwen3_moe"), tmp_path / "out")
     with pytest.raises(FileExistsError, match="plain exists already"):
         save_checkpoint(quantize_(tiny_model("qwen3_moe", BF16)), tmp_path / "plain")
-    with pytest.raises(ValueError, match="save_checkpoint|not serializable|does not support|quantized"):
-        load_checkpoint(DATA / "modelopt_qwen3_moe").save_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match="not serializable"):  # of transformers itself
+        transformers.PreTrainedModel.save_pretrained(load_checkpoint(DATA / "modelopt_qwen3_moe"), tmp_path / "out")
     model = quantize_(tiny_model("qwen3_moe", BF16))
     with monkeypatch.context() as patch:
         patch.setattr(hf_checkpoint, "revert_weight_conversion", lambda model, state: {"mlp.experts.w13_weight": None})

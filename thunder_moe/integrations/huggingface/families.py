@@ -51,6 +51,11 @@ class TransformersExperts(ExpertFamily):
         assert isinstance(module, NVFP4Experts)
         return module.dequantized(memo)
 
+    def finish(self, model: nn.Module) -> None:
+        from thunder_moe.integrations.huggingface.saving import mark_quantized
+
+        mark_quantized(model)
+
 
 class Llama4Experts(TransformersExperts):
     """The experts of Llama 4, whose layer runs all of them on all tokens: with 4-bit ones it is made to route."""

@@ -28,6 +28,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
+from thunder_moe.integrations.huggingface.saving import SavesNVFP4, mark_quantized
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4Linear
@@ -41,7 +42,6 @@ try:
         register_quantization_config,
         register_quantizer,
     )
-    from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
     raise ImportError(
@@ -98,7 +98,7 @@ class _Place:
     module: NVFP4Experts
 
 
-class NVFP4CheckpointQuantizer(HfQuantizer):
+class NVFP4CheckpointQuantizer(SavesNVFP4):
     """Loads the 4-bit weights of a checkpoint; see this file's pipeline.
 
     Attributes:
@@ -224,18 +224,7 @@ class NVFP4CheckpointQuantizer(HfQuantizer):
         if self._linears:
             join_read_together(model)
         self._places, self._linears, self._dense, self._dtypes = {}, {}, {}, {}
-
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """False: `thunder_moe.save_checkpoint` writes these models."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
+        mark_quantized(model)
 
 
 class _ModelNames:

@@ -1,0 +1,330 @@
+"""save_pretrained of models with 4-bit modules: what from_pretrained and load_checkpoint make of it, for every
+architecture; state dicts, folders, copies, Trainer; and the way back to 16 bits. Called by pytest.
+"""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from checkpoint_files import load_tensors
+from safetensors.torch import load_file
+from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from thunder_moe import (  # noqa: E402
+    dequantize_,
+    finish_qat_,
+    load_checkpoint,
+    prepare_qat_,
+    quantize_,
+    save_checkpoint,
+)
+from thunder_moe.integrations.huggingface.saving import QuantizedModel  # noqa: E402
+
+BF16 = torch.bfloat16
+CASES = [*ARCHITECTURES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+# Of OTHERS: names of their own, experts without a gate, tied heads, a model inside of another.
+SPECIAL = ("granitemoe", "nemotron_h", "ernie4_5_moe", "gemma4", "qwen3_vl_moe")
+
+
+def everything(module, name):
+    return True
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits
+
+
+def from_pretrained(path, **options):
+    config = transformers.AutoConfig.from_pretrained(path)
+    return getattr(transformers, config.architectures[0]).from_pretrained(path, **options)
+
+
+def assert_same(one, other):
+    """All tensors, bit for bit but for what transformers keeps in float32 (scores' corrections), and the logits."""
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        wide = second[name].dtype == torch.float32
+        tensor = tensor.float() if wide and tensor.is_floating_point() else tensor
+        assert tensor.dtype == second[name].dtype, name
+        assert torch.equal(tensor.float(), second[name].float()), name  # exact: of uint8, E4M3, 16 bits
+    assert torch.equal(logits(one), logits(other))
+
+
+def assert_same_tensors(one, other):
+    first, second = load_tensors(one), load_tensors(other)
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.float(), second[name].float()), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_architecture(tmp_path, name):
+    model = tiny_model(name, BF16)
+    own_class = type(model)
+    quantize_(model, linears=everything)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    for load in (from_pretrained, load_checkpoint):
+        back = load(tmp_path / "saved")
+        assert_same(model, back)
+        assert isinstance(back, own_class)
+    # What came from a checkpoint is saved again by the same names.
+    back.save_pretrained(tmp_path / "again", save_original_format=False)
+    assert_same_tensors(tmp_path / "again", tmp_path / "saved")
+    # The way back, which transformers itself loads.
+    plain = dequantize_(back)
+    assert type(plain) is own_class
+    plain.save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    stock, info = from_pretrained(tmp_path / "plain", output_loading_info=True)
+    assert not any(info.values()), info
+    assert_same(plain, stock)
+    assert torch.equal(logits(dequantize_(model)), logits(stock))
+
+
+@pytest.fixture
+def quantized():
+    return quantize_(tiny_model("qwen3_moe", BF16))
+
+
+def test_parts_and_ties(tmp_path):
+    config = tiny_config("mixtral")
+    config.tie_word_embeddings = True
+    model = quantize_(
+        tiny_model("mixtral", BF16, config=config),
+        filter=lambda module, name: "layers.1" in name,
+        linears=lambda module, name: name.endswith(("q_proj", "k_proj", "layers.0.self_attn.o_proj")),
+    )
+    model.save_pretrained(tmp_path / "saved")
+    assert "lm_head.weight" not in load_tensors(tmp_path / "saved")
+    for load in (from_pretrained, load_checkpoint):
+        back = load(tmp_path / "saved")
+        assert_same(model, back)
+        assert back.lm_head.weight is back.model.embed_tokens.weight
+    # As the shared config says nothing of it, a model made of it later is a plain one.
+    assert not hasattr(config, "quantization_config")
+    tiny_model("mixtral", BF16, config=config).save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_what_training_saw_is_saved(tmp_path):
+    model = prepare_qat_(tiny_model("qwen3_moe", BF16).requires_grad_(True))
+    trained = logits(model)
+    quantize_(finish_qat_(model)).save_pretrained(tmp_path / "saved")
+    back = from_pretrained(tmp_path / "saved")
+    assert_same(model, back)
+    assert torch.allclose(logits(back).float(), trained.float(), atol=0.1)
+
+
+def test_the_dtype_is_that_of_the_model(tmp_path, quantized):
+    """Not that of the config, by which from_pretrained goes."""
+    model = quantized.to(torch.float32)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1e-4)
+    model.save_pretrained(tmp_path / "saved")
+    for load in (from_pretrained, load_checkpoint):
+        assert_same(model, load(tmp_path / "saved"))
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, pickled])
+def test_copies_save_themselves(tmp_path, quantized, change):
+    for model in (quantized, load_checkpoint(save_checkpoint(quantized, tmp_path / "source"))):
+        other = change(model)
+        assert isinstance(other, QuantizedModel)
+        assert type(other) is type(model)
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        other.save_pretrained(tmp_path / "saved")
+        assert not load_tensors(tmp_path / "saved")["lm_head.weight"].any()
+        model.save_pretrained(tmp_path / "saved")
+        assert_same_tensors(tmp_path / "saved", tmp_path / "source")
+
+
+def test_a_given_state_dict_is_what_is_saved(tmp_path, quantized):
+    state = {name: tensor.clone() for name, tensor in quantized.state_dict().items()}
+    state["model.layers.0.mlp.experts.down_proj.scale"].view(torch.uint8).zero_()
+    state["lm_head.weight"].zero_()
+    before = copy.deepcopy(quantized)
+    quantized.save_pretrained(tmp_path / "saved", state_dict=state)
+    assert_same(quantized, before)
+    back = from_pretrained(tmp_path / "saved")
+    assert not back.lm_head.weight.any()
+    experts = back.model.layers[0].mlp.experts
+    assert not experts.down_proj.scale.float().any()
+    assert experts.gate_up_proj.scale.float().any()
+    del state["lm_head.weight"]
+    with pytest.raises(ValueError, match=r"state_dict: lacks lm_head.weight, wanted all tensors"):
+        quantized.save_pretrained(tmp_path / "other", state_dict=state)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_folder_is_used_again(tmp_path, quantized):
+    path = tmp_path / "saved"
+    path.mkdir()
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model-00001-of-00009.safetensors").write_bytes(b"stale")
+    sizes = ("20KB", "1GB", "50KB")
+    for size in sizes:
+        quantized.save_pretrained(path, max_shard_size=size)
+        assert_same(quantized, from_pretrained(path))
+        assert_same(quantized, load_checkpoint(path))
+        shards = {file.name for file in path.glob("*.safetensors")}
+        index = path / "model.safetensors.index.json"
+        assert index.exists() == (size != "1GB")
+        assert shards == (set(json.loads(index.read_text())["weight_map"].values()) if index.exists()
+                          else {"model.safetensors"})  # fmt: skip
+        assert (path / "tokenizer.json").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+def test_what_is_refused(tmp_path, quantized, monkeypatch):
+    quantized.save_pretrained(tmp_path / "other process", is_main_process=False)
+    with pytest.raises(ValueError, match="variant: got 'fp16', wanted None"):
+        quantized.save_pretrained(tmp_path / "saved", variant="fp16")
+    with pytest.raises(ValueError, match="distributed_checkpoint: got True"):
+        quantized.save_pretrained(tmp_path / "saved", distributed_checkpoint=True)
+    with pytest.raises(ValueError, match="max_shard_size: got 'big'"):
+        quantized.save_pretrained(tmp_path / "saved", max_shard_size="big")
+    quantized.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"model.norm.weight is on the 'meta' device \(offloaded\)"):
+        quantized.save_pretrained(tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="file is a file, wanted a directory"):
+        quantized.save_pretrained(tmp_path / "file")
+
+
+def test_a_part_of_a_model(tmp_path):
+    model = tiny_model("qwen3_moe", BF16)
+    quantize_(model.model)
+    with pytest.raises(ValueError, match=r"put into a part of it; save it with thunder_moe.save_checkpoint"):
+        model.save_pretrained(tmp_path / "saved")
+    save_checkpoint(model, tmp_path / "whole")
+    assert_same(model, load_checkpoint(tmp_path / "whole"))
+    quantize_(model, linears=lambda module, name: name == "lm_head", filter=lambda module, name: False)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(model, load_checkpoint(tmp_path / "saved"))
+    assert not isinstance(dequantize_(model), QuantizedModel)
+    assert not isinstance(model.model, QuantizedModel)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_dequantize_as_transformers_calls_it(tmp_path, quantized, loaded):
+    save_checkpoint(quantized, tmp_path / "saved")
+    model = load_checkpoint(tmp_path / "saved") if loaded else quantized
+    plain = model.dequantize(torch.float32)
+    assert plain is model
+    assert type(plain) is transformers.Qwen3MoeForCausalLM
+    assert {p.dtype for p in plain.parameters()} == {torch.float32}
+    assert getattr(plain, "hf_quantizer", None) is None
+    plain.float().save_pretrained(tmp_path / "plain")
+    assert_same(plain, from_pretrained(tmp_path / "plain", dtype=torch.float32))
+
+
+def test_push_to_hub(tmp_path, quantized, monkeypatch):
+    import huggingface_hub
+
+    calls = []
+
+    class Api:
+        def __init__(self, token=None):
+            calls.append(token)
+
+        def create_repo(self, repo_id, **options):
+            calls.append((repo_id, options))
+            return type("Created", (), {"repo_id": f"me/{repo_id}"})
+
+        def upload_folder(self, **options):
+            calls.append((options, sorted(path.name for path in options["folder_path"].iterdir())))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    quantized.save_pretrained(tmp_path / "saved", push_to_hub=True, token="t", private=True, commit_message="new")
+    names = ["config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors"]
+    folder = {"repo_id": "me/saved", "folder_path": tmp_path / "saved", "commit_message": "new"}
+    assert calls == ["t", ("saved", {"exist_ok": True, "private": True}), (folder, names)]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=pytest.mark.slow) for n in SPECIAL)])
+def test_state_dicts_of_a_checkpoint(tmp_path, name):
+    """By the names in the files, and shard by shard into another model of the same form."""
+    model, other = (quantize_(tiny_model(name, BF16), linears=everything) for _ in range(2))
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            (tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor).zero_()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        assert not other.load_state_dict(load_file(shard), strict=False).unexpected_keys
+    assert_same(model, other)
+    buffers = {key for key in model.state_dict() if key not in dict(model.named_parameters())}
+    fresh = quantize_(tiny_model(name, BF16), linears=everything)
+    result = fresh.load_state_dict(load_tensors(tmp_path), strict=False)
+    assert not result.unexpected_keys
+    assert not set(result.missing_keys) - buffers
+    assert_same(model, fresh)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        ids = torch.arange(12) * (index + 3) % 61 + 1
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(model, path, **options):
+    return transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(path), per_device_train_batch_size=2, learning_rate=0.05, save_steps=2,
+            logging_strategy="no",
+            report_to=[], use_cpu=True, lr_scheduler_type="constant", seed=0, disable_tqdm=True, **options,
+        ),
+        train_dataset=Rows(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["quantized", "loaded"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_trainer_saves_and_resumes(tmp_path, name, source):
+    """Routers are trained on frozen 4-bit experts: two steps and two more give what four steps give."""
+    pytest.importorskip("accelerate")
+
+    def make():
+        model = quantize_(tiny_model(name, torch.float32), linears=lambda module, path: "q_proj" in path)
+        if source == "loaded":
+            if not (tmp_path / "source").exists():
+                model.save_pretrained(tmp_path / "source")
+            model = load_checkpoint(tmp_path / "source")
+        model.requires_grad_(False)
+        for path, parameter in model.named_parameters():
+            parameter.requires_grad_(path.endswith(("gate.weight", "router.weight", "norm.weight")))
+        return model
+
+    whole = trainer(make(), tmp_path / "whole", max_steps=4)
+    whole.train()
+    whole.save_model(str(tmp_path / "model"))
+    assert_same(whole.model, load_checkpoint(tmp_path / "model"))
+    assert_same(whole.model, from_pretrained(tmp_path / "whole" / "checkpoint-4"))
+    start, first = make(), load_checkpoint(tmp_path / "whole" / "checkpoint-2")
+    assert not torch.equal(logits(start), logits(first))
+    resumed = trainer(make(), tmp_path / "whole", max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(resumed.model, whole.model)

@@ -1,0 +1,277 @@
+"""`save_pretrained`, `load_state_dict` and `dequantize` of transformers models with 4-bit modules.
+Called by families after `quantize_` and `dequantize_`, and by quantizer after a load, through `mark_quantized`; calls
+checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
+
+A marked model's class is a subclass of its own, of the same name, so that `model.save_pretrained(path)`, `Trainer` and
+`push_to_hub` write what `save_checkpoint` writes. Models that share its config do not see any of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.checkpoint.files import INDEX_NAME
+from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.nn.packed import NVFP4Module
+
+try:
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
+except ImportError as error:
+    raise ImportError(
+        "integrations.huggingface.saving needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+    ) from error
+
+__all__ = ["QuantizedModel", "SavesNVFP4", "mark_quantized"]
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+class SavesNVFP4(HfQuantizer):
+    """What a quantizer of models with 4-bit modules of this package answers once the model is loaded.
+
+    Transformers asks it only where it is not the `QuantizedModel` that is called.
+    """
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """False: transformers' own ``save_pretrained`` cannot write these models, that of `QuantizedModel` does."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: gradients flow through the frozen 4-bit weights to routers, norms and adapters."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """True: `Trainer` may train what is not 4-bit, without adapters."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        from thunder_moe.quantize import dequantize_
+
+        return dequantize_(model).to(dtype)
+
+
+class QuantizedModel:
+    """The methods of a transformers model that holds 4-bit modules; `_marked_class` mixes it into the model's class."""
+
+    own_class: type
+
+    def save_pretrained(
+        self: Any,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        push_to_hub: bool = False,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        variant: str | None = None,
+        token: str | bool | None = None,
+        save_peft_format: bool = True,
+        save_original_format: bool = True,
+        distributed_checkpoint: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Writes the model as `thunder_moe.save_checkpoint` does: ModelOpt's form, which `from_pretrained` (after
+        ``import thunder_moe``), `load_checkpoint` and other engines read, every tensor bit for bit.
+
+        Everything is written beside the directory first and moved there when whole. Weights of an earlier save there
+        are replaced, other files stay. A model with adapters of transformers' own saves these alone, as it always does.
+
+        Args:
+            save_directory: made if it does not exist.
+            is_main_process: False writes nothing.
+            state_dict: whose tensors are saved in the place of the model's own; all of them, by the model's names.
+            push_to_hub: uploads the directory afterwards; `kwargs` has repo_id, commit_message, create_pr and what
+                ``huggingface_hub.create_repo`` takes.
+            max_shard_size: of a file, in bytes or as "5GB".
+            variant: None alone.
+            token: of the hub.
+            save_peft_format: as in transformers, for adapters.
+            save_original_format: there is one format; both values write it.
+            distributed_checkpoint: False alone.
+            **kwargs: for the hub.
+
+        Raises:
+            FileExistsError: the path is a file.
+            ValueError: a variant, distributed_checkpoint, a tensor that is on the "meta" device (offloaded) or is
+                sharded, a state dict that lacks one; or no name in a checkpoint is known for a module. Nothing is
+                written then.
+        """
+        if not _is_quantized(self):
+            mark_quantized(self)  # all of it was dequantized since, module by module
+        if not _is_quantized(self) or getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(  # type: ignore[misc,no-any-return]
+                save_directory,
+                is_main_process=is_main_process,
+                state_dict=state_dict,
+                push_to_hub=push_to_hub,
+                max_shard_size=max_shard_size,
+                variant=variant,
+                token=token,
+                save_peft_format=save_peft_format,
+                save_original_format=save_original_format,
+                distributed_checkpoint=distributed_checkpoint,
+                **kwargs,
+            )
+        if variant is not None:
+            raise ValueError(f"variant: got {variant!r}, wanted None: a 4-bit checkpoint has one form")
+        if distributed_checkpoint:
+            raise ValueError("distributed_checkpoint: got True, wanted False: one process saves the whole 4-bit model")
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
+        if not is_main_process:
+            return None
+        model = self if state_dict is None else _with_tensors(self, state_dict)
+        with _written(model, directory, max_shard_size) as whole:
+            _move(whole, directory)
+        if push_to_hub:
+            _upload(directory, token, **kwargs)
+        return None
+
+    def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of any module. It also takes the tensors of a checkpoint that `save_pretrained` wrote, or of a shard of
+        one, by their names there, as ``Trainer`` does that resumes; with ``strict=False`` for a shard."""
+        from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
+
+        if _is_quantized(self):
+            state_dict = load_by_checkpoint_names(self, state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
+        """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
+        from thunder_moe.quantize import dequantize_
+
+        model = dequantize_(self)
+        return model if dtype is None else model.to(dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(protocol)
+        return _unpickled, (self.own_class,), *reduced[2:]
+
+
+@functools.cache
+def _marked_class(own_class: Any) -> Any:
+    members = {"own_class": own_class, "__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
+    return type(own_class.__name__, (QuantizedModel, own_class), members)
+
+
+def _unpickled(own_class: Any) -> Any:
+    marked = _marked_class(own_class)
+    return marked.__new__(marked)
+
+
+def mark_quantized(model: nn.Module) -> None:
+    """Makes each transformers model in `model` that holds 4-bit modules a `QuantizedModel`, and gives one that no
+    longer does its own class back, without the quantization in its config that a load has left there.
+
+    Of models inside of each other it marks the outer one.
+    """
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        kind: Any = type(module)
+        if _is_quantized(module):
+            if module not in inside and not issubclass(kind, QuantizedModel):
+                module.__class__ = _marked_class(kind)
+            inside.update(module.modules())
+            continue
+        if issubclass(kind, QuantizedModel):
+            module.__class__ = kind.own_class
+        if isinstance(getattr(module, "hf_quantizer", None), SavesNVFP4):
+            _forget_quantization(module)
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, NVFP4Module) for module in model.modules())
+
+
+def _forget_quantization(model: Any) -> None:
+    """Removes what a load of a 4-bit checkpoint has left on a model and in its configs."""
+    model.hf_quantizer.remove_quantization_config(model)
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            for name in ("quantization_config", "_is_quantized"):
+                vars(config).pop(name, None)
+
+
+def _with_tensors(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a model that holds the tensors of a state dict and none of its own.
+
+    Raises:
+        ValueError: the state dict lacks some.
+    """
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            empty = torch.empty_like(parameter, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module.named_buffers(recurse=False):
+            dropped = name in module._non_persistent_buffers_set
+            memo[id(buffer)] = buffer if dropped else torch.empty_like(buffer, device="meta")
+    quantizer = getattr(model, "hf_quantizer", None)
+    memo[id(quantizer)] = quantizer
+    new = copy.deepcopy(model, memo)
+    new.load_state_dict(state_dict, strict=False, assign=True)
+    lacking = [name for name, tensor in chain(new.named_parameters(), new.named_buffers()) if tensor.is_meta]
+    if lacking:
+        raise ValueError(f"state_dict: lacks {', '.join(lacking[:5])}, wanted all tensors of the model")
+    return new
+
+
+@contextmanager
+def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
+    """A directory beside `directory` with the model's checkpoint, removed afterwards."""
+    from thunder_moe.integrations.huggingface.checkpoint import save_checkpoint
+
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")
+    directory.absolute().parent.mkdir(parents=True, exist_ok=True)
+    around = Path(mkdtemp(prefix=f".{directory.name}.", dir=directory.absolute().parent))
+    try:
+        yield save_checkpoint(model, around / "whole", max_shard_size=max_shard_size)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
+
+
+def _move(whole: Path, directory: Path) -> None:
+    """Moves the files of a checkpoint into a directory, and removes those of another one's weights there."""
+    if not directory.exists():
+        os.rename(whole, directory)
+        return
+    new = [file.name for file in whole.iterdir()]
+    for name in sorted(new, key=lambda name: (not name.endswith(".safetensors"), name)):  # configs last
+        os.replace(whole / name, directory / name)
+    for file in directory.iterdir():
+        if file.name not in new and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
+            file.unlink()
+
+
+def _upload(directory: Path, token: str | bool | None, **options: Any) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    commit = {name: options.pop(name) for name in ("commit_message", "create_pr") if name in options}
+    commit.setdefault("commit_message", "Upload model")
+    created = api.create_repo(options.pop("repo_id", directory.name), exist_ok=True, **options)
+    api.upload_folder(repo_id=created.repo_id, folder_path=directory, **commit)

@@ -1,0 +1,201 @@
+"""Tensors by their names in a checkpoint, all or some -> a model with 4-bit modules.
+Called by saving, for a `Trainer` that resumes; calls checkpoint for the names, thunder_moe.checkpoint to decode.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from thunder_moe.checkpoint.decode import decode_dense_weight, decode_experts
+from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
+from thunder_moe.checkpoint.files import TensorInfo
+from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.checkpoint.modules import sort_modules
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.kernels.select import lay_out
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.packed import NVFP4Module
+
+__all__ = ["load_by_checkpoint_names"]
+
+_DTYPES = {
+    torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16",
+    torch.float16: "F16", torch.float64: "F64",
+}  # fmt: skip
+
+
+def load_by_checkpoint_names(model: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sets the weights of 4-bit modules that a state dict has by their names in checkpoints of the model.
+
+    Args:
+        model: a transformers model with 4-bit modules.
+        state_dict: by the model's own names, which is returned as it is; or by those of its checkpoints, all of them or
+            some (a shard). What is given of a 4-bit weight replaces that part of it.
+
+    Returns:
+        A state dict by the model's own names; those that it does not know stay.
+
+    Raises:
+        ValueError: a tensor of a 4-bit module has another dtype or shape.
+    """
+    own = {name for name, _ in chain(model.named_parameters(remove_duplicate=False), _buffers(model))}
+    if all(name in own for name in state_dict):
+        return state_dict
+    left = {name: tensor for name, tensor in state_dict.items() if name not in own}
+    new: dict[str, Any] = {}
+    sources = expert_sources(model)
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Experts):
+            new |= _experts(name, module, *sources[name], left)
+        elif isinstance(module, NVFP4LinearStack):
+            new |= _stack(model, name, module, left)
+        elif isinstance(module, NVFP4Linear):
+            given = _dense(linear_source(model, name), module.nvfp4_weight, module.bias, left)
+            new |= {} if given is None else _set(name, module, *given)
+    new |= _others(model, left, own)
+    new |= {name: tensor for name, tensor in state_dict.items() if name in own}
+    for name, source in model.all_tied_weights_keys.items():
+        if name in own and name not in new and source in new:
+            new[name] = new[source]
+    return new
+
+
+def _experts(
+    name: str, module: NVFP4Experts, source: str, layout: ExpertsLayout, left: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors of a block of experts, of which `left` has some."""
+    biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
+    weights = ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
+    tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout)), left)
+    if tensors is None:
+        return {}
+    weights = decode_experts(tensors, sort_modules(tensors).experts[source], layout.interleaved)  # type: ignore[arg-type]
+    new = _set(f"{name}.gate_up_proj", module.gate_up_proj, weights.gate_up)
+    new |= _set(f"{name}.down_proj", module.down_proj, weights.down)
+    for key, bias in (("gate_up_bias", weights.gate_up_bias), ("down_bias", weights.down_bias)):
+        if bias is not None:
+            new[f"{name}.{key}"] = bias
+    return new
+
+
+def _stack(model: Any, name: str, stack: NVFP4LinearStack, left: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of linears that are one weight, of some of which `left` has some."""
+    parent, _, _ = name.rpartition(".")
+    parts = [
+        (f"{parent}.{key}" if parent else key, part)
+        for key, part in model.get_submodule(parent)._modules.items()
+        if isinstance(part, NVFP4LinearPart) and part.stack is stack
+    ]
+    parts.sort(key=lambda item: item[1].index)
+    found = [_dense(linear_source(model, path), part.nvfp4_weight, part.bias, left) for path, part in parts]
+    if all(given is None for given in found):
+        return {}
+    weights, biases = [], []
+    for given, (_, part) in zip(found, parts, strict=True):
+        weight, bias = given or (part.nvfp4_weight, part.bias)
+        weights.append(weight.to("cpu").to_layout("linear"))
+        biases.append(None if bias is None else bias.detach().cpu())
+    joined = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
+    weight = NVFP4Weight.concatenate(*weights)
+    if bool((weight.global_scale == weight.global_scale[0, 0]).all()):
+        weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
+    return _set(name, stack, weight, joined)
+
+
+def _dense(
+    source: str, weight: NVFP4Weight, bias: Tensor | None, left: dict[str, Tensor]
+) -> tuple[NVFP4Weight, Tensor | None] | None:
+    """The weight (1, N, K) and the bias of a dense layer, of which `left` has some; None when it has none."""
+    encoded = dict(MODELOPT.encode_dense(source, weight))
+    if bias is not None:
+        encoded[f"{source}.bias"] = bias.detach()
+    tensors = _InMemory.overlaid(encoded, left)
+    if tensors is None:
+        return None
+    module = sort_modules(tensors).dense[source]  # type: ignore[arg-type]
+    return decode_dense_weight(tensors, module, "cpu"), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]
+
+
+def _set(name: str, module: NVFP4Module, weight: NVFP4Weight, bias: Tensor | None = None) -> dict[str, Any]:
+    """Gives a module its weight, whose global scale may have another shape than before; its state dict then."""
+    weight = weight.to(module.qdata.device)
+    module.set_weight(lay_out(weight, "auto" if module.auto_layout else module.layout))
+    state: dict[str, Any] = module.state_dict(prefix=f"{name}.")
+    return state | ({} if bias is None else {f"{name}.bias": bias})
+
+
+def _others(model: Any, left: dict[str, Tensor], own: set[str]) -> dict[str, Tensor]:
+    """What is not 4-bit, by transformers' own renaming and merging of weights."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = dict.fromkeys(own)
+    new: dict[str, Tensor] = {}
+    merged: dict[str, Any] = {}
+    for key, tensor in left.items():
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if pattern is None or name not in own:
+            new[name if name in own else key] = tensor
+            continue
+        converter = merged.setdefault(name, copy.deepcopy(known[pattern]))
+        converter.add_tensor(name, key, pattern, tensor)
+    for name, converter in merged.items():
+        for target, tensors in converter.convert(name, model=model, config=model.config).items():
+            new[target] = tensors[0] if isinstance(tensors, list) else tensors
+    return new
+
+
+def _buffers(model: Any) -> Any:
+    return model.named_buffers(remove_duplicate=False)
+
+
+def _valid(name: str, tensor: Tensor) -> Tensor:
+    """A tensor of the model itself, whose scales may be anything while they wait for another shard."""
+    if name.endswith("_scale") and tensor.dtype == torch.float8_e4m3fn:
+        return tensor.float().nan_to_num().to(tensor.dtype)
+    if name.endswith("_scale_2") and not bool((tensor.isfinite() & (tensor > 0)).all()):
+        return torch.ones_like(tensor)
+    return tensor
+
+
+@dataclass
+class _InMemory:
+    """Tensors in the place of `TensorFiles`."""
+
+    tensors: dict[str, Tensor]
+    infos: dict[str, TensorInfo] = field(init=False)
+
+    def __post_init__(self) -> None:
+        where = Path("state_dict")
+        self.infos = {
+            name: TensorInfo(name, where, _DTYPES.get(t.dtype, str(t.dtype)), tuple(t.shape), t.nbytes)
+            for name, t in self.tensors.items()
+        }
+
+    @classmethod
+    def overlaid(cls, own: dict[str, Tensor], left: dict[str, Tensor]) -> _InMemory | None:
+        """A module's own tensors, replaced by those that `left` has, which loses them; None when it has none."""
+        given = {name: left.pop(name) for name in own if name in left}
+        if not given:
+            return None
+        return cls(
+            {name: (given[name] if name in given else _valid(name, tensor)).cpu() for name, tensor in own.items()}
+        )
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
