@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm, moe_route
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
-from thunder_moe.ops import experts, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
+from thunder_moe.ops import experts_lora, fake_quantize, operator, scaled_mm  # noqa: F401  (register the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import OPERATORS, is_bare
 from thunder_moe.ops.scaled_mm import dense_operands
@@ -54,6 +54,13 @@ SCHEMAS = {
     " SymInt group_best=2, bool mask_to_zero=False, ScalarType? scores_dtype=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "nvfp4_fake_quantize": "(Tensor weight, *, str? scale_search=None) -> Tensor",
+    "moe_combine": "(Tensor rows, Tensor offsets, Tensor slot_row) -> Tensor",
+    "f16a_nvfp4weight_moe_experts_lora": "(Tensor hidden_states, Tensor expert_ids, Tensor expert_weights,"
+    " Tensor gate_up, Tensor gate_up_scale, Tensor gate_up_global_scale, Tensor down, Tensor down_scale,"
+    " Tensor down_global_scale, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None,"
+    " Tensor? down_b=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? row_slot=None,"
+    ' Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False, str gate_up_layout="linear",'
+    ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) -> Tensor',
 }
 
 
@@ -97,6 +104,8 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
         "f16a_nvfp4weight_grouped_swiglu": (x, *weight, offsets, row_slot),
         "f16a_nvfp4weight_grouped_mm_combine": (rows, *weight, offsets, slot_row),
         "f16a_nvfp4weight_moe_experts": (x, ids, torch.rand(3, 2), *weight, *down),
+        "f16a_nvfp4weight_moe_experts_lora": (x, ids, torch.rand(3, 2), *weight, *down),
+        "moe_combine": (rows, offsets, slot_row),
         "nvfp4_fake_quantize": (torch.randn(4, 32, 48),),
     }
     assert calls.keys() == OPERATORS.keys()

@@ -23,7 +23,7 @@ from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands, weight_from_operands
 from thunder_moe.ops.operator import operator
 
-__all__ = ["f16a_nvfp4weight_moe_experts", "moe_experts"]
+__all__ = ["check_experts", "check_order", "f16a_nvfp4weight_moe_experts", "moe_experts"]
 
 GATE_UP_NAMES = ("gate_up", "gate_up_scale", "gate_up_global_scale")
 DOWN_NAMES = ("down", "down_scale", "down_global_scale")
@@ -34,7 +34,7 @@ def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]
     return ((hidden_states.shape[0], hidden_states.shape[1]),)
 
 
-def _check(
+def check_experts(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
     gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
     down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
@@ -42,6 +42,11 @@ def _check(
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, **_: Any,
 ) -> None:  # fmt: skip
+    """What can be checked without data of the arguments of `f16a_nvfp4weight_moe_experts`.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
     first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
     check_weight(*first, gate_up_layout, names=GATE_UP_NAMES, transposed=True)
     check_weight(*second, down_layout, names=DOWN_NAMES, transposed=True)
@@ -85,8 +90,17 @@ def _check(
 
 
 def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor | None, **_: Any) -> None:
+    check_order(expert_ids, (*arguments[9:12], None, None, None)[:3])
+
+
+def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
+    """Checks the values of row_slot, offsets and slot_row on a CPU, where they are given.
+
+    Raises:
+        ValueError: names the argument, what it was and what is wanted.
+    """
     require(expert_ids.numel() < 2**31, "expert_ids", expert_ids, "less than 2**31 ids: rows are int32")
-    row_slot, offsets, slot_row = (*arguments[9:12], None, None, None)[:3]
+    row_slot, offsets, slot_row = order
     if row_slot is None or offsets is None or slot_row is None or offsets.device.type != "cpu":
         return
     rows = row_slot.shape[0]
@@ -116,7 +130,7 @@ def _gradient(
 
 @operator(
     shapes=_shapes,
-    check=_check,
+    check=check_experts,
     check_values=_check_values,
     gradient=_gradient,
     differentiable=("hidden_states", "expert_weights", "gate_up_bias", "down_bias"),

@@ -43,7 +43,7 @@ from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_
 from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
 from thunder_moe.compilers.report import Others, RouterEntry
 from thunder_moe.kernels.slow_paths import warn_once
-from thunder_moe.ops import experts, trainable_grouped_mm  # noqa: F401  (registers the operators)
+from thunder_moe.ops import experts, experts_lora, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
 
 __all__ = ["Rewritten", "grouped_gemms", "rewrite"]
@@ -59,6 +59,7 @@ _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
     getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
 }
 _QUANTIZED[_EXPERTS] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
+_QUANTIZED[_OPS.f16a_nvfp4weight_moe_experts_lora.default] = ((3, "nvfp4"), (6, "nvfp4"))
 
 
 @dataclass(frozen=True, eq=False)

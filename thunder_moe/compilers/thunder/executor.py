@@ -28,11 +28,13 @@ from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
     grouped_mm,
+    moe_combine,
     moe_experts,
     moe_linear_router,
     moe_route,
     moe_router,
     nvfp4_combine,
+    nvfp4_experts_lora,
     nvfp4_fake_quantize,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
@@ -104,6 +106,8 @@ moe_executor._lookasides.update(
                 nvfp4_grouped_swiglu,
                 nvfp4_combine,
                 nvfp4_mm,
+                nvfp4_experts_lora,
+                moe_combine,
             )
         },
     }

@@ -49,6 +49,7 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     check_memory,
     declare_changed,
     grouped_mm,
+    nvfp4_experts_lora,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
     nvfp4_pack,
@@ -251,7 +252,7 @@ def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized
         parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
         swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
         return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
-    if not nvfuser.is_listed(get_compile_data().executors_list):
+    if bsym.sym.id == nvfp4_experts_lora.id or not nvfuser.is_listed(get_compile_data().executors_list):
         return [], ""
     return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
 

@@ -30,6 +30,7 @@ from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     grouped_mm,
     nvfp4_combine,
+    nvfp4_experts_lora,
     nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
 )
@@ -271,6 +272,14 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
     """The calls of a trace whose weights are in NVFP4 already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
+        if bsym.sym.id == nvfp4_experts_lora.id:  # one operator, which nvFuser does not take
+            for weight in (bsym.args[3], bsym.args[6]):
+                source = (computation.argument_behind(weight.name) or (weight,))[0]
+                dtype, (experts, half, n) = dtypes.to_torch_dtype(bsym.args[0].dtype), weight.shape
+                rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
+                name = names.get(computation.origin(weight.name), source.name)
+                gemm = GroupedGemm(name, experts, n, 2 * half, rows, dtype, dtype, False)
+                found.append(Quantized(bsym, gemm, "nvfp4", None))
         if bsym.sym.id not in _NVFP4_DECISIONS:
             continue
         a, fp4_weight, *scales = bsym.args[:4]

@@ -39,6 +39,7 @@ from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scal
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
+from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401
 from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
 from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
@@ -51,11 +52,13 @@ __all__ = [
     "check_memory",
     "declare_changed",
     "grouped_mm",
+    "moe_combine",
     "moe_experts",
     "moe_linear_router",
     "moe_route",
     "moe_router",
     "nvfp4_combine",
+    "nvfp4_experts_lora",
     "nvfp4_fake_quantize",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_swiglu",
@@ -218,10 +221,13 @@ _nvfp4_dgrad = EXECUTOR.register_operator(
 nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
 nvfp4_mm = _symbol(_DENSE_NAME)
+_LORA_NAME, _SUM_NAME = "f16a_nvfp4weight_moe_experts_lora", "moe_combine"
+nvfp4_experts_lora = _symbol(_LORA_NAME)
+moe_combine = _symbol(_SUM_NAME)
 moe_route = _symbol("moe_route")
 nvfp4_fake_quantize = _symbol("nvfp4_fake_quantize")
-_swiglu_backward, _combine_backward, _dense_backward = (
-    _backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME)
+_swiglu_backward, _combine_backward, _dense_backward, _lora_backward, _sum_backward = (
+    _backward_symbol(OPERATORS[name]) for name in (_SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME, _LORA_NAME, _SUM_NAME)
 )
 
 
@@ -396,6 +402,10 @@ for _each, _grad_transform in (
     (_combine_backward, None),
     (nvfp4_mm, _gradient(nvfp4_mm, _dense_backward)),
     (_dense_backward, None),
+    (nvfp4_experts_lora, _gradient(nvfp4_experts_lora, _lora_backward)),
+    (_lora_backward, None),
+    (moe_combine, _gradient(moe_combine, _sum_backward)),
+    (_sum_backward, None),
     (moe_route, None),
     (nvfp4_fake_quantize, _fake_quantize_grad),
     (moe_router, _router_grad),

@@ -1,0 +1,244 @@
+"""The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on 4-bit weights plus LoRA adapters.
+Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.grouped_linear, ops.activation and
+ops.combine, in both directions.
+
+route -> gather -> gate_up GEMM + (x A^T) B^T -> activation times router's weights -> down GEMM + (h A^T) B^T -> combine
+
+Nothing between hidden_states and the result is kept for the backward, which computes gate and up again.
+
+Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.checks import require
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.ops import activation, combine, grouped_linear, route  # noqa: F401  (registers the operators)
+from thunder_moe.ops.experts import DOWN_NAMES, GATE_UP_NAMES, check_experts, check_order
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad
+from thunder_moe.ops.operator import operator
+from thunder_moe.routing import gather_rows, scale_of_rows
+
+__all__ = ["f16a_nvfp4weight_moe_experts_lora"]
+
+LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+
+
+def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
+    return ((hidden_states.shape[0], hidden_states.shape[1]),)
+
+
+def _check(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    check_experts(
+        hidden_states, expert_ids, expert_weights, gate_up, gate_up_scale, gate_up_global_scale,
+        down, down_scale, down_global_scale, gate_up_bias, down_bias, row_slot, offsets, slot_row, **options,
+    )  # fmt: skip
+    experts, features, hidden_size = gate_up.shape[0], gate_up.shape[2], hidden_states.shape[1]
+    pairs = zip(LORA_NAMES[::2], (gate_up_a, down_a), LORA_NAMES[1::2], (gate_up_b, down_b), strict=True)
+    for (name_a, a, name_b, b), n, k in zip(pairs, (features, hidden_size), (hidden_size, features // 2), strict=True):
+        if (a is None) != (b is None):
+            raise ValueError(
+                f"{name_a if a is None else name_b}: got None, wanted both {name_a} and {name_b}, or neither"
+            )
+        if a is None or b is None:
+            continue
+        rank = a.shape[1] if a.ndim == 3 else 0
+        require(a.shape == (experts, rank, k) and rank > 0, name_a, a, f"shape ({experts}, rank, {k})")
+        require(b.shape == (experts, n, rank), name_b, b, f"shape {(experts, n, rank)}")
+        for name, tensor in ((name_a, a), (name_b, b)):
+            require(tensor.dtype == hidden_states.dtype, name, tensor, f"{hidden_states.dtype}, that of hidden_states")
+            require(tensor.device == hidden_states.device, name, tensor, f"device {hidden_states.device}")
+
+
+def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor | None, **_: Any) -> None:
+    check_order(expert_ids, (*arguments[13:16], None, None, None)[:3])
+
+
+def _plus_lora(y: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, offsets: Tensor) -> tuple[Tensor, Any]:
+    """y + (x a^T) b^T, and x a^T (M, R)."""
+    if a is None or b is None:
+        return y, None
+    linear = torch.ops.thunder_moe.grouped_linear
+    inner = linear(x, a, offsets)
+    return y + linear(inner, b, offsets), inner
+
+
+def _before_down(
+    hidden: Tensor, weights: Tensor, order: Any, gemm: Any, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
+    weight_on_input: bool, form: dict[str, Any],
+) -> tuple[Tensor, Any, Tensor, Any, Tensor]:  # fmt: skip
+    """Rows of hidden states, their product with gate_up_a, gate and up, the factors of the activation, its result."""
+    ops = torch.ops.thunder_moe
+    row_slot, offsets, _ = order
+    factors = scale_of_rows(weights, row_slot)  # float32 (M,)
+    assert factors is not None
+    rows = gather_rows(hidden, row_slot)
+    if weight_on_input:
+        rows, factors = (rows * factors[:, None]).to(rows.dtype), None
+    pre, inner = _plus_lora(gemm(rows), rows, a, b, offsets)
+    if bias is not None:
+        pre = ops.grouped_bias(pre, offsets, bias)
+    return rows, inner, pre, factors, ops.scaled_activation(pre, factors, offsets, **form)
+
+
+def _gradient(
+    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
+    *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    ops = torch.ops.thunder_moe
+    if row_slot is None or offsets is None or slot_row is None:
+        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
+    first = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout)
+    second = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout)
+    of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
+    order = row_slot, offsets, slot_row
+    rows, inner, pre, factors, activated = _before_down(
+        hidden_states, expert_weights, order, first[0], gate_up_a, gate_up_b, gate_up_bias, weight_on_input, form
+    )
+    grad_out = gather_rows(grad.contiguous(), row_slot)  # [M, H]
+    grads: dict[str, Tensor] = {}
+    outer = None
+    if down_a is not None and down_b is not None:
+        outer = ops.grouped_linear_dgrad(grad_out, down_b, offsets)  # [M, R]
+        if of_down_a:
+            grads["down_a"] = ops.grouped_linear_wgrad(activated, outer, offsets)
+        if of_down_b:
+            hidden_rank = ops.grouped_linear(activated, down_a, offsets)
+            grads["down_b"] = ops.grouped_linear_wgrad(hidden_rank, grad_out, offsets)
+    if down_bias is not None and of_down_bias:
+        grads["down_bias"] = ops.grouped_bias_grad(grad_out, offsets, factors).to(down_bias.dtype)
+    del activated
+    before = of_hidden or of_gate_up_a or of_gate_up_b or of_gate_up_bias or of_weights
+    if before:
+        grad_rows = second[1](grad_out)
+        if outer is not None:
+            grad_rows = grad_rows + ops.grouped_linear_dgrad(outer, down_a, offsets)
+        grad_pre, grad_factors = ops.scaled_activation_backward(
+            grad_rows, pre, factors, offsets, True, of_weights and factors is not None, **form
+        )
+        del grad_rows, pre
+        if of_weights and factors is not None:
+            if down_bias is not None:
+                grad_factors = grad_factors + ops.grouped_bias_scale_grad(grad_out, down_bias, offsets)
+            grads["weights"] = _of_slots(grad_factors, offsets, slot_row).to(expert_weights.dtype)
+        del grad_out
+        if of_gate_up_bias and gate_up_bias is not None:
+            grads["gate_up_bias"] = ops.grouped_bias_grad(grad_pre, offsets).to(gate_up_bias.dtype)
+        outer = None
+        if gate_up_a is not None and gate_up_b is not None:
+            outer = ops.grouped_linear_dgrad(grad_pre, gate_up_b, offsets)
+            if of_gate_up_a:
+                grads["gate_up_a"] = ops.grouped_linear_wgrad(rows, outer, offsets)
+            if of_gate_up_b:
+                grads["gate_up_b"] = ops.grouped_linear_wgrad(inner, grad_pre, offsets)
+        if of_hidden or (of_weights and weight_on_input):
+            grad_rows = first[1](grad_pre)
+            if outer is not None:
+                grad_rows = grad_rows + ops.grouped_linear_dgrad(outer, gate_up_a, offsets)
+            if weight_on_input:
+                factors = scale_of_rows(expert_weights, row_slot)
+                assert factors is not None
+                if of_weights:
+                    of_row = (grad_rows.float() * gather_rows(hidden_states, row_slot).float()).sum(-1)
+                    grads["weights"] = _of_slots(of_row, offsets, slot_row).to(expert_weights.dtype)
+                grad_rows = (grad_rows * factors[:, None]).to(grad_rows.dtype)
+            if of_hidden:
+                grads["hidden"] = ops.moe_combine(grad_rows, offsets, slot_row)
+    names = ("hidden", "weights", *LORA_NAMES, "gate_up_bias", "down_bias")
+    return tuple(grads.get(name) for name in names)
+
+
+def _of_slots(of_row: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
+    """(M,) -> (T, A): what each slot's row has, 0 for slots without one."""
+    live = (slot_row >= 0) & (slot_row < offsets[-1])
+    picked: Tensor = of_row[slot_row.clamp_min(0).long()] if of_row.shape[0] else of_row.new_zeros(slot_row.shape)
+    return torch.where(live, picked, 0)
+
+
+@operator(
+    shapes=_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
+    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
+)
+def f16a_nvfp4weight_moe_experts_lora(
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_global_scale: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None,
+    offsets: Tensor | None = None,
+    slot_row: Tensor | None = None,
+    *,
+    weight_on_input: bool = False,
+    gate_up_layout: str = LINEAR,
+    down_layout: str = LINEAR,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+) -> Tensor:
+    """`f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
+
+    Differentiable in hidden_states, expert_weights, the adapters and the biases. The arguments are those of
+    `f16a_nvfp4weight_moe_experts`, and:
+
+    Args:
+        gate_up_a: (E, R, H) in the dtype of hidden_states; None: no adapter of gate and up.
+        gate_up_b: (E, 2I, R), likewise; any scaling is in it.
+        down_a: (E, R, I), likewise.
+        down_b: (E, H, R), likewise.
+
+    Returns:
+        (T, H) in the dtype of hidden_states.
+
+    Raises:
+        ValueError: an operand has the wrong rank, shape, dtype or device, or one of a pair is missing.
+    """
+    ops = torch.ops.thunder_moe
+    if row_slot is None or offsets is None or slot_row is None:
+        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
+    form = dict(alpha=alpha, limit=limit, up_shift=up_shift)
+    first = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout)
+    second = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout)
+    *_, factors, activated = _before_down(
+        hidden_states, expert_weights, (row_slot, offsets, slot_row), first[0], gate_up_a, gate_up_b, gate_up_bias,
+        weight_on_input, form,
+    )  # fmt: skip
+    out, _ = _plus_lora(second[0](activated), activated, down_a, down_b, offsets)
+    if down_bias is not None:
+        out = ops.grouped_bias(out, offsets, down_bias, factors)
+    summed: Tensor = ops.moe_combine(out, offsets, slot_row)
+    return summed
