@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thunder_moe.formats.weight import NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
+    from thunder_moe.lora import add_lora_, merge_lora_, remove_lora_, unmerge_lora_, use_lora_
     from thunder_moe.nn import (
         GroupedLinear,
         GroupedMLP,
@@ -50,6 +51,7 @@ _HOMES = {
     "weight_cache": ("refresh_",),
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "kernels.select": ("simulate_w4a4", "use_backend"),
+    "lora": ("add_lora_", "merge_lora_", "remove_lora_", "unmerge_lora_", "use_lora_"),
     "nn": (
         "GroupedLinear",
         "GroupedMLP",
@@ -95,6 +97,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSwiGLU",
     "SwiGLU",
+    "add_lora_",
     "dequantize_",
     "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
@@ -103,6 +106,7 @@ __all__ = [
     "f16a_nvfp4weight_scaled_mm",
     "finish_qat_",
     "load_checkpoint",
+    "merge_lora_",
     "moe_executor",
     "moe_experts",
     "moe_linear_router",
@@ -113,11 +117,14 @@ __all__ = [
     "prepare_qat_",
     "quantize_",
     "refresh_",
+    "remove_lora_",
     "rewrite_report",
     "save_checkpoint",
     "simulate_w4a4",
     "to_layout_",
+    "unmerge_lora_",
     "use_backend",
+    "use_lora_",
 ]
 
 

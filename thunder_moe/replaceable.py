@@ -20,6 +20,7 @@ from thunder_moe.nn import (
     NVFP4GroupedMLP,
     NVFP4GroupedSwiGLU,
 )
+from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 
 __all__ = ["has_hook", "has_own_forward", "impure", "not_plain", "wrapped"]
 
@@ -30,6 +31,8 @@ _PARTS: dict[type[nn.Module], tuple[dict[str, type[nn.Module]], tuple[str, ...],
     GroupedLinear: ({}, ("weight", "bias"), ()),
     GroupedSwiGLU: ({**_PROJECTIONS}, (), ()),
     GroupedMLP: (dict(gate_up_proj=GroupedLinear, activation=nn.Module, down_proj=GroupedLinear), (), ()),
+    # What merge_lora_ makes 16-bit; before NVFP4GroupedLinear, which it is too.
+    NVFP4LoRAGroupedLinear: (dict(lora_A=nn.Module, lora_B=nn.Module), ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedLinear: ({}, ("bias",), ("qdata", "scale", "global_scale")),
     NVFP4GroupedSwiGLU: ({**_PACKED}, (), ()),
     NVFP4GroupedMLP: ({**_PACKED, "activation": nn.Module}, (), ()),
@@ -57,6 +60,8 @@ def not_plain(module: nn.Module) -> str | None:
     assert known is not None
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
+    if isinstance(module, LoRALinear) and not getattr(module, "lora_to_restore", False):
+        return "it has LoRA adapters: merge_lora_(model, dequantize=True) or remove_lora_(model)"
     if type(module) is not known:
         return f"it is a {type(module).__name__}, not a {known.__name__} itself"
     if known.forward is not _FORWARDS[known]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require
+from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.expert_states import NAMES, one_per_weight
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
@@ -193,14 +194,6 @@ def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and weight in the dtype of autocast, where it is on."""
     dtype = autocast_dtype(x)
     return (x, weight) if dtype is None else (x.to(dtype), weight.to(dtype))
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype that autocast has linears of x compute in; None where it is off."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # is_autocast_available is not traced before torch 2.13
-        return None
-    return torch.get_autocast_dtype(kind)
 
 
 def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
+from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.expert_states import check_experts
 from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, run_into
 from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32
@@ -177,6 +178,7 @@ class NVFP4GroupedMLP(nn.Module):
             ValueError: as `GroupedMLP.forward`.
         """
         ops, ends, form = torch.ops.thunder_moe, int32(offsets), own_form(self.activation)
+        x = autocast_rows(x)
         check_row_scale("scales", scales, tuple(x.shape[:1]), x)
         gate_up: nn.Module = self.gate_up_proj
         down: nn.Module = self.down_proj

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.nn.quantized import weights_to_fuse
 from thunder_moe.nn.swiglu import GroupedSwiGLU, SwiGLU
@@ -151,7 +152,9 @@ class Llama4MoE(nn.Module):
             scores_TA, ids_TA, *order = torch.ops.thunder_moe.moe_router(
                 logits_TE, top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
             )
-            return moe_experts(x_TH, ids_TA, scores_TA, *weights, weight_on_input=True, order=tuple(order))
+            return moe_experts(
+                autocast_rows(x_TH), ids_TA, scores_TA, *weights, weight_on_input=True, order=tuple(order)
+            )
         logits_TA, ids_TA = logits_TE.topk(self.top_k, dim=-1)  # A = top_k
         order_M, offsets_E = sort_by_expert(ids_TA.reshape(-1), self.num_experts)
         weight_M = torch.sigmoid(logits_TA.float()).to(x_TH.dtype).reshape(-1)[order_M]

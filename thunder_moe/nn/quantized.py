@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
@@ -74,7 +75,7 @@ class NVFP4GroupedLinear(NVFP4Module):
         Raises:
             ValueError: as the operator; bias_scale without a bias.
         """
-        weight, offsets = self.nvfp4_weight, int32(offsets)
+        weight, offsets, x = self.nvfp4_weight, int32(offsets), autocast_rows(x)
         grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
         out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
         if self.bias is not None:
@@ -128,7 +129,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
-        gate_up = self.gate_up_proj.nvfp4_weight
+        gate_up, x = self.gate_up_proj.nvfp4_weight, autocast_rows(x)
         swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
         out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
         return out

@@ -28,7 +28,9 @@ from thunder_moe.integrations.huggingface.implementation import run_experts
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels, lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
+from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.bound import Bound
+from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
@@ -128,6 +130,7 @@ class NVFP4Experts(nn.Module):
         return new
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        hidden_states = autocast_rows(hidden_states)
         inputs = (hidden_states, top_k_index, top_k_weights)
         modules, parameters = self._modules, self._parameters
         first: Any = modules["gate_up_proj"]
@@ -147,7 +150,8 @@ class NVFP4Experts(nn.Module):
             biases = self.gate_up_bias, self.down_bias
         weights = _weight_of(first), _weight_of(second), *biases
         rows = order.tensors() if isinstance(order, PackedOrder) else order
-        out = run_experts(self, self.experts_class, self.form, inputs, *weights, rows)
+        adapted = (first if isinstance(first, LoRALinear) else None, second if isinstance(second, LoRALinear) else None)
+        out = run_experts(self, self.experts_class, self.form, inputs, *weights, rows, adapted)
         if bare:
             self._bind(inputs, weights)
         return out
@@ -301,8 +305,14 @@ def _weight_of(linear: Any) -> NVFP4Weight:
     Raises:
         ValueError: the module has something that would have to run.
     """
+    if calls_only_its_class(linear, NVFP4LoRAGroupedLinear):
+        return linear.nvfp4_weight
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
-    hooked = type(linear) is NVFP4GroupedLinear and "_hf_hook" in vars(linear) and has_own_forward(linear)
+    hooked = (
+        type(linear) in (NVFP4GroupedLinear, NVFP4LoRAGroupedLinear)
+        and "_hf_hook" in vars(linear)
+        and has_own_forward(linear)
+    )
     if not calls_only_its_class(linear, NVFP4GroupedLinear) and not hooked:
         raise ValueError(
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"

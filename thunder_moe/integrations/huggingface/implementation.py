@@ -19,6 +19,9 @@ from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, require_form, stored_weights
+from thunder_moe.nn.autocast import autocast_rows
+from thunder_moe.nn.lora import LoRALinear
+from thunder_moe.ops import experts_lora  # noqa: F401  (registers the operator)
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
@@ -44,14 +47,30 @@ def run_experts(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: tuple[Tensor, Tensor, Tensor] | None = None,
+    adapted: tuple[LoRALinear | None, LoRALinear | None] = (None, None),
 ) -> Tensor:
     """The layer's experts by the fused operators, or around the gate or norm of `own_class`.
 
-    `order` is what `moe_route` gives for the ids, where the router has left it.
+    `order` is what `moe_route` gives for the ids, where the router has left it; `adapted` the projections that have
+    LoRA adapters.
     """
+    inputs = autocast_rows(inputs[0]), *inputs[1:]
     hidden, ids, slot_weight = inputs
+    first, second = (None if linear is None or not linear.lora_active else linear for linear in adapted)
     on_input, on_output = (slot_weight, None) if form.weight_on_input else (None, slot_weight)
-    if form.swiglu is not None and not form.post_norm:
+    dropping = any(linear is not None and linear.lora_drops_out() for linear in (first, second))
+    if form.swiglu is not None and not form.post_norm and not dropping and (first is not None or second is not None):
+        pairs = [
+            (None, None) if linear is None else linear.lora_pair(hidden.dtype) or (None, None)
+            for linear in (first, second)
+        ]
+        out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora(
+            *inputs, *operands(gate_up), *operands(down), *pairs[0], *pairs[1], gate_up_bias, down_bias,
+            *(order or (None, None, None)), weight_on_input=form.weight_on_input, gate_up_layout=gate_up.layout,
+            down_layout=down.layout, alpha=form.swiglu.alpha, limit=form.swiglu.limit, up_shift=form.swiglu.up_shift,
+        )  # fmt: skip
+        return out
+    if form.swiglu is not None and not form.post_norm and not dropping:
         return moe_experts(
             *inputs, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias,
             weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
@@ -65,21 +84,25 @@ def run_experts(
     if on_input is not None:
         rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
     rows = torch.where(live, rows, 0)
-    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
+    of_rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
+    rows = of_rows if first is None else first.plus_lora(of_rows, rows, offsets)
     if gate_up_bias is not None:
         rows = rows + gate_up_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
     rows = torch.where(live, rows, 0)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
-    if not form.post_norm:
-        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
+    if not form.post_norm and second is None:
+        out = ops.f16a_nvfp4weight_grouped_mm_combine(
             rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
         )
         return out
-    rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
+    of_rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
+    rows = of_rows if second is None else second.plus_lora(of_rows, rows, offsets)
     if down_bias is not None:
         rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
-    rows = module.post_expert_norm(torch.where(live, rows, 0))
-    picked = rows[slot_row.clamp_min(0)].float() * slot_weight.float()[..., None]  # [T, A, H]
+    rows = torch.where(live, rows, 0)
+    rows = module.post_expert_norm(rows) if form.post_norm else rows
+    picked = rows[slot_row.clamp_min(0)].float()  # [T, A, H]
+    picked = picked if on_output is None else picked * on_output.float()[..., None]
     return torch.where(slot_row[..., None] >= 0, picked, 0).sum(1).to(hidden.dtype)
 
 

@@ -1,0 +1,146 @@
+"""LoRA on the 4-bit experts of transformers' models: values and gradients of every kind against dense adapters.
+Called by pytest; calls plain torch for what is expected.
+"""
+
+import copy
+
+import pytest
+import torch
+from oracle import relative_error
+from tiny_models import ARCHITECTURES, tiny_model, tokens
+
+from thunder_moe import dequantize_, quantize_
+from thunder_moe.formats.gate_up import interleave
+from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
+
+
+def adapted(name, dtype=torch.float32, **options):
+    model = quantize_(tiny_model(name, dtype))
+    add_lora_(model, 4, 8, **options)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in lora_parameters(model):
+        parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.1, generator=generator))
+    return model
+
+
+def dense(model):
+    """A float32 copy with 16-bit modules, its weights with adapters that autograd knows, and their parameters."""
+    base, leaves, weights = copy.deepcopy(model), [], {}
+    for linear in lora_linears(base).values():
+        linear.weight_dtypes = (torch.float32,)
+    remove_lora_(base)
+    dequantize_(base)
+    for name, linear in lora_linears(model).items():
+        a, b = (each["default"].detach().float().requires_grad_() for each in (linear.lora_A, linear.lora_B))
+        leaves += [a, b]
+        path, _, kind = name.rpartition(".")
+        form = model.get_submodule(path).form
+        delta = linear.lora_specs["default"].scaling * b @ a
+        delta = interleave(delta) if form.interleaved and kind == "gate_up_proj" else delta
+        parameter = f"{path}.{kind if form.gated or kind == 'down_proj' else 'up_proj'}"
+        weights[parameter] = base.get_parameter(parameter).detach() + (delta.mT if form.transposed else delta)
+    return base.float(), weights, leaves
+
+
+def gradients(model, call=None):
+    """The logits and the adapters' gradients."""
+    logits = (model if call is None else call)(tokens()).logits
+    return logits, torch.autograd.grad(logits.float().pow(2).mean(), list(lora_parameters(model)))
+
+
+def expected_of(model):
+    base, weights, leaves = dense(model)
+    logits = torch.func.functional_call(base, weights, (tokens(),)).logits
+    return logits, torch.autograd.grad(logits.pow(2).mean(), leaves)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_values_and_gradients(name):
+    model = adapted(name)
+    logits, grads = gradients(model)
+    expected, wanted = expected_of(model)
+    assert relative_error(logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_around_the_operator(name):
+    """A dropout of next to nothing takes the way around the operator of the whole layer, as own gates and norms do."""
+    model = adapted(name, dropout=1e-12).train()
+    logits, grads = gradients(model)
+    for linear in lora_linears(model).values():
+        linear.lora_specs = {name: type(spec)(4, 2.0) for name, spec in linear.lora_specs.items()}
+    expected, wanted = gradients(model)
+    assert relative_error(logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+
+
+def test_own_gates():
+    model = adapted("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts.form = type(layer.mlp.experts.form)(True, False, False, False, None, False)
+    _, grads = gradients(model)
+    expected, wanted = expected_of(model)
+    assert relative_error(model(tokens()).logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss"])
+def test_torch_compile(name):
+    model = adapted(name)
+    expected, wanted = gradients(model)
+    inner = {"thunder_moe.inner": "aot_eager"}
+    logits, grads = gradients(model, torch.compile(model, backend="thunder_moe", fullgraph=True, options=inner))
+    assert relative_error(logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.slow
+def test_thunder():
+    from thunder_moe import moe_executor
+
+    import thunder  # isort: skip
+
+    experts = adapted("gpt_oss").model.layers[0].mlp.experts
+    ids, weights = torch.randint(0, 8, (10, 2)), torch.rand(10, 2, requires_grad=True)
+    hidden = torch.randn(10, 64, requires_grad=True)
+    given = [hidden, weights, *lora_parameters(experts)]
+    out, compiled = experts(hidden, ids, weights), thunder.jit(experts, executors=[moe_executor])(hidden, ids, weights)
+    assert relative_error(compiled, out) < 1e-5
+    pairs = zip(torch.autograd.grad(compiled.sum(), given), torch.autograd.grad(out.sum(), given), strict=True)
+    assert all(relative_error(got, want) < 1e-5 for got, want in pairs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(reentrant):
+    model = adapted("qwen3_moe").train()
+    expected, wanted = gradients(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
+    model.enable_input_require_grads()
+    logits = model(tokens()).logits
+    logits.pow(2).mean().backward()
+    assert relative_error(logits, expected) < 1e-6
+    assert all(relative_error(p.grad, want) < 1e-5 for p, want in zip(lora_parameters(model), wanted, strict=True))
+
+
+def test_float32_rows_under_autocast():
+    """As `prepare_model_for_kbit_training` makes them: 16-bit parameters become float32."""
+    model = adapted("qwen3_moe", torch.bfloat16)
+    expected, wanted = expected_of(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    seen = []
+    model.model.layers[0].mlp.experts.register_forward_hook(
+        lambda module, args, out: seen.append((args[0].dtype, out.dtype))
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, grads = gradients(model)
+    assert seen == [(torch.float32, torch.bfloat16)]
+    assert relative_error(logits, expected) < 0.03
+    assert all(relative_error(got, want) < 0.06 for got, want in zip(grads, wanted, strict=True))
+
+
+def test_16_bit_experts_are_not_found():
+    with pytest.raises(ValueError, match="16-bit experts of transformers: quantize_ it"):
+        add_lora_(tiny_model("qwen3_moe"), 4, 8)

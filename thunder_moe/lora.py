@@ -1,0 +1,393 @@
+"""LoRA on experts, 4-bit or not: add_lora_(model) -> train -> merge_lora_ or keep beside; use_lora_ switches adapters.
+Called by users and integrations.huggingface.lora; calls nn.lora for the modules, quantize to merge into 16 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.nvfp4 import dequantize
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.nn import (
+    GroupedLinear,
+    GroupedMLP,
+    NVFP4GroupedLinear,
+    NVFP4GroupedMLP,
+    NVFP4GroupedSwiGLU,
+    ScaledSwiGLU,
+)
+from thunder_moe.nn.lora import LoRAGroupedLinear, LoRALinear, LoRASpec, NVFP4LoRAGroupedLinear
+from thunder_moe.quantize import Filter, dequantize_
+from thunder_moe.replaceable import has_hook, has_own_forward, impure
+
+__all__ = ["add_lora_", "lora_linears", "lora_parameters", "merge_lora_", "remove_lora_", "unmerge_lora_", "use_lora_"]
+
+Model = TypeVar("Model", bound=nn.Module)
+_LOGGER = logging.getLogger("thunder_moe")
+_WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
+    GroupedLinear: LoRAGroupedLinear,
+    NVFP4GroupedLinear: NVFP4LoRAGroupedLinear,
+}
+_BASE = {lora: base for base, lora in _WITH_LORA.items()}
+_SHARES = (None, "A", "B")
+
+
+@torch.no_grad()
+def add_lora_(
+    model: Model,
+    rank: int,
+    alpha: float,
+    *,
+    dropout: float = 0.0,
+    filter: Filter | None = None,
+    rslora: bool = False,
+    share: str | None = None,
+    split_gate_up: bool = False,
+    dtype: torch.dtype = torch.float32,
+    adapter: str = "default",
+    freeze: bool = True,
+) -> Model:
+    """Adds a LoRA adapter to the linears of experts, in place: per expert A (r, K) and B (N, r) = 0 beside the weight.
+
+    Each `NVFP4GroupedLinear` and `GroupedLinear` gets one, wherever it is: in this package's modules, and in experts of
+    transformers' models once `quantize_` has been called. It becomes a `NVFP4LoRAGroupedLinear` or
+    `LoRAGroupedLinear`, whose parameters ``lora_A.<adapter>`` (E, r, K) and ``lora_B.<adapter>`` (E, N, r) are in the
+    state dict. The products run as grouped GEMMs in the dtype of the activations. Compile afterwards.
+
+    Args:
+        model: any module that holds such linears.
+        rank: r.
+        alpha: B (A x) is multiplied by alpha / rank.
+        dropout: of A's input in training.
+        filter: called with each linear and its qualified name; False leaves it without an adapter.
+        rslora: the factor is alpha / sqrt(rank) instead.
+        share: "A" or "B": the experts of a linear have one in common, (1, r, K) or (1, N, r).
+        split_gate_up: where one weight has the rows of gate and up, each has an adapter of its own: A (E, 2r, K), of
+            which B's upper half has the first r and its lower half the others.
+        dtype: of the parameters.
+        adapter: a name; the new adapter becomes the only active one.
+        freeze: parameters that are no adapter's get ``requires_grad=False``. PEFT's adapters (names with "lora_", and
+            "modules_to_save") stay as they are.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: no such linears, or all declined; a rank, dropout, share or adapter name that is not valid, a name
+            that is taken, a weight on the "meta" device, merged adapters. The model is unchanged then.
+    """
+    _check_options(rank, alpha, dropout, share, adapter)
+    chosen: dict[str, Any] = {}
+    left: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, GroupedLinear | NVFP4GroupedLinear):
+            continue
+        if filter is not None and not filter(module, name):
+            continue
+        reason = _obstacle(module)
+        if reason is not None:
+            left.append(f"{name}: {reason}")
+            continue
+        if isinstance(module, LoRALinear) and (adapter in module.lora_specs or module.lora_merged):
+            what = f"merged adapters {list(module.lora_merged)}" if module.lora_merged else f"{adapter!r}, which it has"
+            raise ValueError(f"adapter: got {what} at {name!r}, wanted another name, or unmerge_lora_ before")
+        chosen[name] = module
+    if not chosen:
+        why = (
+            "; ".join(left) or "none there, all declined by the filter, or 16-bit experts of transformers: quantize_ it"
+        )
+        raise ValueError(f"model: found no linear of experts for an adapter in {type(model).__name__} ({why})")
+    for reason in left:
+        _LOGGER.warning("no adapter: %s", reason)
+    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
+    parents = {id(child): parent for parent in model.modules() for child in parent.children()}
+    for module in chosen.values():
+        parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
+        _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+    if freeze:
+        for name, parameter in model.named_parameters():
+            if "lora_" not in name and "modules_to_save" not in name:
+                parameter.requires_grad_(False)
+    return model
+
+
+def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
+    """Sets the active adapters of a model's experts: one, several at once (their terms are added), or None.
+
+    Linears that lack a named adapter run without it. Compiled models compile again.
+
+    Raises:
+        ValueError: a name that no linear has, or merged adapters; the model is unchanged then.
+    """
+    wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
+    linears = _require_lora(model)
+    _require_names(linears, wanted)
+    _refuse_merged(linears)
+    for linear in linears.values():
+        linear.lora_active = tuple(name for name in wanted if name in linear.lora_specs)
+    return model
+
+
+def lora_linears(model: nn.Module) -> dict[str, Any]:
+    """The linears of experts that have adapters, by qualified name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+
+def lora_parameters(model: nn.Module, adapter: str | None = None) -> Iterator[nn.Parameter]:
+    """The parameters of an adapter of the experts, of all adapters when None."""
+    for linear in lora_linears(model).values():
+        for name in linear.lora_specs:
+            if adapter in (None, name):
+                yield from (linear.lora_A[name], linear.lora_B[name])
+
+
+@torch.no_grad()
+def remove_lora_(model: Model, adapter: str | None = None) -> Model:
+    """Removes an adapter of the experts, all of them when None; linears without any have their own class again.
+
+    What is merged stays in the weights when all are removed.
+
+    Raises:
+        ValueError: no adapters, or none of that name; one adapter is to go while any is merged.
+    """
+    linears = _require_lora(model)
+    if adapter is not None:
+        _require_names(linears, (adapter,))
+        _refuse_merged(linears)
+    for linear in linears.values():
+        for name in list(linear.lora_specs) if adapter is None else [adapter]:
+            if name in linear.lora_specs:
+                del linear.lora_specs[name], linear.lora_A[name], linear.lora_B[name]
+        linear.lora_active = tuple(name for name in linear.lora_active if name in linear.lora_specs)
+        if not linear.lora_specs:
+            _strip(linear)
+    return model
+
+
+@torch.no_grad()
+def merge_lora_(
+    model: nn.Module, adapters: str | Sequence[str] | None = None, *, dequantize: bool = False
+) -> dict[str, float]:
+    """Puts adapters into the weights of the experts, in place, so that they cost nothing any more.
+
+    A 4-bit weight is decoded, added to in float32 and rounded to NVFP4 again: the rounding is new, and may be larger
+    than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both stay.
+
+    Args:
+        model: one with adapters.
+        adapters: names; the active ones when None. With `dequantize` the others are removed.
+        dequantize: 4-bit modules become 16-bit ones with the sum, as by `dequantize_` (all of the model): rounded once,
+            to the dtype that the weight had. This cannot be undone.
+
+    Returns:
+        For each linear by qualified name the error of the merged weight: its distance to the exact sum divided by the
+        size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
+
+    Raises:
+        ValueError: no adapters, an unknown name, adapters that are merged already.
+    """
+    linears = _require_lora(model)
+    wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
+    _require_names(linears, wanted or ())
+    _refuse_merged(linears)
+    chosen = {
+        name: tuple(each for each in (linear.lora_active if wanted is None else wanted) if each in linear.lora_specs)
+        for name, linear in linears.items()
+    }
+    if not any(chosen.values()):
+        raise ValueError("adapters: got none, and none is active, wanted names of adapters")
+    _refuse_tied(model, linears)
+    errors = {}
+    for name, linear in linears.items():
+        if not chosen[name] and not dequantize:
+            continue
+        if isinstance(linear, NVFP4LoRAGroupedLinear) and dequantize:
+            linear.lora_active, linear.lora_to_restore = chosen[name], True
+            errors[name] = _restore_error(linear)
+        elif chosen[name]:
+            errors[name] = _merge(linear, chosen[name])
+            if dequantize:
+                linear.lora_unmerged = None
+        _LOGGER.info(
+            "merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, errors.get(name, 0)
+        )
+    if dequantize:
+        if any(isinstance(linear, NVFP4LoRAGroupedLinear) for linear in linears.values()):
+            dequantize_(model)
+        for linear in linears.values():
+            if isinstance(linear, LoRAGroupedLinear):
+                _strip(linear)
+    return errors
+
+
+@torch.no_grad()
+def unmerge_lora_(model: Model) -> Model:
+    """The inverse of `merge_lora_` without `dequantize`: the weights from before, exactly, and the adapters active.
+
+    Raises:
+        ValueError: nothing is merged.
+    """
+    linears = {name: linear for name, linear in _require_lora(model).items() if linear.lora_merged}
+    if not linears:
+        raise ValueError("model: has no merged adapters, nothing to unmerge")
+    for linear in linears.values():
+        before = linear.lora_unmerged
+        if isinstance(linear, NVFP4LoRAGroupedLinear):
+            linear.set_weight(lay_out(before.to(linear.qdata.device), "auto" if linear.auto_layout else linear.layout))
+        else:
+            linear.weight.copy_(before)
+        linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
+    return model
+
+
+def _check_options(rank: Any, alpha: float, dropout: float, share: Any, adapter: str) -> None:
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha: got {alpha}, wanted a finite number")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout}, wanted at least 0 and less than 1")
+    if share not in _SHARES:
+        raise ValueError(f"share: got {share!r}, wanted one of {_SHARES}")
+    if not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
+        raise ValueError(
+            f"adapter: got {adapter!r}, wanted a name without '.' that no attribute of a ParameterDict has"
+        )
+
+
+def _obstacle(module: Any) -> str | None:
+    """Why a linear can get no adapter; None when it can."""
+    if type(module) not in (*_WITH_LORA, *_BASE):
+        return f"it is a {type(module).__name__}"
+    reason = impure(module)
+    if reason is None and not has_own_forward(module):
+        reason = "its forward is wrapped or replaced"
+    tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
+    if reason is None and tensor.device.type == "meta":
+        reason = "its weight is on the meta device (offloaded, or not loaded yet)"
+    return reason
+
+
+def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
+    """Whether the rows of a linear's weight are those of gate, then those of up."""
+    if parent is None or parent._modules.get("gate_up_proj") is not module:
+        return False
+    if isinstance(parent, NVFP4GroupedSwiGLU):
+        return True
+    if isinstance(parent, GroupedMLP | NVFP4GroupedMLP):
+        activation: nn.Module = parent.activation
+        return isinstance(activation, ScaledSwiGLU) and activation.form.interleave is None
+    return bool(getattr(getattr(parent, "form", None), "gated", False))  # NVFP4Experts of transformers
+
+
+def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
+    if not isinstance(module, LoRALinear):
+        _set_class(module, _WITH_LORA[type(module)])
+        module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        module.lora_specs, module.lora_merged, module.lora_unmerged = {}, (), None
+    experts, n, k, rank = module.num_experts, module.out_features, module.in_features, spec.rank
+    tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
+    options: dict[str, Any] = dict(dtype=dtype, device=tensor.device)
+    a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
+    b = torch.zeros(1 if share == "B" else experts, n, rank, **options)
+    module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
+    module.lora_specs[adapter], module.lora_active = spec, (adapter,)
+
+
+def _strip(linear: Any) -> None:
+    """Makes a linear one of its base class again."""
+    base = _BASE[type(linear)]
+    del linear.lora_A, linear.lora_B
+    for name in ("lora_specs", "lora_active", "lora_merged", "lora_unmerged"):
+        delattr(linear, name)
+    _set_class(linear, base)
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    if not has_hook(module):
+        module.__class__ = cls
+        return
+    from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
+
+    with unhooked(module):
+        module.__class__ = cls
+
+
+def _require_lora(model: nn.Module) -> dict[str, Any]:
+    linears = lora_linears(model)
+    if not linears:
+        raise ValueError(f"model: {type(model).__name__} has no LoRA adapters of experts, wanted add_lora_ before")
+    return linears
+
+
+def _require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
+    known = {name for linear in linears.values() for name in linear.lora_specs}
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"adapters: got {name!r}, wanted some of {sorted(known)}")
+
+
+def _refuse_merged(linears: dict[str, Any]) -> None:
+    for name, linear in linears.items():
+        if linear.lora_merged:
+            raise ValueError(f"model: {list(linear.lora_merged)} are merged in {name}, wanted unmerge_lora_ before")
+
+
+def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
+    """ValueError where a weight is another module's too, which would change with it."""
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedLinear | NVFP4GroupedLinear):
+            tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
+            other = owners.setdefault(tensor.data_ptr(), name)
+            if other != name and (name in linears or other in linears):
+                raise ValueError(f"model: {other} and {name} share a weight, wanted weights of their own to merge into")
+
+
+def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """float32 (E, N, K): the weight plus some adapters, and what these add."""
+    if isinstance(linear, NVFP4GroupedLinear):
+        weight = dequantize(linear.nvfp4_weight.to_layout(LINEAR), torch.float32)
+    else:
+        weight = linear.weight.detach().float()
+    delta = linear.lora_delta(names) if names else torch.zeros_like(weight)
+    return weight + delta, delta
+
+
+def _merge(linear: Any, names: tuple[str, ...]) -> float:
+    total, delta = _sum(linear, names)
+    if isinstance(linear, NVFP4LoRAGroupedLinear):
+        weight = linear.nvfp4_weight.to_layout(LINEAR)
+        # Aliases: the module's own tensors are going to have the merged bytes.
+        qdata, scale, global_scale = (tensor.detach() for tensor in weight.tensors())
+        linear.lora_unmerged = NVFP4Weight(qdata, scale, global_scale)
+        parts = len(linear.weight_dtypes)
+        merged = NVFP4Weight.concatenate(*(quantize(part.contiguous()) for part in total.chunk(parts, 1)))
+        linear.set_weight(lay_out(merged, "auto" if linear.auto_layout else linear.layout))
+        total -= dequantize(merged, torch.float32)
+    else:
+        linear.lora_unmerged = linear.weight.detach().clone()
+        linear.weight.copy_(total)
+        total -= linear.weight.float()
+    linear.lora_active, linear.lora_merged = (), names
+    return _ratio(total, delta)
+
+
+def _restore_error(linear: Any) -> float:
+    total, delta = _sum(linear, linear.lora_active)
+    parts = zip(total.chunk(len(linear.weight_dtypes), 1), linear.weight_dtypes, strict=True)
+    rounded = torch.cat([part.to(dtype).float() for part, dtype in parts], 1)
+    return _ratio(total - rounded, delta)
+
+
+def _ratio(error: Tensor, delta: Tensor) -> float:
+    size = float(delta.norm())
+    return float(error.norm()) / size if size else 0.0

@@ -1,0 +1,24 @@
+"""The dtype that autocast has modules of experts compute in.
+Called by the other files of nn and by integrations.huggingface; calls torch alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["autocast_dtype", "autocast_rows"]
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast has linears of x compute in; None where it is off."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # is_autocast_available is not traced before torch 2.13
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def autocast_rows(x: Tensor) -> Tensor:
+    """Rows in the dtype of autocast, where it is on."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)

@@ -1,0 +1,173 @@
+"""LoRA on linears of experts: `LoRAGroupedLinear` and `NVFP4LoRAGroupedLinear`, made in place of their base classes.
+Called by thunder_moe.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized.
+
+y = W x + b  ->  y + scaling * B (A x), for each active adapter, as two grouped GEMMs beside the one of W
+
+Legend: M rows sorted by expert, E experts, N out_features, K in_features, r rank of one adapter, P its parts, R of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thunder_moe.formats.nvfp4 import dequantize
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
+from thunder_moe.nn.quantized import NVFP4GroupedLinear
+
+__all__ = ["LoRAGroupedLinear", "LoRALinear", "LoRASpec", "NVFP4LoRAGroupedLinear"]
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """What an adapter of a linear is besides its two parameters.
+
+    Attributes:
+        rank: r.
+        scaling: multiplies B (A x).
+        dropout: probability with which a value of x is left out for A in training.
+        parts: P, adapters that share the rows of W evenly: A (E, P r, K) has those of each after the other, and
+            B (E, N, r) those of each for its rows. 1, or 2 where gate and up have one each.
+    """
+
+    rank: int
+    scaling: float
+    dropout: float = 0.0
+    parts: int = 1
+
+
+class LoRALinear(nn.Module):
+    """What a linear of experts with adapters has besides its base class.
+
+    Attributes:
+        lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) where the experts share it.
+        lora_B: parameters (E, N, r), or (1, N, r).
+        lora_specs: the rest of each adapter, by name.
+        lora_active: the adapters that `forward` adds.
+        lora_merged: those that are in the weight instead.
+    """
+
+    lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
+    lora_B: nn.ParameterDict  # noqa: N815
+    lora_specs: dict[str, LoRASpec]
+    lora_active: tuple[str, ...]
+    lora_merged: tuple[str, ...]
+    lora_unmerged: Any  # the weight without the merged adapters
+    num_experts: int
+    in_features: int
+    out_features: int
+
+    def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+        """y (M, N) plus what the active adapters make of x (M, K), in y's dtype."""
+        x = x.to(y.dtype)
+        if self.lora_drops_out():
+            for name in self.lora_active:
+                dropped = F.dropout(x, self.lora_specs[name].dropout, self.training)
+                y = y + self._low_rank(dropped, self.lora_pair(y.dtype, (name,)), offsets)
+            return y
+        pair = self.lora_pair(y.dtype)
+        return y if pair is None else y + self._low_rank(x, pair, offsets)
+
+    def lora_drops_out(self) -> bool:
+        """Whether an active adapter has a dropout now."""
+        return self.training and any(self.lora_specs[name].dropout > 0 for name in self.lora_active)
+
+    def lora_pair(self, dtype: torch.dtype, names: tuple[str, ...] | None = None) -> tuple[Tensor, Tensor] | None:
+        """A (E, R, K) and scaled B (E, N, R) of some adapters together, the active ones by default; None for none."""
+        pairs = [self._pair(name) for name in (self.lora_active if names is None else names)]
+        if not pairs:
+            return None
+        if len(pairs) == 1:
+            ((a, b),) = pairs
+        else:
+            a, b = torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs], 2)
+        return a.to(dtype), b.to(dtype)
+
+    def lora_delta(self, names: tuple[str, ...]) -> Tensor:
+        """float32 (E, N, K): what some adapters, at least one, add to the weight."""
+        pair = self.lora_pair(torch.float32, names)
+        assert pair is not None
+        return pair[1] @ pair[0]
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        a, b, spec = self.lora_A[name], self.lora_B[name], self.lora_specs[name]
+        # Products, and so no parameters that a compiler could take for frozen weights and quantize.
+        a, b = a * 1.0, b * spec.scaling
+        if spec.parts > 1:
+            parts = b.chunk(spec.parts, 1)
+            rows = [
+                torch.cat([part if at == column else torch.zeros_like(part) for column in range(spec.parts)], 2)
+                for at, part in enumerate(parts)
+            ]
+            b = torch.cat(rows, 1)
+        a, b = (each.expand(self.num_experts, -1, -1) if each.shape[0] == 1 else each for each in (a, b))
+        return a, b
+
+    @staticmethod
+    def _low_rank(x: Tensor, pair: tuple[Tensor, Tensor] | None, offsets: Tensor) -> Tensor:
+        assert pair is not None
+        linear = linear_operator(x)
+        return linear(linear(x, pair[0], offsets, None, None), pair[1], offsets, None, None)
+
+    def lora_repr(self) -> str:
+        """The adapters, for `extra_repr`."""
+        named = (f"{name} (rank {spec.rank})" for name, spec in self.lora_specs.items())
+        state = f", merged={list(self.lora_merged)}" if self.lora_merged else ""
+        return f"lora: {', '.join(named)}, active={list(self.lora_active)}{state}"
+
+
+class LoRAGroupedLinear(LoRALinear, GroupedLinear):
+    """`GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it; buffers (`out`, `grad_input`) are refused."""
+
+    lora_unmerged: Tensor | None
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        bias_scale: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        grad_input: Tensor | None = None,
+    ) -> Tensor:
+        """As `GroupedLinear.forward`, plus the active adapters.
+
+        Raises:
+            ValueError: as there, and for a buffer.
+        """
+        for name, buffer in dict(out=out, grad_input=grad_input).items():
+            if buffer is not None:
+                raise ValueError(f"{name}: got a buffer for a linear with LoRA adapters, wanted None")
+        y = GroupedLinear.forward(self, x, offsets, bias_scale)
+        return self.plus_lora(y, x, offsets)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.lora_repr()}"
+
+
+class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
+    """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
+
+    lora_unmerged: NVFP4Weight | None
+    lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
+
+    def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        """As `NVFP4GroupedLinear.forward`, plus the active adapters."""
+        y = NVFP4GroupedLinear.forward(self, x, offsets, bias_scale)
+        return self.plus_lora(y, x, offsets)
+
+    def dequantized(self) -> list[Tensor]:
+        """As `NVFP4GroupedLinear.dequantized`, with `lora_to_restore` plus the active adapters, rounded once."""
+        if not self.lora_to_restore or not self.lora_active:
+            return super().dequantized()
+        total = dequantize(self.nvfp4_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
+        parts = zip(total.chunk(len(self.weight_dtypes), 1), self.weight_dtypes, strict=True)
+        return [part.to(dtype).contiguous() for part, dtype in parts]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.lora_repr()}"
