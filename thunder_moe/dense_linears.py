@@ -15,13 +15,14 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.dense_names import is_encoder, is_router
+from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_router
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
@@ -52,6 +53,7 @@ class DenseLinears(ExpertFamily):
     def __init__(self, model: nn.Module | None = None, linears: bool | Filter = False) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
+        self._siblings: WeakKeyDictionary[nn.Module, _Siblings] = WeakKeyDictionary()
         if model is not None and linears is not False:
             self._choose(model, linears)
 
@@ -79,6 +81,8 @@ class DenseLinears(ExpertFamily):
                 if reason is not None:
                     left[reason].append(name)
                     del found[module]
+        for parent in model.modules():
+            self._relate(parent, found)
         slower: dict[SlowerFrom, list[str]] = defaultdict(list)
         for module, name in found.items():
             self._names[module] = name
@@ -119,6 +123,19 @@ class DenseLinears(ExpertFamily):
                 if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
                     shared = _Group(_stack_name(parent, group), [ref(member) for member in members])
                     self._groups.update(dict.fromkeys(members, shared))
+
+    def _relate(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
+        """Finds the children of a module that engines merge, by their names, and this model computes one by one."""
+        for names in READ_TOGETHER:
+            alike: dict[Any, list[nn.Linear]] = defaultdict(list)
+            for name in names:
+                child = parent._modules.get(name)
+                alone = isinstance(child, nn.Linear) and child in found and child not in self._groups
+                if isinstance(child, nn.Linear) and alone and self.obstacle(child) is None:
+                    alike[child.in_features, child.weight.dtype, child.weight.device].append(child)
+            for members in alike.values():
+                if len(set(members)) > 1:
+                    self._siblings.update(dict.fromkeys(members, _Siblings([ref(member) for member in members])))
 
     def _rows(self, module: nn.Linear) -> int:
         """out_features of all linears that are computed with one."""
@@ -168,7 +185,9 @@ class DenseLinears(ExpertFamily):
         group = self._groups.get(module)
         new: nn.Module
         if group is None:
-            new = NVFP4Linear.from_linear(module, pack=run.pack, layout=run.layout)
+            siblings = self._siblings.get(module)
+            pack = run.pack if siblings is None else partial(siblings.pack, module, run.pack)
+            new = NVFP4Linear.from_linear(module, pack=pack, layout=run.layout)
             hook_alike(new, module)
         else:
             members = group.living()
@@ -260,6 +279,28 @@ class _Group:
 
     def living(self) -> list[nn.Linear]:
         return [member for reference in self.members if (member := reference()) is not None]
+
+
+class _Siblings:
+    """Linears with weights of their own that share a global scale, because engines merge them: DeepSeek's q_a_proj and
+    kv_a_proj_with_mqa, q, k and v of an attention whose code calls them in branches."""
+
+    def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
+        self.members = members
+        self._packed: dict[int, NVFP4Weight] = {}
+
+    def pack(self, own: nn.Linear, pack: Callable[[Tensor], NVFP4Weight], weight: Tensor) -> NVFP4Weight:
+        """The weight (1, N, K) of one of them; all are packed at the first call, since each is freed after its own."""
+        if not self._packed:
+            living = [(at, member) for at, reference in enumerate(self.members) if (member := reference()) is not None]
+            whole = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR)
+            bits = whole.scale.view(torch.uint8)
+            begin = 0
+            for at, member in living:
+                rows = slice(begin, begin := begin + member.out_features)
+                scale = bits[:, rows].clone().view(torch.float8_e4m3fn)
+                self._packed[at] = NVFP4Weight(whole.qdata[:, rows].clone(), scale, whole.global_scale.clone())
+        return self._packed.pop([member() is own for member in self.members].index(True))
 
 
 def _stack_name(parent: nn.Module, names: list[str]) -> str:

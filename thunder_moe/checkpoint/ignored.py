@@ -1,5 +1,5 @@
 """The modules of a checkpoint that stay in 16 bits, as engines want them listed: those not listed they build in 4 bits.
-Called by writer, convert and integrations.huggingface; calls nothing of the package.
+Called by writer, convert and integrations.huggingface; calls dense_names for what engines merge.
 
 Engines ask by the name of a module of theirs: for a linear, or the linears that they merge into one; for all experts of
 a layer at once; and for the head, which they have even where the file has none, because its weight is tied.
@@ -8,9 +8,11 @@ a layer at once; and for the head, which they have even where the file has none,
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-__all__ = ["ignored_modules"]
+from thunder_moe.dense_names import READ_TOGETHER
+
+__all__ = ["apart", "ignored_modules"]
 
 HEAD = "lm_head"
 _EXPERTS = re.compile(r"((?:.+\.)?experts)\.")
@@ -38,3 +40,26 @@ def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Colle
     if not any(path.rpartition(".")[2] == HEAD for path in (*modules, *quantized)):
         modules.add(HEAD)
     return sorted(modules)
+
+
+def apart(ignored: Collection[str], scales: Mapping[str, float]) -> list[str]:
+    """What engines merge into one linear and the checkpoint has in two precisions, or with several global scales.
+
+    Args:
+        ignored: paths of 16-bit modules.
+        scales: path of each 4-bit module that is no expert -> its global scale.
+
+    Returns:
+        For each such linear the paths of its parts and why, "x.q_proj and x.k_proj have ...".
+    """
+    found = []
+    for names in READ_TOGETHER:
+        stems = {path.removesuffix(own) for path in scales if (own := path.rpartition(".")[2]) in names}
+        for stem in sorted(stems):
+            paths = [f"{stem}{name}" for name in names]
+            mixed = [path for path in paths if path in scales or path in ignored]
+            if any(path in ignored for path in mixed):
+                found.append(f"{' and '.join(mixed)} are of 4 and of 16 bits, which engines refuse")
+            elif len({scales[path] for path in mixed}) > 1:
+                found.append(f"{' and '.join(mixed)} have several global scales, of which engines take the largest")
+    return found

@@ -22,7 +22,7 @@ import torch
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
-from thunder_moe.checkpoint.ignored import ignored_modules
+from thunder_moe.checkpoint.ignored import apart, ignored_modules
 from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["ShardWriter", "encode", "parse_size", "write_checkpoint", "write_configs"]
@@ -141,16 +141,19 @@ def write_checkpoint(
     with _new_directory(path) as directory:
         writer = ShardWriter(directory, max_bytes)
         plain: list[tuple[str, torch.Size]] = []
-        quantized: list[str] = []
+        scales: dict[str, float] = {}
         for name, value in tensors:
             if isinstance(value, torch.Tensor):
                 plain.append((name, value.shape))
             elif isinstance(value, NVFP4Weight):
-                quantized.append(name)
+                scales[name] = value.global_scale.max().item()
             for key, tensor in encode(name, value, layout):
                 writer.add(key, tensor)
         writer.finish()
-        write_configs(directory, config, ignored_modules(plain, quantized))
+        ignored = ignored_modules(plain, scales)
+        for words in apart(ignored, scales):
+            logger.warning("elsewhere the results will differ: %s", words)
+        write_configs(directory, config, ignored)
         for name, text in (extra or {}).items():
             (directory / name).write_text(text, encoding="utf-8")
     return path

@@ -15,7 +15,8 @@ transformers = pytest.importorskip("transformers")
 
 from thunder_moe import load_checkpoint, quantize_, save_checkpoint  # noqa: E402
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, convert, write_checkpoint  # noqa: E402
-from thunder_moe.checkpoint.ignored import ignored_modules  # noqa: E402
+from thunder_moe.checkpoint.ignored import apart, ignored_modules  # noqa: E402
+from thunder_moe.formats.nvfp4 import quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import model_config, model_tensors  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 
@@ -93,11 +94,14 @@ def check_ignored(path, tied):
         if tied:
             assert "lm_head" not in plain | quantized
         assert rule("lm_head", ignore) == ("lm_head" not in quantized)
+    tensors = load_tensors(path)
     for names in MERGED:
         for module in quantized:
             parent, _, own = module.rpartition(".")
             if own in names:
-                assert not {f"{parent}.{name}" for name in names} & plain
+                siblings = {f"{parent}.{name}" for name in names}
+                assert not siblings & plain
+                assert len({tensors[f"{sibling}.weight_scale_2"].item() for sibling in siblings & quantized}) == 1
     return quantized, plain
 
 
@@ -207,11 +211,40 @@ def test_ignore_lists():
     assert ignored_modules([*plain.items(), ("language_model.lm_head.weight", (16, 32))])[0] == "language_model.lm_head"
 
 
+def test_linears_that_engines_merge():
+    scales = {"a.q_proj": 1.0, "a.k_proj": 1.0, "a.v_proj": 1.0, "b.gate_proj": 1.0, "b.up_proj": 2.0, "w1": 1.0}
+    (words,) = apart(["c.k_proj"], scales)
+    assert words == "b.gate_proj and b.up_proj have several global scales, of which engines take the largest"
+    first, _, last = apart(
+        ["a.k_proj", "w3"], {path: 1.0 for path in scales if path != "a.k_proj"} | {"b.up_proj": 2.0}
+    )
+    assert first == "a.q_proj and a.k_proj and a.v_proj are of 4 and of 16 bits, which engines refuse"
+    assert last == "w1 and w3 are of 4 and of 16 bits, which engines refuse"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma4"])
+def test_linears_that_engines_merge_and_the_model_does_not_share_a_scale(name):
+    """As if they were quantized in one piece, each exactly once; a part that is declined has no say."""
+    names = ("q_a_proj", "kv_a_proj_with_mqa") if name == "deepseek_v3" else ("q_proj", "k_proj", "v_proj")
+    own = tiny_model(known(name), BF16).model.layers[1].self_attn
+    for taken in (names, names[:2], names[:1]):
+        model = tiny_model(name, BF16)
+        quantize_(model, linears=lambda _, path, taken=taken: path.endswith(taken) and "layers.1." in path)
+        whole = quantize(torch.cat([own.get_submodule(child).weight for child in taken])[None].detach())
+        parts = [
+            model.model.layers[1].self_attn.get_submodule(child).nvfp4_weight.to_layout("linear") for child in taken
+        ]
+        assert torch.equal(torch.cat([part.qdata for part in parts], 1), whole.qdata)
+        assert torch.equal(bits(torch.cat([bits(part.scale) for part in parts], 1)), bits(whole.scale))
+        assert all(torch.equal(part.row_global_scale()[0, :1], whole.global_scale) for part in parts)
+
+
 def test_scales_that_engines_do_not_keep_are_said(tmp_path, caplog):
     checkpoint = Checkpoint(DATA / "compressed_tensors_qwen3_moe")
     write_checkpoint(tmp_path / "one", checkpoint.config, checkpoint.stream())
-    (record,) = (record for record in caplog.records if "global scales" in record.message)
-    assert "layers.0.mlp.experts: gate and up of 3 experts have different global scales" in record.message
+    experts, linears = (record.message for record in caplog.records if "global scales" in record.message)
+    assert "layers.0.mlp.experts: gate and up of 3 experts have different global scales" in experts
+    assert "q_proj and model.layers.0.self_attn.k_proj and model.layers.0.self_attn.v_proj have several" in linears
     caplog.clear()
     save_checkpoint(quantize_(tiny_model("qwen3_moe", BF16)), tmp_path / "two")
     assert not caplog.records
