@@ -59,7 +59,7 @@ print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
         "from_transformers needs transformers: pip install 'thunder_moe[transformers]'",
         "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'",
-        "['load_checkpoint', 'moe_executor', 'save_checkpoint'] Llama4MoE",
+        "['ThunderMoeConfig', 'load_checkpoint', 'moe_executor', 'save_checkpoint'] Llama4MoE",
     ]
 
 

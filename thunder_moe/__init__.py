@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thunder_moe.compilers.thunder.executor import moe_executor
     from thunder_moe.formats.weight import NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
+    from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.lora import add_lora_, merge_lora_, remove_lora_, unmerge_lora_, use_lora_
     from thunder_moe.nn import (
@@ -50,6 +51,7 @@ _HOMES = {
     "compilers.thunder.executor": ("moe_executor",),
     "weight_cache": ("refresh_",),
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "lora": ("add_lora_", "merge_lora_", "remove_lora_", "unmerge_lora_", "use_lora_"),
     "nn": (
@@ -97,6 +99,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSwiGLU",
     "SwiGLU",
+    "ThunderMoeConfig",
     "add_lora_",
     "dequantize_",
     "f16a_nvfp4weight_grouped_mm_combine",
@@ -129,7 +132,7 @@ __all__ = [
 
 
 # What needs a package that may be absent: `import *` leaves it out then, and its own import says what to install.
-_OPTIONAL = ("load_checkpoint", "moe_executor", "save_checkpoint")
+_OPTIONAL = ("ThunderMoeConfig", "load_checkpoint", "moe_executor", "save_checkpoint")
 _ALL = __all__
 if not TYPE_CHECKING:
     del __all__  # `__getattr__` has it

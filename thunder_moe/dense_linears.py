@@ -46,25 +46,36 @@ class DenseLinears(ExpertFamily):
     Args:
         model: the model that `quantize_` is called with; None to restore.
         linears: as in `quantize_`.
+        device_of: where the weight of a linear is going to be, of a model that is still to be loaded. Nothing is logged
+            then. None: where it is.
+        kept: says which linears stay 16-bit whatever `linears` is.
     """
 
     description = "nn.Linear"
 
-    def __init__(self, model: nn.Module | None = None, linears: bool | Filter = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        linears: bool | Filter = False,
+        device_of: Callable[[nn.Module], torch.device] | None = None,
+        kept: Filter | None = None,
+    ) -> None:
+        self._quiet = device_of is not None
+        self._device_of = device_of or _device_of_weight
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
         self._siblings: WeakKeyDictionary[nn.Module, _Siblings] = WeakKeyDictionary()
         if model is not None and linears is not False:
-            self._choose(model, linears)
+            self._choose(model, linears, kept)
 
-    def _choose(self, model: nn.Module, linears: bool | Filter) -> None:
+    def _choose(self, model: nn.Module, linears: bool | Filter, kept: Filter | None) -> None:
         left: dict[str, list[str]] = defaultdict(list)
         tied = _tied(model)
         found: dict[nn.Linear, str] = {}
         for name, module in model.named_modules():
             if not isinstance(module, nn.Linear) or _is_router(name, module):
                 continue
-            if callable(linears) and not linears(module, name):
+            if (callable(linears) and not linears(module, name)) or (kept is not None and kept(module, name)):
                 continue
             if linears is True and is_encoder(name):
                 continue
@@ -77,7 +88,9 @@ class DenseLinears(ExpertFamily):
             self._group(parent, found)
         if linears is True:
             for module, name in list(found.items()):
-                reason = why_slower(module.weight.device, module.weight.dtype, self._rows(module), module.in_features)
+                reason = why_slower(
+                    self._device_of(module), module.weight.dtype, self._rows(module), module.in_features
+                )
                 if reason is not None:
                     left[reason].append(name)
                     del found[module]
@@ -87,9 +100,11 @@ class DenseLinears(ExpertFamily):
         for module, name in found.items():
             self._names[module] = name
             size = self._rows(module), module.in_features
-            limit = slower_from(preferred_layout(module.weight.device, *size), *size)
+            limit = slower_from(preferred_layout(self._device_of(module), *size), *size)
             if limit is not None:
                 slower[limit].append(name)
+        if self._quiet:
+            return
         for limit, names in slower.items():
             _LOGGER.info(
                 "slower in 4 bits than in 16 at %d rows and more, by up to %d %%: %s; `linears` may be a function"
@@ -117,7 +132,7 @@ class DenseLinears(ExpertFamily):
             for name in names:
                 child = children[name]
                 weight = child.weight
-                alike[child.in_features, weight.dtype, weight.device, child.bias is None].append(name)
+                alike[child.in_features, weight.dtype, self._device_of(child), child.bias is None].append(name)
             for group in alike.values():
                 members = [children[name] for name in group]
                 if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
@@ -149,6 +164,11 @@ class DenseLinears(ExpertFamily):
         return isinstance(module, NVFP4LinearPart) or (
             isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
         )
+
+    def together(self, module: nn.Module) -> list[nn.Module]:
+        """The linears that one weight is made of, this one among them."""
+        group = self._groups.get(module)
+        return [module] if group is None else [*group.living()]
 
     def obstacle(self, module: nn.Module) -> str | None:
         known = next(cls for cls in (NVFP4LinearPart, NVFP4Linear, nn.Linear) if isinstance(module, cls))
@@ -217,6 +237,12 @@ class DenseLinears(ExpertFamily):
         for key, child in list(parent._modules.items()):
             if isinstance(child, NVFP4LinearStack) and child not in needed:
                 delattr(parent, key)
+
+
+def _device_of_weight(module: nn.Module) -> torch.device:
+    weight: Any = module.weight
+    device: torch.device = weight.device
+    return device
 
 
 def join_read_together(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,18 @@ from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.replaceable import wrapped
 
-__all__ = ["choose_experts", "dequantize_", "quantize_", "to_layout_"]
+__all__ = [
+    "Chosen",
+    "Place",
+    "check_finite",
+    "choose_experts",
+    "choose_modules",
+    "dequantize_",
+    "quantize_",
+    "quantize_modules",
+    "replace_module",
+    "to_layout_",
+]
 
 Filter = Callable[[nn.Module, str], bool]
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,14 +48,14 @@ _LAYOUTS = ("auto", *MODULE_LAYOUTS)
 _PROGRESS_WEIGHTS = 2**28
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Qualified name and family of a module that is replaced."""
 
     name: str
     family: ExpertFamily
 
 
-_Chosen = dict[nn.Module, _Place]
+Chosen = dict[nn.Module, Place]
 _Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified name and why
 
 
@@ -109,6 +120,42 @@ def quantize_(
     memory, an interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and
     another call quantizes the rest.
     """
+    run, chosen = choose_modules(model, filter=filter, linears=linears, scale_search=scale_search, layout=layout)
+    quantize_modules(model, chosen, run, "quantizing experts" if linears is False else "quantizing")
+    return model
+
+
+def choose_modules(
+    model: nn.Module,
+    *,
+    filter: Filter | None = None,
+    linears: bool | Filter = False,
+    scale_search: str | None = None,
+    layout: str = "auto",
+    kept_linears: Filter | None = None,
+    device_of: Callable[[nn.Module], torch.device] | None = None,
+    required: bool = True,
+) -> tuple[Quantization, Chosen]:
+    """What `quantize_` does ahead of any change: finds the modules that it is going to replace, and checks them.
+
+    Args:
+        model: as in `quantize_`, whose options the next four are.
+        filter: see there.
+        linears: see there.
+        scale_search: see there.
+        layout: see there.
+        kept_linears: says which dense layers stay 16-bit, of those that `linears` takes.
+        device_of: of a model on "meta" whose weights are still to be loaded: where those of a module are going to be.
+            Nothing is logged then.
+        required: whether it is an error that nothing is chosen.
+
+    Returns:
+        What the conversions need, and the modules with their places.
+
+    Raises:
+        ValueError: as `quantize_`.
+        TypeError: as `quantize_`.
+    """
     pack = partial(quantize, scale_search=scale_search)
     # A wrong name is an error before any change.
     pack(torch.zeros(1, 1, BLOCK_SIZE, dtype=torch.float32, device="cpu"))
@@ -117,18 +164,24 @@ def quantize_(
         raise TypeError(f"linears: got {linears!r}, wanted a bool, or a function of a module and its name")
     families: list[ExpertFamily] = families_of(model)
     if linears is not False:
-        families.append(DenseLinears(model, linears))
+        families.append(DenseLinears(model, linears, device_of, kept_linears))
     chosen, left = _choose(model, filter, families)
-    _check_choice(model, chosen, left, families)
+    if chosen or left or required:
+        _check_choice(model, chosen, left, families, loaded=device_of is None, required=required)
     run = Quantization(pack, layout)
     for family in families:
         family.prepare((module for module, place in chosen.items() if place.family is family), run)
     _check_layout(layout, chosen, run)
-    label = "quantizing experts" if linears is False else "quantizing"
+    return run, chosen
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def quantize_modules(model: nn.Module, chosen: Chosen, run: Quantization, label: str) -> None:
+    """Replaces what `choose_modules` has found; `chosen` is empty afterwards."""
     _swap(model, chosen, lambda module, family: family.convert(module, run), label)
-    for family in families:
+    for family in families_of(model):
         family.finish(model)
-    return model
 
 
 @torch.inference_mode(False)
@@ -143,14 +196,14 @@ def dequantize_(model: Model) -> Model:
         ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
     """
     families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
-    chosen: _Chosen = {}
+    chosen: Chosen = {}
     left: _Left = {}
     outside = wrapped(model)
 
     def take(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match_quantized(module)), None)
         if family is not None:
-            _sort(module, _Place(name, family), outside, chosen, left)
+            _sort(module, Place(name, family), outside, chosen, left)
         return family is not None
 
     _walk(model, take)
@@ -233,9 +286,9 @@ def choose_experts(
     return {module: place.family for module, place in chosen.items()}
 
 
-def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily]) -> tuple[_Chosen, _Left]:
+def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily]) -> tuple[Chosen, _Left]:
     """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
-    chosen: _Chosen = {}
+    chosen: Chosen = {}
     left: _Left = {}
     outside = wrapped(model)
     declined: dict[nn.Module, str] = {}
@@ -247,7 +300,7 @@ def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily
         if filter is not None and not isinstance(family, DenseLinears) and not filter(module, name):
             declined[module] = name
             return False
-        _sort(module, _Place(name, family), outside, chosen, left)
+        _sort(module, Place(name, family), outside, chosen, left)
         return True
 
     _walk(model, take)
@@ -273,7 +326,7 @@ def _walk(
                 _walk(child, take, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chosen: _Chosen, left: _Left) -> None:
+def _sort(module: nn.Module, place: Place, outside: dict[nn.Module, str], chosen: Chosen, left: _Left) -> None:
     """Adds the module to `chosen`, or to `left` when a wrapper around it or a customization prevents replacement."""
     reason = outside.get(module) or place.family.obstacle(module)
     if reason is None:
@@ -282,20 +335,28 @@ def _sort(module: nn.Module, place: _Place, outside: dict[nn.Module, str], chose
         left[module] = place.name, reason
 
 
-def _report(model: nn.Module, chosen: _Chosen, left: _Left, bits: str) -> None:
+def _report(model: nn.Module, chosen: Chosen, left: _Left, bits: str, required: bool = True) -> None:
     """Logs the modules that are not replaced.
 
     Raises:
-        ValueError: that is all there is.
+        ValueError: that is all there is, and something is `required`.
     """
     reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in left.items()]
-    if not chosen:
+    if not chosen and required:
         raise ValueError(f"model: nothing in {type(model).__name__} can be replaced; {'; '.join(reasons)}")
     for reason in reasons:
         _LOGGER.warning("stays %s: %s", bits, reason)
 
 
-def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, families: list[ExpertFamily]) -> None:
+def _check_choice(
+    model: nn.Module,
+    chosen: Chosen,
+    left: _Left,
+    families: list[ExpertFamily],
+    *,
+    loaded: bool = True,
+    required: bool = True,
+) -> None:
     if not chosen and not left:
         experts = ", or ".join(dict.fromkeys(family.description for family in families))
         unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
@@ -310,7 +371,7 @@ def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, families: list
         weights = family.weights(module)
         for parameter, weight in weights:
             names[parameter] = name
-            _check_weight(name, weight)
+            _check_weight(name, weight, loaded)
         devices = sorted({str(weight.device) for _, weight in weights})
         if len(devices) > 1:
             raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
@@ -331,24 +392,31 @@ def _check_choice(model: nn.Module, chosen: _Chosen, left: _Left, families: list
         for child in module.children():
             if child in chosen:
                 chosen[child].family.check_place(module, child)
-    _report(model, chosen, left, "16-bit")
+    if loaded or not chosen:
+        _report(model, chosen, left, "16-bit", required)
 
 
-def _check_weight(name: str, weight: Tensor) -> None:
+def _check_weight(name: str, weight: Tensor, loaded: bool) -> None:
     if weight.ndim != 3:
         raise ValueError(f"model: {name!r} has a weight of shape {tuple(weight.shape)}, wanted three dimensions")
     if weight.dtype not in WEIGHT_DTYPES:
         raise ValueError(f"model: {name!r} has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}")
-    if weight.is_meta:
+    if weight.is_meta and loaded:
         raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantize")
     if weight.shape[-1] % BLOCK_SIZE:
         k = weight.shape[-1]
         raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
+    if loaded:
+        check_finite(name, weight)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raises the ValueError of `quantize_` if a weight of the module of this name has NaN or Inf."""
     if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
         raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
 
 
-def _check_layout(layout: str, chosen: _Chosen, run: Quantization) -> None:
+def _check_layout(layout: str, chosen: Chosen, run: Quantization) -> None:
     for module, (name, family) in chosen.items():
         for n, k in family.sizes(module, run):
             if layout != "auto":  # which fits all
@@ -369,7 +437,7 @@ def _require_fit(layout: str, name: str, n: int, k: int) -> None:
         )
 
 
-def _refuse_root(model: nn.Module, chosen: _Chosen) -> None:
+def _refuse_root(model: nn.Module, chosen: Chosen) -> None:
     if model in chosen:
         raise ValueError(
             f"model: got a bare {type(model).__name__}, which cannot be replaced in place: pass a module that holds it"
@@ -377,7 +445,7 @@ def _refuse_root(model: nn.Module, chosen: _Chosen) -> None:
 
 
 def _swap(
-    model: nn.Module, chosen: _Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str
+    model: nn.Module, chosen: Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str
 ) -> None:
     """Puts `replace(module, family)` into every parent of each module, and frees the old one at once; a bar on big
     models."""
@@ -393,20 +461,44 @@ def _swap(
     bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
     with bar:
         while modules:
-            module, (where, family) = modules.pop()
-            before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
-            new = replace(module, family)
-            for parent, name in places.pop(module):
-                family.put(parent, name, new)
-            after = sum(tensor.nbytes for tensor in _tensors(new))
-            sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
-            detail = f"({new.extra_repr()})" if new.extra_repr() else ""
-            _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, type(new).__name__, detail, sizes)
-            del module, new
+            module, place = modules.pop()
+            replace_module(module, place, places.pop(module), replace, label)
+            del module
             bar.update()
 
 
-def _blocks_first(chosen: _Chosen) -> list[tuple[nn.Module, _Place]]:
+def replace_module(
+    module: nn.Module,
+    place: Place,
+    parents: Iterable[tuple[nn.Module, str]],
+    replace: Callable[[nn.Module, ExpertFamily], nn.Module],
+    label: str,
+) -> nn.Module:
+    """Puts `replace(module, family)` into each of the parents, and logs its sizes.
+
+    Args:
+        module: what is replaced.
+        place: its qualified name and family.
+        parents: of the module, each with its name there.
+        replace: makes the new module.
+        label: of the line in the log.
+
+    Returns:
+        The new module.
+    """
+    where, family = place
+    before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
+    new = replace(module, family)
+    for parent, name in parents:
+        family.put(parent, name, new)
+    after = sum(tensor.nbytes for tensor in _tensors(new))
+    sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
+    detail = f"({new.extra_repr()})" if new.extra_repr() else ""
+    _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, type(new).__name__, detail, sizes)
+    return new
+
+
+def _blocks_first(chosen: Chosen) -> list[tuple[nn.Module, Place]]:
     """Those that are parts of others come last: a block is converted while its parts are what it knows."""
     parts = {part for module in chosen for part in module.modules() if part is not module}
     return sorted(chosen.items(), key=lambda item: item[0] in parts)

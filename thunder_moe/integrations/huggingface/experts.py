@@ -8,6 +8,7 @@ Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +39,7 @@ from thunder_moe.replaceable import has_own_forward
 if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.routers import RowOrders
 
-__all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "quantized_experts"]
+__all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "quantized_experts"]
 
 # Torch's own bookkeeping in a module's __dict__; all else is the module's.
 _TORCH_STATE = frozenset(vars(nn.Module()))
@@ -253,25 +254,56 @@ def quantized_experts(
             memo[key] = convert(parameter)
         return memo[key]
 
-    def pack_linear(parameter: nn.Parameter) -> NVFP4Weight:
-        return pack(parameter.transpose(1, 2) if form.transposed else parameter)
-
-    def pack_first(parameter: nn.Parameter) -> NVFP4Weight:
-        weight = pack_linear(parameter)
-        if form.interleaved:
-            scale = deinterleave(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-            weight = NVFP4Weight(deinterleave(weight.qdata), scale, weight.global_scale)
-        return lay_out(weight, layout)
-
-    def pack_second(parameter: nn.Parameter) -> NVFP4Weight:
-        return lay_out(pack_linear(parameter), layout)
-
     if biases and form.interleaved:
         biases[0] = once(
             biases[0], "bias", lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad)
         )
-    weights = once(first, _order(form, True), pack_first), once(second, _order(form, False), pack_second)
+    weights = [
+        once(parameter, _order(form, is_first), partial(_pack, form, is_first, pack=pack, layout=layout))
+        for parameter, is_first in ((first, True), (second, False))
+    ]
     return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+
+
+@torch.no_grad()
+def pack_ahead(
+    experts: nn.Module,
+    name: str,
+    weight: Tensor,
+    memo: dict[Any, Any],
+    pack: Callable[[Tensor], NVFP4Weight],
+    layout: str,
+) -> None:
+    """Quantizes one of the weights of an experts module before its others are there, for `quantized_experts`.
+
+    The module gets a parameter on "meta" in the place of it, and `memo` the 4-bit weight.
+
+    Args:
+        experts: one of `expert_blocks`, on "meta".
+        name: of the parameter.
+        weight: its 16-bit values, as the module stores them.
+        memo: that of the later `quantized_experts`; of this module alone, since parameters that are gone by then leave
+            their ids to others.
+        pack: as in `quantized_experts`.
+        layout: as in `quantized_experts`.
+    """
+    form = require_form(experts)
+    is_first = name != "down_proj"
+    packed = _pack(form, is_first, weight, pack=pack, layout=layout)
+    stand_in = nn.Parameter(torch.empty_like(weight, device="meta"))
+    experts.register_parameter(name, stand_in)
+    memo[weight_key(stand_in, order=_order(form, is_first))] = packed
+
+
+def _pack(
+    form: ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], NVFP4Weight], layout: str
+) -> NVFP4Weight:
+    """The 4-bit form of the first or the second weight of a module, gate rows ahead of up rows."""
+    packed = pack(weight.transpose(1, 2) if form.transposed else weight)
+    if form.interleaved and first:
+        scale = deinterleave(packed.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+        packed = NVFP4Weight(deinterleave(packed.qdata), scale, packed.global_scale)
+    return lay_out(packed, layout)
 
 
 def _order(form: ExpertsForm, first: bool) -> str:

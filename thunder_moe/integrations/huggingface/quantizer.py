@@ -28,6 +28,8 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
+from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer
+from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, mark_quantized
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
@@ -48,7 +50,7 @@ except ImportError as error:
         "integrations.huggingface.quantizer needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
-__all__ = ["METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "register"]
+__all__ = ["METHOD", "NVFP4CheckpointConfig", "NVFP4CheckpointQuantizer", "ThunderMoeConfig", "register"]
 
 logger = logging.getLogger(__name__)
 
@@ -351,6 +353,8 @@ def register() -> None:
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(METHOD)(NVFP4CheckpointQuantizer)
         register_quantization_config(METHOD)(NVFP4CheckpointConfig)
+        register_quantizer(ON_LOAD)(ThunderMoeQuantizer)
+        register_quantization_config(ON_LOAD)(ThunderMoeConfig)
     if "modelopt" not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config("modelopt")(NVFP4CheckpointConfig)
     current = AUTO_QUANTIZATION_CONFIG_MAPPING.get("compressed-tensors")

@@ -35,7 +35,7 @@ except ImportError as error:
         "integrations.huggingface.saving needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
-__all__ = ["QuantizedModel", "SavesNVFP4", "mark_quantized"]
+__all__ = ["QuantizedModel", "SavesNVFP4", "forget_quantization", "mark_quantized"]
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -198,14 +198,14 @@ def mark_quantized(model: nn.Module) -> None:
         if issubclass(kind, QuantizedModel):
             module.__class__ = kind.own_class
         if isinstance(getattr(module, "hf_quantizer", None), SavesNVFP4):
-            _forget_quantization(module)
+            forget_quantization(module)
 
 
 def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, NVFP4Module) for module in model.modules())
 
 
-def _forget_quantization(model: Any) -> None:
+def forget_quantization(model: Any) -> None:
     """Removes what a load of a 4-bit checkpoint has left on a model and in its configs."""
     model.hf_quantizer.remove_quantization_config(model)
     for module in model.modules():

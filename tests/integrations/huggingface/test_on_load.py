@@ -1,0 +1,327 @@
+"""from_pretrained with a `ThunderMoeConfig`: bit for bit what quantize_ makes of the loaded model, in all architectures;
+how much is in 16 bits at a time; what is refused. Called by pytest.
+"""
+
+import gc
+import json
+import logging
+
+import pytest
+import torch
+from checkpoint_files import DATA, bits, edit_json, edit_tensors
+from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
+
+transformers = pytest.importorskip("transformers")
+
+from thunder_moe import ThunderMoeConfig, dense_linears, quantize_  # noqa: E402
+from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
+from thunder_moe.integrations.huggingface import on_load  # noqa: E402
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
+from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+
+BF16 = torch.bfloat16
+ANY = "*"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function of an architecture: its tiny model's class and the directory where it is saved, in bfloat16."""
+    known = {}
+
+    def save(name):
+        if name not in known:
+            if not hasattr(transformers, (ARCHITECTURES | OTHERS)[name][0]):
+                pytest.skip(f"transformers {transformers.__version__} has no {name}")
+            model, path = tiny_model(name, BF16), tmp_path_factory.mktemp(name)
+            model.save_pretrained(path, max_shard_size="60KB")
+            known[name] = type(model), path
+        return known[name]
+
+    return save
+
+
+def load(saved, config, **options):
+    cls, path = saved
+    return cls.from_pretrained(path, quantization_config=config, **{"dtype": BF16, **options})
+
+
+def quantized(saved, dtype=BF16, **options):
+    cls, path = saved
+    return quantize_(cls.from_pretrained(path, dtype=dtype), **options)
+
+
+def assert_same(one, other):
+    """The same modules with the same tensors, bit for bit."""
+    assert repr(one) == repr(other)
+    first, second = one.state_dict(), other.state_dict()
+    assert list(first) == list(second)
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert tensor.shape == second[name].shape
+        assert torch.equal(bits(tensor), bits(second[name])), name
+    for module, same in zip(one.modules(), other.modules(), strict=True):
+        assert type(module) is type(same)
+        if isinstance(module, NVFP4Module):
+            assert module.weight_dtypes == same.weight_dtypes
+            assert module.weights_require_grad == same.weights_require_grad
+            assert (module.auto_layout, module.layout) == (same.auto_layout, same.layout)
+    grads = [{name: p.requires_grad for name, p in model.named_parameters()} for model in (one, other)]
+    assert grads[0] == grads[1]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES | OTHERS)
+def test_on_load_equals_quantize(saved, name):
+    model = quantized(saved(name), linears=lambda module, path: True)
+    loaded, info = load(saved(name), ThunderMoeConfig(linears=ANY), output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same(loaded, model)
+    assert not loaded.training
+    assert sum(isinstance(module, NVFP4Experts) for module in loaded.modules()) == len(
+        (ARCHITECTURES | OTHERS)[name][2]
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_weights_are_quantized_as_they_arrive(saved, name, monkeypatch):
+    """Nothing is left for after the load."""
+    monkeypatch.setattr(on_load, "quantize_modules", None)
+    assert_same(load(saved(name), ThunderMoeConfig()), quantized(saved(name)))
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        (dict(scale_search="mse"), dict(scale_search="mse")),
+        (dict(layout="linear"), dict(layout="linear")),
+        (dict(filter="model.layers.1.*"), dict(filter=lambda module, name: name.startswith("model.layers.1."))),
+        (
+            dict(modules_to_not_convert=["model.layers.0.*", "lm_head"], linears=["*_proj", "lm_head"]),
+            dict(
+                filter=lambda module, name: name.startswith("model.layers.1."),
+                linears=lambda module, name: name.startswith("model.layers.1."),
+            ),
+        ),
+        (dict(linears="*.q_proj"), dict(linears=lambda module, name: name.endswith(".q_proj"))),
+        (dict(linears=True), dict(linears=True)),
+    ],
+    ids=lambda value: "-".join(value),
+)
+def test_options(saved, options, same):
+    config = ThunderMoeConfig(**options)
+    again = ThunderMoeConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.to_dict() == config.to_dict()
+    assert_same(load(saved("qwen3_moe"), again), quantized(saved("qwen3_moe"), **same))
+
+
+def test_linears_that_are_faster_but_for_some(saved, monkeypatch):
+    asked = []
+
+    def why_slower(device, dtype, n, k):
+        asked.append((device.type, dtype, n, k))
+        return None if n * k >= 64 * 64 else "it is too small"
+
+    monkeypatch.setattr(dense_linears, "why_slower", why_slower)
+    loaded = load(saved("qwen3_moe"), ThunderMoeConfig(linears=True))
+    assert_same(loaded, quantized(saved("qwen3_moe"), linears=True))
+    assert set(asked) == {("cpu", BF16, 128, 64), ("cpu", BF16, 64, 64)}  # q, k and v together, o; the head
+    left = load(saved("qwen3_moe"), ThunderMoeConfig(linears=True, modules_to_not_convert=["*.o_proj", "lm_head"]))
+    names = {name for name, module in left.named_modules() if isinstance(module, NVFP4LinearPart)}
+    assert names == {f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkv"}
+    assert type(left.lm_head) is type(left.model.layers[0].self_attn.o_proj) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, "auto"])
+def test_dtypes(saved, dtype):
+    loaded = load(saved("gpt_oss"), ThunderMoeConfig(), dtype=dtype)
+    assert_same(loaded, quantized(saved("gpt_oss"), dtype=dtype))
+
+
+@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+def test_device_maps(saved, device_map):
+    pytest.importorskip("accelerate")
+    if device_map == "auto" and torch.accelerator.is_available():
+        pytest.skip("weights go to the accelerator")
+    assert_same(load(saved("mixtral"), ThunderMoeConfig(), device_map=device_map), quantized(saved("mixtral")))
+
+
+def test_a_state_dict_and_pickled_files(saved, tmp_path):
+    cls, path = saved("olmoe")
+    state = cls.from_pretrained(path, dtype=BF16).state_dict()
+    config = transformers.AutoConfig.from_pretrained(path)
+    given = cls.from_pretrained(
+        None, config=config, state_dict=state, dtype=BF16, quantization_config=ThunderMoeConfig()
+    )
+    wanted = quantized(saved("olmoe"))
+    assert_same(given, wanted)
+    config.save_pretrained(tmp_path)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert_same(load((cls, tmp_path), ThunderMoeConfig()), wanted)
+
+
+def test_a_head_that_only_the_configuration_ties(tmp_path):
+    """Whether it is tied is known after the load; it is quantized then."""
+    model = tiny_model("cohere2_moe", BF16)
+    model.save_pretrained(tmp_path)
+    here = type(model), tmp_path
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": -model.lm_head.weight.detach()}))
+    loaded = load(here, ThunderMoeConfig(linears=ANY))
+    assert type(loaded.lm_head) is NVFP4Linear
+    assert_same(loaded, quantized(here, linears=lambda module, name: True))
+
+
+def test_weights_that_the_checkpoint_lacks(tmp_path, saved):
+    """Transformers makes and reports them; the rest is quantized as ever."""
+    cls, path = saved("qwen3_moe")
+    model = cls.from_pretrained(path, dtype=BF16)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    gone = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(gone))
+    loaded, info = load((cls, tmp_path), ThunderMoeConfig(), output_loading_info=True)
+    assert info["missing_keys"] == {gone}
+    wanted, blocks = quantize_(model), loaded.model.layers
+    for layer, name in ((0, "gate_up_proj"), (0, "down_proj"), (1, "gate_up_proj")):
+        one, other = (getattr(m.model.layers[layer].mlp.experts, name) for m in (loaded, wanted))
+        assert torch.equal(one.qdata, other.qdata)
+    assert isinstance(blocks[1].mlp.experts, NVFP4Experts)
+    assert dequantize(blocks[1].mlp.experts.down_proj.nvfp4_weight).std() > 0
+
+
+class Live:
+    """Counts the bytes of living 16-bit tensors at each weight that is quantized, each memory once."""
+
+    def __init__(self, monkeypatch):
+        self.peak = self.calls = 0
+        own = on_load.check_finite
+
+        def count(*args):
+            memory = {}
+            for tensor in gc.get_objects():
+                if isinstance(tensor, torch.Tensor) and tensor.dtype == BF16 and not tensor.is_meta:
+                    memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            self.peak, self.calls = max(self.peak, sum(memory.values())), self.calls + 1
+            own(*args)
+
+        monkeypatch.setattr(on_load, "check_finite", count)
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["per expert", "fused"])
+def test_one_weight_at_a_time_is_in_16_bits(tmp_path, monkeypatch, original):
+    config = tiny_config("qwen3_moe")
+    config.num_hidden_layers, config.num_experts, config.moe_intermediate_size = 8, 16, 64
+    model = tiny_model("qwen3_moe", BF16, config=config)
+    model.save_pretrained(tmp_path, save_original_format=original)
+    here = type(model), tmp_path
+    experts = model.model.layers[0].mlp.experts
+    layer = sum(parameter.nbytes for parameter in experts.parameters())
+    others = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    del model, experts
+    live = Live(monkeypatch)
+    loaded = load(here, ThunderMoeConfig())
+    assert live.calls == 16
+    # The weight that is quantized, and its parts that were merged.
+    assert layer / 2 < live.peak <= 2 * layer + others
+    assert live.peak < 8 * layer / 2
+    assert_same(loaded, quantized(here))
+
+
+def test_the_sizes_that_transformers_plans_with(saved, monkeypatch):
+    cls, path = saved("qwen3_moe")
+    sizes = {}
+    own = on_load.ThunderMoeQuantizer.param_element_size
+
+    def size(self, model, name, parameter):
+        sizes[name] = own(self, model, name, parameter) * parameter.numel()
+        return own(self, model, name, parameter)
+
+    monkeypatch.setattr(on_load.ThunderMoeQuantizer, "param_element_size", size)
+    model = load((cls, path), ThunderMoeConfig(linears=ANY), device_map="auto", max_memory={"cpu": "1GB"})
+    packed = sum(b.nbytes for m in model.modules() if isinstance(m, NVFP4Module) for b in m.buffers())
+    plain = sum(p.nbytes for p in model.parameters())
+    assert 0.99 * (packed + plain) < sum(sizes.values()) < 1.01 * (packed + plain)
+
+
+def refused(saved, match, error=ValueError, config=None, **options):
+    with pytest.raises(error, match=match):
+        load(saved, ThunderMoeConfig() if config is None else config, **options)
+
+
+def test_bad_options(saved):
+    here = saved("qwen3_moe")
+    with pytest.raises(TypeError, match=r"linears: got <function .*, wanted names of modules .* call quantize_"):
+        ThunderMoeConfig(linears=lambda module, name: True)
+    with pytest.raises(TypeError, match=r"filter: got \[1\], wanted names"):
+        ThunderMoeConfig(filter=[1])
+    with pytest.raises(ValueError, match="quant_method: got 'fp8', wanted 'thunder_moe_on_load'"):
+        ThunderMoeConfig(quant_method="fp8")
+    for option in ("filter", "linears", "modules_to_not_convert"):
+        match = (
+            rf"{option}: 'layers\.\*' is the name of no module of Qwen3MoeForCausalLM; names are whole, such as 'model"
+        )
+        refused(here, match, config=ThunderMoeConfig(**{option: ["lm_head", "layers.*"]}))
+    refused(here, "found no experts of transformers", config=ThunderMoeConfig(filter="lm_head"))
+    refused(here, "scale_search: got 'best', wanted", config=ThunderMoeConfig(scale_search="best"))
+    refused(here, "layout: got 'swizzled', wanted", config=ThunderMoeConfig(layout="swizzled"))
+    refused(here, "layout: got 'tiled_64x64' for 'model.layers.0", config=ThunderMoeConfig(layout="tiled_64x64"))
+
+
+def test_a_model_without_experts(tmp_path):
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                      num_attention_heads=1)  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    refused((transformers.LlamaForCausalLM, tmp_path), "found no .* to quantize in LlamaForCausalLM")
+    loaded = load((transformers.LlamaForCausalLM, tmp_path), ThunderMoeConfig(linears=ANY))
+    assert type(loaded.lm_head) is NVFP4Linear
+
+
+def test_bad_weights(tmp_path, saved):
+    cls, path = saved("qwen3_moe")
+    cls.from_pretrained(path, dtype=BF16).save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
+    refused((cls, tmp_path), "model: 'model.layers.1.mlp.experts' has NaN or Inf in a weight, wanted finite values")
+    edit_json(tmp_path / "config.json", lambda config: config.update(num_experts=9, num_local_experts=9))
+    match = r"checkpoint: model.layers.0.mlp.experts.down_proj has shape \(8, 64, 32\), the model's has \(9, 64, 32\)"
+    refused((cls, tmp_path), match)
+
+
+def test_other_weights_of_a_wrong_shape(tmp_path, saved):
+    cls, path = saved("qwen3_moe")
+    cls.from_pretrained(path, dtype=BF16).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(vocab_size=72))
+    refused((cls, tmp_path), r"mismatch|has shape \(64, 64\), the model's has \(72, 64\)", (RuntimeError, ValueError))
+
+
+@pytest.mark.parametrize("export", ["mxfp4_gpt_oss", "modelopt_qwen3_moe"])
+def test_quantized_checkpoints(export):
+    with pytest.raises(ValueError, match="The model is quantized with .* but you are passing a ThunderMoeConfig"):
+        transformers.AutoModelForCausalLM.from_pretrained(DATA / export, quantization_config=ThunderMoeConfig())
+
+
+def test_parallel_loads(saved, monkeypatch):
+    """Transformers splits the skeleton's parameters, here as on one process of two."""
+    distributed = pytest.importorskip("torch.distributed.tensor")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    own = on_load._Load.__init__
+
+    def split(self, model, *args):
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        head = distributed.distribute_tensor(model.lm_head.weight.detach(), mesh, [distributed.Shard(0)])
+        model.lm_head.weight = torch.nn.Parameter(head)
+        own(self, model, *args)
+
+    monkeypatch.setattr(on_load._Load, "__init__", split)
+    try:
+        refused(saved("qwen3_moe"), "ThunderMoeConfig with tp_plan or distributed_config, wanted a load on one process")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_log_names_each_module_once(saved, caplog):
+    with caplog.at_level(logging.INFO, logger="thunder_moe"):
+        load(saved("qwen3_moe"), ThunderMoeConfig())
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("quantizing: ")]
+    assert [line.split()[1] for line in lines] == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert all("Qwen3MoeExperts -> NVFP4Experts" in line for line in lines)

@@ -1,0 +1,289 @@
+"""transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
+Called by transformers once `quantizer.register` has run; calls quantize to choose and to replace modules, experts to
+pack single weights.
+
+Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
+the weights of a layer, merges them and hands them to `_Quantize` -> each weight of experts is packed at once; a module
+whose tensors are all there is replaced -> after the load, `quantize_` takes what could not be chosen ahead (tied
+weights that are not tied after all).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.dense_linears import DenseLinears
+from thunder_moe.families import ExpertFamily, Quantization
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
+from thunder_moe.integrations.huggingface.families import TransformersExperts
+from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
+from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quantization, mark_quantized
+from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.quantize import Place, check_finite, choose_modules, quantize_modules, replace_module
+
+try:
+    from transformers.core_model_loading import ConversionOps
+    from transformers.integrations.accelerate import get_device
+except ImportError as error:
+    raise ImportError(
+        "integrations.huggingface.on_load needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+    ) from error
+
+__all__ = ["ThunderMoeQuantizer"]
+
+_BYTES = 0.5 + 1 / 16  # of a 4-bit weight with its share of a scale
+_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
+
+
+class ThunderMoeQuantizer(SavesNVFP4):
+    """Quantizes the weights of a 16-bit checkpoint as transformers loads them; see this file's pipeline."""
+
+    quantization_config: ThunderMoeConfig
+
+    def __init__(self, quantization_config: ThunderMoeConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if self.pre_quantized:
+            raise ValueError(
+                f"config.json: its quantization_config is that of a load ({quantization_config.quant_method!r}), not of"
+                " a checkpoint: remove it from a 16-bit checkpoint's file"
+            )
+        self._device_map: Any = None
+        self._dtype: torch.dtype | None = None
+        self._load: _Load | None = None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        # Transformers calls it again when it knows what "auto" means.
+        self._device_map, self._load = device_map, None
+        if isinstance(device_map, dict):
+            devices = {str(device) for device in device_map.values()}
+            if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+                raise ValueError(
+                    f"device_map: got {sorted(devices)}, wanted no offloading to 'cpu' or 'disk': weights that are"
+                    " quantized while they load cannot be offloaded"
+                )
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self._dtype = dtype
+        return dtype
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self._load_of(model).units
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        unit = self._load_of(model).units.get(param_name)
+        return _BYTES if unit is not None and param.ndim > 1 and not param_name.endswith("_bias") else param.itemsize
+
+    def get_quantize_ops(self) -> ConversionOps:
+        assert self._load is not None
+        return _Quantize(self._load)
+
+    def _load_of(self, model: Any) -> _Load:
+        if self._load is None:
+            self._load = _Load(model, self.quantization_config, self._device_map, self._dtype)
+        return self._load
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        self._load_of(model).finish()
+        self._load = None
+        forget_quantization(model)  # from here on it is what `quantize_` makes
+        mark_quantized(model)
+
+
+class _Load:
+    """One call of ``from_pretrained``.
+
+    Attributes:
+        units: full name of each parameter that is to be quantized -> the modules that are replaced with it.
+    """
+
+    def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
+        _refuse_parallel(model)
+        config.check_names(model)
+        self.model, self.config, self.device_map = model, config, device_map
+        self.units: dict[str, _Unit] = {}
+        self.replaced = False
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        with torch.inference_mode(False), torch.no_grad():
+            run, chosen = choose_modules(model, **config.options(), device_of=self._device_of(model))
+        parents: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for parent in model.modules():
+            for name, child in parent._modules.items():
+                if child is not None and child in chosen:
+                    parents[child].append((parent, name))
+        tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+        done: set[nn.Module] = set()
+        for module, place in chosen.items():
+            together = place.family.together(module) if isinstance(place.family, DenseLinears) else [module]
+            members = [(member, chosen[member]) for member in together]
+            if module in done or not isinstance(place.family, DenseLinears | TransformersExperts):
+                continue
+            done.update(together)
+            unit = _Unit(members, {member: parents[member] for member in together}, run)
+            # What is not certain, or not of the dtype that transformers is going to load it in, is quantized later.
+            ahead = not tied.intersection(unit.waiting) and all(len(parents[member]) == 1 for member in together)
+            if ahead and all(parameter.dtype == dtype for parameter in unit.parameters()):
+                self.units |= dict.fromkeys(unit.waiting, unit)
+
+    def _device_of(self, model: nn.Module) -> Any:
+        names = {module: name for name, module in model.named_modules()}
+        return lambda module: self.device(names[module])
+
+    def device(self, name: str) -> torch.device:
+        """Where a module or parameter of this name is going to be."""
+        if isinstance(self.device_map, str):  # "auto" and the like, before transformers has decided
+            accelerator = torch.accelerator.current_accelerator()
+            return accelerator or torch.device("cpu")
+        return torch.device(get_device(self.device_map, name, valid_torch_device=True))
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """A tensor of a unit has been loaded."""
+        unit = self.units[name]
+        unit.take(name, tensor.to(self.device(name)))
+        if not unit.waiting:
+            unit.replace()
+            self.replaced = True
+
+    def finish(self) -> None:
+        """Quantizes what was not chosen ahead, with weights that the checkpoint lacks as transformers made them."""
+        for unit in dict.fromkeys(self.units.values()):
+            if unit.started:
+                unit.replace()
+                self.replaced = True
+        for name, parameter in self.model.named_parameters():
+            wanted = self._shapes.get(name, parameter.shape)  # transformers 5.17 does not compare them
+            if parameter.shape != wanted:
+                raise ValueError(
+                    f"checkpoint: {name} has shape {tuple(parameter.shape)}, the model's has {tuple(wanted)}"
+                )
+        with torch.inference_mode(False), torch.no_grad():
+            run, chosen = choose_modules(self.model, **self.config.options(), required=not self.replaced)
+        if chosen:
+            quantize_modules(self.model, chosen, run, "quantizing")
+
+
+class _Unit:
+    """Modules that are replaced at once: a layer's experts, or the linears of one weight.
+
+    Attributes:
+        waiting: full names of the parameters that are not loaded yet -> module and name there.
+        started: whether a weight has been packed, and not all are there.
+    """
+
+    def __init__(
+        self,
+        members: list[tuple[nn.Module, Place]],
+        parents: dict[nn.Module, list[tuple[nn.Module, str]]],
+        run: Quantization,
+    ) -> None:
+        self._members, self._parents = members, parents
+        self._run = Quantization(run.pack, run.layout)  # with a memo of its own: see `pack_ahead`
+        self.started = False
+        self.waiting: dict[str, tuple[nn.Module, str]] = {}
+        for module, place in members:
+            names = (
+                ("weight", "bias") if isinstance(module, nn.Linear) else stored_weights(module, require_form(module))
+            )
+            for name in names:
+                if module._parameters.get(name) is not None:
+                    self.waiting[f"{place.name}.{name}"] = module, name
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [
+            parameter for module, name in self.waiting.values() if (parameter := module._parameters[name]) is not None
+        ]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def take(self, full_name: str, tensor: Tensor) -> None:
+        module, name = self.waiting[full_name]
+        wanted = module.get_parameter(name).shape
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
+            )
+        if name in (*_WEIGHTS, "weight"):
+            check_finite(full_name.rpartition(".")[0], tensor)
+        if name in _WEIGHTS:
+            pack_ahead(module, name, tensor, self._run.memo, self._run.pack, self._run.layout)
+            self.started = True
+        else:
+            module.register_parameter(name, nn.Parameter(tensor))
+        _mark_initialized(module.get_parameter(name))
+        del self.waiting[full_name]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def replace(self) -> None:
+        def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
+            return family.convert(module, self._run)
+
+        for module, place in self._members:
+            parents = self._parents[module]
+            new = replace_module(module, place, parents, convert, "quantizing")
+            for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
+                if isinstance(part, NVFP4Module | NVFP4Experts):
+                    _mark_initialized(part)
+        self._members, self._parents, self._run.memo = [], {}, {}
+        self.started = False
+
+
+class _Quantize(ConversionOps):
+    """What transformers runs on the weights of a layer once it has them as the model wants them."""
+
+    def __init__(self, load: _Load) -> None:
+        self.load = load
+
+    def convert(
+        self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Takes those that are to be quantized, and returns the others."""
+        others: dict[str, Any] = {}
+        try:
+            for name in list(input_dict):
+                tensor = input_dict.pop(name)
+                if name not in self.load.units:
+                    others[name] = tensor
+                    continue
+                self.load.take(name, tensor[0] if isinstance(tensor, list) else tensor)
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+        except Exception as error:
+            return _Failed(error)
+        return others
+
+
+class _Failed(dict[str, Any]):
+    """The result of a failure: transformers keeps what an operation raises and loads on; this raises on its use."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def items(self) -> Any:
+        raise self.error
+
+
+def _stored(experts: nn.Module) -> list[str]:
+    """The names of the parameters of an experts module that quantization replaces."""
+    return list(stored_weights(experts, require_form(experts)))
+
+
+def _refuse_parallel(model: Any) -> None:
+    """Raises a ValueError for tensor- and expert-parallel loads, whose parameters are parts of weights."""
+    mesh = getattr(model, "_device_mesh", None)
+    kinds = {type(parameter).__name__ for parameter in model.parameters()} - {"Parameter"}
+    if mesh is not None or "DTensor" in kinds:
+        raise ValueError(
+            "quantization_config: got a ThunderMoeConfig with tp_plan or distributed_config, wanted a load on one"
+            " process (device_map spreads it over several devices): weights are quantized whole"
+        )
+
+
+def _mark_initialized(thing: Any) -> None:
+    """Tells transformers that it need not initialise a parameter or the parameters of a module."""
+    thing._is_hf_initialized = True
