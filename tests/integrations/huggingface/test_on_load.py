@@ -1,4 +1,4 @@
-"""from_pretrained with a `ThunderMoeConfig`: bit for bit what quantize_ makes of the loaded model, in all architectures;
+"""from_pretrained with a `ThunderMoeConfig`: bit for bit what quantize_ makes of the loaded model, for each family;
 how much is in 16 bits at a time; what is refused. Called by pytest.
 """
 
@@ -189,19 +189,26 @@ def test_weights_that_the_checkpoint_lacks(tmp_path, saved):
     assert dequantize(blocks[1].mlp.experts.down_proj.nvfp4_weight).std() > 0
 
 
+def live_bytes():
+    """Of 16-bit tensors, each memory once."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    memory = {}
+    for tensor in tensors:
+        if tensor.dtype == BF16 and not tensor.is_meta and tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+    return sum(memory.values())
+
+
 class Live:
-    """Counts the bytes of living 16-bit tensors at each weight that is quantized, each memory once."""
+    """Counts the bytes of 16-bit tensors at each weight that is quantized, beside those of before."""
 
     def __init__(self, monkeypatch):
-        self.peak = self.calls = 0
-        own = on_load.check_finite
+        gc.collect()
+        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.check_finite
 
         def count(*args):
-            memory = {}
-            for tensor in gc.get_objects():
-                if isinstance(tensor, torch.Tensor) and tensor.dtype == BF16 and not tensor.is_meta:
-                    memory[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            self.peak, self.calls = max(self.peak, sum(memory.values())), self.calls + 1
+            self.peak, self.calls = max(self.peak, live_bytes() - before), self.calls + 1
             own(*args)
 
         monkeypatch.setattr(on_load, "check_finite", count)
