@@ -332,3 +332,13 @@ def test_the_log_names_each_module_once(saved, caplog):
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("quantizing: ")]
     assert [line.split()[1] for line in lines] == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
     assert all("Qwen3MoeExperts -> NVFP4Experts" in line for line in lines)
+
+
+def test_the_model_is_as_after_quantize_and_comes_back_saved(saved, tmp_path):
+    loaded, model = load(saved("mixtral"), ThunderMoeConfig(linears=ANY)), saved("mixtral")[0]
+    assert not hasattr(loaded, "hf_quantizer")
+    assert "quantization_config" not in loaded.config.to_dict()
+    assert isinstance(loaded, model)
+    loaded.save_pretrained(tmp_path / "saved")
+    again = model.from_pretrained(tmp_path / "saved", dtype=BF16).state_dict()
+    assert all(torch.equal(bits(tensor), bits(again[name])) for name, tensor in loaded.state_dict().items())
