@@ -1,15 +1,13 @@
 """Converts a checkpoint to NVFP4 layer by layer, resumably, and measures the error of each layer.
-Called by the command line and users; calls reader, quantize_experts, quantize_linears and writer.
+Called by the command line and users; calls reader, quantize_experts, quantize_linears, writer, partial and companions.
 
-Pipeline: headers checked -> per layer: 16-bit experts or linears -> quantize -> ModelOpt tensors -> shard -> configs ->
-rename.
+Pipeline: headers checked -> per layer: 16-bit or FP8 experts or linears -> quantize -> ModelOpt tensors -> shard ->
+configs -> companions -> rename.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -20,10 +18,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thunder_moe.checkpoint.experts import ExpertWeights
-from thunder_moe.checkpoint.files import read_json
+from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.ignored import ignored_modules
+from thunder_moe.checkpoint.modules import ExpertBlock, Module
+from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
 from thunder_moe.checkpoint.quantize_experts import quantize_experts
 from thunder_moe.checkpoint.quantize_linears import linear_groups, quantize_linears
 from thunder_moe.checkpoint.reader import Checkpoint
@@ -33,18 +32,12 @@ from thunder_moe.checkpoint.writer import (
     parse_size,
     require_absent,
     write_configs,
-    write_json,
 )
 from thunder_moe.formats.nvfp4 import quantize
 
 __all__ = ["LayerError", "convert"]
 
 logger = logging.getLogger(__name__)
-
-PROGRESS_NAME = "progress.json"
-# What goes along beside weights and configs: tokeniser, templates, code, licence.
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".md", ".vocab", ".spm")
-_NOT_COMPANIONS = ("config.json", "hf_quant_config.json", "model.safetensors.index.json", PROGRESS_NAME)
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,7 @@ def convert(
     source: str | Path,
     destination: str | Path,
     *,
+    filter: Callable[[str], bool] | None = None,
     linears: bool | Callable[[str], bool] | None = None,
     scale_search: str | None = None,
     device: torch.device | str = "cpu",
@@ -79,16 +73,20 @@ def convert(
     """Writes a checkpoint whose experts, and where asked to dense layers, are NVFP4 in ModelOpt's form; everything else
     stays as it is.
 
-    16-bit experts are quantized; experts that are NVFP4 or MXFP4 already are copied exactly, and so are dense layers
-    that are NVFP4. Those in FP8 become 16-bit. Memory holds one layer, and one shard twice.
+    Experts in 16 bits or FP8 are quantized; those that are NVFP4 or MXFP4 already are copied exactly, and so are dense
+    layers that are NVFP4. What else is FP8 becomes 16-bit (bfloat16). FP8 is read as DeepSeek has it (blocks of 128 x
+    128 with weight_scale_inv), and as compressed-tensors and ModelOpt have it. Memory holds one layer, and one shard
+    twice. Tokenizer, code, licence and other files beside the weights are copied, with subfolders that hold no weights.
 
-    Finished shards are kept in ``<destination>.partial`` until the conversion is complete; then the directory is
+    Finished shards are kept in ``<destination>.partial`` until the conversion is complete; then the checkpoint is
     renamed. After an interruption (a signal, a full disk) the same call resumes after the last complete shard. An
     invalid source leaves nothing behind.
 
     Args:
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
+        filter: asked about each block of experts and each dense layer to quantize, by its path; False leaves it, or
+            makes it, 16-bit. What is 4-bit already is not asked about.
         linears: True: the linears of attention, dense MLPs and shared experts of the decoder become NVFP4, too; not the
             head, for which other engines have no 4-bit kernel, nor routers. Those that read the same rows (q, k and v;
             gate and up) share a global scale. A function is asked about each matrix but routers by its path. None:
@@ -102,40 +100,38 @@ def convert(
         The errors, layer by layer.
 
     Raises:
-        TypeError: `linears` is something else.
+        TypeError: `linears` or `filter` is something else.
         FileNotFoundError: no checkpoint at the source.
-        FileExistsError: the destination exists, or the partial one is of another source or other options.
-        ValueError: a file of the source is truncated or inconsistent (names file and tensor), or has no experts, nor
-            with `linears` dense layers to convert.
+        FileExistsError: the destination exists, or the partial one is of another source or other options, or another
+            conversion is writing it.
+        OSError: a file cannot be read or written; names it.
+        MemoryError: a layer does not fit the device.
+        ValueError: a file of the source is truncated or inconsistent (names file and tensor), the device is not there,
+            or there are no experts, nor with `linears` dense layers, to convert.
     """
     if not (linears is None or isinstance(linears, bool) or callable(linears)):
         raise TypeError(f"linears: got {linears!r}, wanted a bool, None, or a function of a path")
+    if not (filter is None or callable(filter)):
+        raise TypeError(f"filter: got {filter!r}, wanted None or a function of a path")
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination)
     # A wrong name is an error before any work.
     quantize(torch.zeros(1, 1, 16, dtype=torch.float32, device="cpu"), scale_search=scale_search)
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device: got {device!r}, wanted one of torch's, such as 'cpu' or 'cuda'") from error
+    place = _device(device)
     checkpoint = Checkpoint(source)
-    plan = _plan(checkpoint, linears)
-    if not checkpoint.blocks and not checkpoint.plain_blocks and not plan.groups:
-        raise ValueError(f"source: {checkpoint.path} has no experts (tensors named '...experts...') to convert")
-    partial = destination.with_name(f"{destination.name}.partial")
-    job = _job(checkpoint, scale_search, max_bytes, plan)
-    state = _open_partial(partial, job)
-    try:
-        errors = _convert_all(checkpoint, partial, state, job, plan, device, progress)
-    except ValueError:
-        shutil.rmtree(partial)
-        raise
-    for file in sorted(checkpoint.path.iterdir()):
-        if file.is_file() and file.suffix in _COMPANIONS and file.name not in _NOT_COMPANIONS:
-            shutil.copyfile(file, partial / file.name)
-    require_absent(destination)
-    os.rename(partial, destination)
-    (destination / PROGRESS_NAME).unlink()
+    plan = _plan(checkpoint, filter or (lambda path: True), linears)
+    if not checkpoint.blocks and not plan.experts and not plan.groups:
+        every = checkpoint.plain_blocks or checkpoint.fp8_blocks
+        why = "whose paths the filter takes" if every and filter else "(tensors named '...experts...') to convert"
+        raise ValueError(f"source: {checkpoint.path} has no experts {why}")
+    with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
+        try:
+            errors = _convert_all(checkpoint, partial, plan, place, progress)
+        except ValueError:
+            partial.remove()
+            raise
+        copy_companions(checkpoint.path, partial.checkpoint, skip=(partial.directory,))
+        partial.finish()
     return errors
 
 
@@ -145,84 +141,67 @@ class _Plan:
 
     Attributes:
         units: the modules and tensors to convert, in the order of the files.
-        groups: of 16-bit dense layers to quantize: path of the first -> paths of all that share a global scale.
+        experts: path -> 16-bit or FP8 experts to quantize.
+        groups: of dense layers to quantize: path of the first -> all that share a global scale, by their paths.
+        decoded: name of an FP8 weight of experts that becomes 16-bit -> its module.
         kept: paths of the dense layers whose 4-bit weights are copied.
         ignore: the modules that stay or become 16-bit.
     """
 
     units: list[str]
-    groups: dict[str, tuple[str, ...]]
+    experts: dict[str, ExpertBlock]
+    groups: dict[str, dict[str, Module]]
+    decoded: dict[str, Module]
     kept: frozenset[str]
     ignore: list[str]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device, which can hold tensors and read them."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}, wanted one of torch's, such as 'cpu' or 'cuda'") from error
+    try:
+        torch.zeros(1, device=found).item()
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device: got {str(device)!r}, which cannot be used here ({reason})") from error
+    return found
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
     """What must be the same for a conversion to resume an interrupted one."""
     files = sorted({info.file for info in checkpoint.files.infos.values()})
-    stats = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     source = str(checkpoint.path.resolve())
     job = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
     linears = sorted([*plan.kept, *(path for group in plan.groups.values() for path in group)])
-    return job | ({"linears": linears} if linears else {})
-
-
-def _open_partial(partial: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Creates the directory, or resumes that of an earlier run of the same job; returns its state."""
-    partial.mkdir(parents=True, exist_ok=True)
-    for file in partial.glob("*.unfinished"):
-        file.unlink()
-    if not any(partial.iterdir()):
-        fresh = {"job": job, "done": [], "shards": [], "errors": []}
-        write_json(partial / PROGRESS_NAME, fresh)
-        return fresh
-    state = read_json(partial / PROGRESS_NAME) if (partial / PROGRESS_NAME).is_file() else {}
-    if state.get("job") != job:
-        raise FileExistsError(f"path: {partial} is of another source or other options; remove it to start anew")
-    logger.info("%s: resuming after %d modules", partial, len(state["done"]))
-    return state
+    return job | {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
 
 
 def _convert_all(
-    checkpoint: Checkpoint,
-    partial: Path,
-    state: dict[str, Any],
-    job: dict[str, Any],
-    plan: _Plan,
-    device: torch.device,
-    progress: bool,
+    checkpoint: Checkpoint, partial: PartialCheckpoint, plan: _Plan, device: torch.device, progress: bool
 ) -> list[LayerError]:
-    done: list[str] = state["done"]
-    errors = [LayerError(**error) for error in state["errors"]]
-    writer = ShardWriter(partial, job["max_shard_bytes"], state["shards"])
+    done: list[str] = partial.state["done"]
+    errors = [LayerError(**error) for error in partial.state["errors"]]
+    job = partial.state["job"]
+    writer = ShardWriter(partial.checkpoint, job["max_shard_bytes"], partial.state["shards"])
 
     def save_progress() -> None:
         # A layer counts as done when the next one begins; one that two shards share is computed again.
-        state = {"job": job, "done": done, "shards": writer.shards, "errors": [asdict(error) for error in errors]}
-        write_json(partial / PROGRESS_NAME, state)
+        partial.save(done=done, shards=writer.shards, errors=[asdict(error) for error in errors])
 
     writer.on_shard = save_progress
     already = set(done)
     for name in tqdm(plan.units, desc="converting", unit="module", disable=not progress):
         if name in already:
             continue
-        found: list[LayerError] = []
-        tensors: Iterator[tuple[str, torch.Tensor]]
-        if name in checkpoint.blocks or name in checkpoint.plain_blocks:
-            weights, error = _layer(checkpoint, name, device, job["scale_search"])
-            found = [error]
-            tensors = MODELOPT.encode(name, weights, checkpoint.layout(name))
-        elif name in plan.groups or name in plan.kept:
-            quantized = (
-                [(name, checkpoint.read_dense_weight(name), inf)]
-                if name in plan.kept
-                else quantize_linears(checkpoint.files, plan.groups[name], device, job["scale_search"])
-            )
-            found = [LayerError(path, noise, None, weight.nbytes) for path, weight, noise in quantized]
-            tensors = chain.from_iterable(MODELOPT.encode_dense(path, weight) for path, weight, _ in quantized)
-        elif name in checkpoint.files:
-            tensors = iter([(name, checkpoint.read(name))])
-        else:
-            tensors = iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))])
+        try:
+            tensors, found = _convert_unit(checkpoint, name, plan, device, job["scale_search"])
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+            raise MemoryError(f"{checkpoint.path}: {name} does not fit the device {device} ({reason})") from error
         for key, tensor in tensors:
             if key not in writer:
                 writer.add(key, tensor)
@@ -230,44 +209,80 @@ def _convert_all(
         errors += found
     writer.finish()
     save_progress()
-    write_configs(partial, checkpoint.config, plan.ignore)
+    write_configs(partial.checkpoint, checkpoint.config, plan.ignore)
     return errors
 
 
-def _plan(checkpoint: Checkpoint, linears: bool | Callable[[str], bool] | None) -> _Plan:
+def _convert_unit(
+    checkpoint: Checkpoint, name: str, plan: _Plan, device: torch.device, scale_search: str | None
+) -> tuple[Iterator[tuple[str, torch.Tensor]], list[LayerError]]:
+    """(tensors to write, errors) of one of the plan's units."""
+    if name in checkpoint.blocks:
+        weights = checkpoint.read_experts(name)
+        found = [LayerError(name, inf, inf, weights.nbytes)]
+        return MODELOPT.encode(name, weights, checkpoint.layout(name)), found
+    if name in plan.experts:
+        result = quantize_experts(checkpoint.floats, plan.experts[name], checkpoint.interleaved, device, scale_search)
+        found = [LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)]
+        return MODELOPT.encode(name, result.weights, checkpoint.layout(name)), found
+    if name in plan.groups or name in plan.kept:
+        quantized = (
+            [(name, checkpoint.read_dense_weight(name), inf)]
+            if name in plan.kept
+            else quantize_linears(checkpoint.floats, plan.groups[name], device, scale_search)
+        )
+        found = [LayerError(path, noise, None, weight.nbytes) for path, weight, noise in quantized]
+        return chain.from_iterable(MODELOPT.encode_dense(path, weight) for path, weight, _ in quantized), found
+    if name in plan.decoded:
+        return iter([(name, checkpoint.floats.read(plan.decoded[name]).bfloat16())]), []
+    if name in checkpoint.files:
+        return iter([(name, checkpoint.read(name))]), []
+    return iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))]), []
+
+
+def _plan(checkpoint: Checkpoint, filter: Callable[[str], bool], linears: bool | Callable[[str], bool] | None) -> _Plan:
     first = {name: block.any() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
-    experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
-    if checkpoint.method is None:  # in a quantized checkpoint, layers were left 16-bit on purpose
-        first |= {name: block.any() for name, block in checkpoint.plain_blocks.items()}
-        others -= experts
-    dense_names = [name for name in checkpoint.others if name not in experts]
-    groups = linear_groups(checkpoint.files, dense_names, linears or False)
+    experts = dict(checkpoint.fp8_blocks)
+    if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
+        experts |= checkpoint.plain_blocks
+    experts = {path: block for path, block in experts.items() if filter(path)}
+    decoded: dict[str, Module] = {}
+    for path, block in experts.items():
+        first[path] = block.any()
+        others -= {info.name for info in block.infos()}
+    for path, block in checkpoint.fp8_blocks.items():
+        if path not in experts:
+            decoded |= {checkpoint.floats.info(module).name: module for module in block.modules.values()}
+            others |= {module.fields["bias"].name for module in block.modules.values() if "bias" in module.fields}
+    groups = _groups(checkpoint, filter, linears)
     for path, members in groups.items():
-        first[path] = checkpoint.files[f"{path}.weight"]
+        first[path] = members[path].any()
         others -= {f"{member}.weight" for member in members}
+    grouped = {member for members in groups.values() for member in members}
     kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and linears is not False)
-    dense = [name for name in checkpoint.dense if name not in kept]
-    for name in others:
+    dense = [name for name in checkpoint.dense if name not in kept and name not in grouped]
+    for name in others | decoded.keys():
         first[name] = checkpoint.files[name]
-    plain = [(name, checkpoint.files[name].shape) for name in others]
+    plain = [(name, checkpoint.files[name].shape) for name in (*others, *decoded)]
     plain += [(f"{name}.weight", (1, 1)) for name in dense]
     ignore = ignored_modules(plain, [*kept, *chain.from_iterable(groups.values())])
     for name, info in checkpoint.dense_infos().items():
-        first[name] = info
+        if name not in grouped:
+            first[name] = info
     if dense:
         logger.warning("%d quantized modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
-    return _Plan(sorted(first, key=lambda name: order[first[name].name]), groups, kept, ignore)
+    return _Plan(sorted(first, key=lambda name: order[first[name].name]), experts, groups, decoded, kept, ignore)
 
 
-def _layer(
-    checkpoint: Checkpoint, name: str, device: torch.device, scale_search: str | None
-) -> tuple[ExpertWeights, LayerError]:
-    """The experts of a layer: copied when they are 4-bit, else quantized."""
-    if name in checkpoint.blocks:
-        weights = checkpoint.read_experts(name)
-        return weights, LayerError(name, inf, inf, weights.nbytes)
-    block = checkpoint.plain_blocks[name]
-    result = quantize_experts(checkpoint.files, block, checkpoint.interleaved, device, scale_search)
-    return result.weights, LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)
+def _groups(
+    checkpoint: Checkpoint, filter: Callable[[str], bool], linears: bool | Callable[[str], bool] | None
+) -> dict[str, dict[str, Module]]:
+    """The dense layers to quantize: path of the first -> all that share a global scale, by their paths."""
+    experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
+    weights = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
+    modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in weights}
+    modules |= checkpoint.fp8_dense()
+    groups = linear_groups({path: module for path, module in modules.items() if filter(path)}, linears or False)
+    return {path: {member: modules[member] for member in members} for path, members in groups.items()}

@@ -17,7 +17,7 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["decode_dense", "decode_dense_weight", "decode_experts", "is_4_bit"]
+__all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
 
 
 def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> ExpertWeights:
@@ -47,13 +47,8 @@ def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) ->
 
 
 def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """The weight (N, K) of a quantized module that is no expert."""
+    """The weight (N, K) of a 4-bit module that is no expert."""
     return format_of(module).read_dense(files, module, dtype, device)
-
-
-def is_4_bit(module: Module) -> bool:
-    """Whether a quantized module that is no expert is 4-bit (in ModelOpt's MIXED_PRECISION it may be FP8)."""
-    return format_of(module).is_4_bit(module)
 
 
 def decode_dense_weight(files: TensorFiles, module: Module, device: torch.device | str) -> NVFP4Weight:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+# The longest header that safetensors reads.
+_MAX_HEADER = 100_000_000
 # Files kept open: the tensors of one layer are in two or three shards; closing a file releases its mapping.
 _OPEN_FILES = 4
 
@@ -89,8 +92,16 @@ class TensorFiles:
         return self.infos[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed."""
-        tensor: torch.Tensor = self._file(self.infos[name].file).get_tensor(name)
+        """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed.
+
+        Raises:
+            ValueError: safetensors cannot read it; names file and tensor.
+        """
+        info = self.infos[name]
+        try:
+            tensor: torch.Tensor = self._file(info.file).get_tensor(name)
+        except import_safetensors().SafetensorError as error:
+            raise info.error(f"cannot be read: {error}") from error
         return tensor
 
     def close(self) -> None:
@@ -111,6 +122,7 @@ class TensorFiles:
             raise ValueError(f"{index}: got no 'weight_map', wanted a mapping of tensor names to files")
         first: dict[str, str] = {}
         for name, file in weight_map.items():
+            _check_inside(index, name, file)
             first.setdefault(file, name)
         for file, name in first.items():
             if not (self.path / file).is_file():
@@ -120,8 +132,17 @@ class TensorFiles:
                     raise info.error(f"is also in {self.infos[info.name].file}, wanted in one file only")
                 self.infos[info.name] = info
         for name, file in weight_map.items():
-            if name not in self.infos or self.infos[name].file.name != Path(file).name:
+            if name not in self.infos or self.infos[name].file != self.path / file:
                 raise ValueError(f"{self.path / file}: has no tensor {name!r}, which {INDEX_NAME} places there")
+
+
+def _check_inside(index: Path, name: str, file: Any) -> None:
+    """Raises unless what an index says of a tensor is the path of a file inside the index's directory."""
+    if not isinstance(file, str) or not file:
+        raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted the name of a file")
+    posix, windows = PurePosixPath(file), PureWindowsPath(file)
+    if posix.is_absolute() or windows.anchor or ".." in (*posix.parts, *windows.parts):
+        raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted a file inside {index.parent}")
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -156,7 +177,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}: holds a {type(value).__name__}, wanted a JSON object")
@@ -173,28 +194,61 @@ def import_safetensors() -> Any:
 
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file: 8 bytes of length, a JSON header, then the data."""
+    """The tensors of a file: 8 bytes of length, a JSON header, then the data, which the tensors fill without a gap."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise ValueError(f"{path}: has {size} bytes, too few for its header: truncated, or no safetensors file")
+        if length > _MAX_HEADER:
+            raise ValueError(f"{path}: has a header of {length} bytes, wanted at most {_MAX_HEADER}")
+        twice: list[str] = []
         try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
+            header = json.loads(file.read(length), object_pairs_hook=partial(_note_repeats, twice))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: has no JSON header: no safetensors file") from error
+    if twice:
+        raise ValueError(f"{path}: {twice[0]!r} is twice in the header, wanted once")
     if not isinstance(header, dict):
         raise ValueError(f"{path}: has no JSON header: no safetensors file")
     header.pop("__metadata__", None)
     infos: dict[str, TensorInfo] = {}
+    offsets: list[tuple[int, int, str]] = []
     for name, entry in header.items():
-        try:
-            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}") from error
+        dtype, shape, start, end = _header_entry(path, name, entry)
         info = infos[name] = TensorInfo(name, path, dtype, shape, end - start)
         if dtype in _BITS and prod(shape) * _BITS[dtype] != 8 * (end - start):
             raise info.error(f"has {end - start} bytes, wanted those of dtype {dtype} and shape {shape}")
         if 8 + length + end > size:
             raise info.error(f"ends at byte {8 + length + end}, the file at {size}: truncated")
+        offsets.append((start, end, name))
+    last = 0
+    for start, end, name in sorted(offsets):
+        if start != last:
+            raise infos[name].error(f"begins at byte {start} of the data, wanted {last}, where the one before it ends")
+        last = end
+    if 8 + length + last != size:
+        raise ValueError(f"{path}: has {size} bytes, its tensors end at {8 + length + last}")
     return infos
+
+
+def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """(dtype, shape, first byte of the data, byte behind the last one) of a tensor."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}") from error
+    numbers = [*shape, start, end] if isinstance(shape, list) else [None]
+    if not isinstance(dtype, str) or any(type(n) is not int or n < 0 for n in numbers) or end < start:
+        raise ValueError(f"{path}: tensor {name!r} has a broken header entry {entry!r}")
+    return dtype, tuple(shape), start, end
+
+
+def _note_repeats(twice: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; notes keys that it has twice, of which json takes the last one silently."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            twice.append(name)
+        found[name] = value
+    return found

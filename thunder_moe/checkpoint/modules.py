@@ -14,22 +14,37 @@ from typing import Any
 from thunder_moe.checkpoint.experts import ExpertsLayout
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 
-__all__ = ["CACHE_FIELDS", "PROJECTIONS", "ExpertBlock", "Module", "Modules", "is_interleaved", "sort_modules"]
+__all__ = [
+    "CACHE_FIELDS",
+    "FP8_SCALE_FIELDS",
+    "PROJECTIONS",
+    "ExpertBlock",
+    "Module",
+    "Modules",
+    "is_interleaved",
+    "sort_modules",
+]
 
 # Models whose fused gate and up rows alternate.
 INTERLEAVED_MODEL_TYPES = ("gpt_oss",)
 # Scales of 4-bit activations and of the key-value cache, which stay 16-bit here.
-ACTIVATION_FIELDS = ("input_scale", "input_global_scale")
+ACTIVATION_FIELDS = ("input_scale", "input_global_scale", "activation_scale")
 CACHE_FIELDS = ("k_scale", "v_scale")
+# Scales of an FP8 weight; all multiply, "weight_scale_inv" and "scale_inv" (of all experts), too.
+FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 # Fields that only quantized modules have; a module of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 # The checkpoint's name of a projection -> ours.
 PROJECTIONS = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up",
-    "w1": "gate", "w3": "up", "w2": "down",
+    "w1": "gate", "w3": "up", "w2": "down", "input_linear": "gate_up", "output_linear": "down",
 }  # fmt: skip
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(\w+)\.(\w+)")
 _FUSED = re.compile(r"((?:.+\.)?experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:[_.](\w+))?")
+# Granite's experts have no module of their own; it is called as in the model: "...block_sparse_moe.experts". One by one
+# they are named as other engines do when they split these tensors.
+_GRANITE_PARTS = ("w1", "w3", "w2")
+_GRANITE = re.compile(r"((?:.+\.)?block_sparse_moe)\.(input_linear|output_linear)\.(\w+)")
 
 
 @dataclass
@@ -50,6 +65,11 @@ class Module:
         weight = self.fields.get("weight")
         low = weight is not None and weight.dtype in ("U8", "F8_E4M3")
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weight is FP8."""
+        return "weight" in self.fields and self.fields["weight"].dtype == "F8_E4M3"
 
     def any(self) -> TensorInfo:
         """Any tensor of the module, to name in an error."""
@@ -90,6 +110,11 @@ class ExpertBlock:
         return any(module.is_quantized for module in self.modules.values())
 
     @property
+    def is_fp8(self) -> bool:
+        """Whether the weights are FP8, of which `experts` checks that they are alike."""
+        return any(module.is_fp8 for module in self.modules.values())
+
+    @property
     def gated(self) -> bool:
         """There is a gate beside the up projection."""
         return any(part in ("gate", "gate_up") for part, _ in self.modules)
@@ -127,6 +152,8 @@ class ExpertBlock:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 if module.is_quantized != self.is_quantized:
                     raise module.any().error(f"belongs to {self.name}, where some weights are quantized and others not")
+                if module.is_fp8 != self.is_fp8:
+                    raise module.any().error(f"belongs to {self.name}, where some weights are FP8 and others not")
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
@@ -151,10 +178,12 @@ class ExpertBlock:
         parts = 2 if ("gate_up", None) in self.modules else 1
         up_shape, down_shape = first.fields["weight"].shape[1:], down["weight"].shape[1:]
         if len(up_shape) == len(down_shape) == 2:
-            if up_shape == (down_shape[1], parts * down_shape[0]):
-                return True
-            if up_shape == (parts * down_shape[1], down_shape[0]):
-                return False
+            k_first = up_shape == (down_shape[1], parts * down_shape[0])
+            n_first = up_shape == (parts * down_shape[1], down_shape[0])
+            if k_first and n_first:
+                raise first.any().error(f"has dimensions {up_shape}, which may be (in, out) or (out, in) features")
+            if k_first or n_first:
+                return k_first
         raise first.any().error(f"has dimensions {up_shape}, which do not fit the down projection's {down_shape}")
 
     def _error(self, message: str) -> ValueError:
@@ -187,6 +216,8 @@ def sort_modules(files: TensorFiles) -> Modules:
             expert = int(number)
         elif match := _FUSED.fullmatch(name):
             path, projection, field_name = match.group(1), match.group(2), match.group(3) or "weight"
+        elif match := _GRANITE.fullmatch(name):
+            path, projection, field_name = f"{match.group(1)}.experts", match.group(2), match.group(3)
         else:
             path, _, field_name = name.rpartition(".")
             dense.setdefault(path, Module()).fields[field_name] = info

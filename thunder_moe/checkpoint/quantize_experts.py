@@ -1,5 +1,5 @@
-"""Quantizes the 16-bit experts of a checkpoint, one expert at a time, and measures the error.
-Called by convert and quantize_linears; calls files to read, thunder_moe.formats to quantize.
+"""Quantizes the 16-bit or FP8 experts of a checkpoint, one expert at a time, and measures the error.
+Called by convert and quantize_linears; calls float_weights to read, thunder_moe.formats to quantize.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from math import inf, log10
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertWeights
-from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.files import TensorInfo
+from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.modules import ExpertBlock
 from thunder_moe.formats.gate_up import deinterleave
@@ -56,7 +57,7 @@ class Noise:
 
 
 def quantize_experts(
-    files: TensorFiles, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
+    floats: FloatWeights, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
 ) -> QuantizedExperts:
     """Quantizes the experts of a layer with the global scales that the written format holds.
 
@@ -64,7 +65,7 @@ def quantize_experts(
     experts where ModelOpt's fused form is going to hold them.
 
     Args:
-        files: where the tensors are.
+        floats: where the weights are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
         device: where to quantize.
@@ -80,11 +81,11 @@ def quantize_experts(
         noise = Noise()
         if block.is_fused:
             one_scale = block.layout(interleaved).fused
-            packed = [_fused(files, block, part, one_scale, device, scale_search, noise) for part in parts]
+            packed = [_fused(floats, block, part, one_scale, device, scale_search, noise) for part in parts]
             weight = NVFP4Weight.concatenate(*packed)
         else:
-            weight = _per_expert(files, block, parts, experts, device, scale_search, noise)
-        bias = _bias(files, block, parts, weight, experts)
+            weight = _per_expert(floats, block, parts, experts, device, scale_search, noise)
+        bias = _bias(floats, block, parts, weight, experts)
         if interleaved and parts == ("gate_up",):
             scale = deinterleave(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
             weight = NVFP4Weight(deinterleave(weight.qdata), scale, weight.global_scale)
@@ -99,7 +100,7 @@ def quantize_experts(
 
 
 def _per_expert(
-    files: TensorFiles,
+    floats: FloatWeights,
     block: ExpertBlock,
     parts: tuple[str, ...],
     experts: range,
@@ -108,13 +109,15 @@ def _per_expert(
     noise: Noise,
 ) -> NVFP4Weight:
     """(E, len(parts) * N, K): these projections one below the other, with one global scale per expert."""
-    (first,) = block.modules[parts[0], 0].require("weight")
+    first = floats.info(block.modules[parts[0], 0])
     packed = []
     for expert in experts:
-        infos = [block.modules[part, expert].require("weight")[0] for part in parts]
+        modules = [block.modules[part, expert] for part in parts]
+        infos = [floats.info(module) for module in modules]
         for info in infos:
-            info.require(FLOATS, first.shape if len(first.shape) == 2 else (0, 0), f", as {first.name!r} has")
-        weight = torch.cat([files.read(info.name).to(device) for info in infos])[None]
+            wanted = first.shape if len(first.shape) == 2 else (0, 0)
+            info.require((*FLOATS, "F8_E4M3"), wanted, f", as {first.name!r} has")
+        weight = torch.cat([floats.read(module, device) for module in modules])[None]
         packed.append(quantize_tensor(weight, infos[0], scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
@@ -123,7 +126,7 @@ def _per_expert(
 
 
 def _fused(
-    files: TensorFiles,
+    floats: FloatWeights,
     block: ExpertBlock,
     part: str,
     one_scale: bool,
@@ -132,10 +135,10 @@ def _fused(
     noise: Noise,
 ) -> NVFP4Weight:
     """(E, N, K) of one projection that is stored as one tensor."""
-    (info,) = block.modules[part, None].require("weight")
-    info.require(FLOATS, None)
-    weight = files.read(info.name)
-    weight = (weight.mT if block.k_first() else weight).to(device)
+    module = block.modules[part, None]
+    info = floats.info(module)
+    weight = floats.read(module, device)
+    weight = weight.mT if block.k_first() else weight
     if not one_scale:
         packed = quantize_tensor(weight, info, scale_search)
     else:
@@ -157,7 +160,7 @@ def quantize_tensor(weight: torch.Tensor, info: TensorInfo, scale_search: str | 
 
 
 def _bias(
-    files: TensorFiles, block: ExpertBlock, parts: tuple[str, ...], weight: NVFP4Weight, experts: range
+    floats: FloatWeights, block: ExpertBlock, parts: tuple[str, ...], weight: NVFP4Weight, experts: range
 ) -> torch.Tensor | None:
     """(E, N) in the order of the weight's rows, or None."""
     modules = [block.modules[part, expert] for expert in (experts or [None]) for part in parts]
@@ -171,4 +174,4 @@ def _bias(
             FLOATS,
             (weight.shape[0], weight.shape[1] // len(parts)) if block.is_fused else (weight.shape[1] // len(parts),),
         )
-    return torch.cat([files.read(info.name) for info in infos], -1).view(weight.shape[:2]).clone()
+    return torch.cat([floats.files.read(info.name) for info in infos], -1).view(weight.shape[:2]).clone()

@@ -1,5 +1,5 @@
-"""Quantizes the 16-bit dense layers of a checkpoint: which ones; those that read the same rows with one global scale.
-Called by convert; calls dense_names for what names say, files to read, quantize_experts for the error of a weight.
+"""Quantizes the dense layers of a checkpoint, 16-bit or FP8: which ones; those that read the same rows with one global
+scale. Called by convert; calls dense_names for what names say, float_weights to read, quantize_experts for the error.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from thunder_moe.checkpoint.files import TensorFiles
+from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.quantize_experts import Noise, quantize_tensor
 from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_linear, is_router
 from thunder_moe.formats.layouts import BLOCK_SIZE
@@ -18,21 +19,18 @@ from thunder_moe.formats.weight import NVFP4Weight
 __all__ = ["linear_groups", "quantize_linears"]
 
 
-def linear_groups(
-    files: TensorFiles, names: list[str], linears: bool | Callable[[str], bool]
-) -> dict[str, tuple[str, ...]]:
+def linear_groups(modules: dict[str, Module], linears: bool | Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
     """The modules to quantize: path of the first one of a group -> paths of all that share a global scale.
 
     Args:
-        files: where the tensors are.
-        names: of the tensors to choose from; those of no experts.
+        modules: path -> what to choose from, no experts.
         linears: True: linears of attention, dense MLPs and shared experts of the decoder, by their names, whose
             in_features are a multiple of 16. A function is asked about each matrix that is no router's, by its path.
     """
     paths: dict[str, tuple[int, ...]] = {}
-    for name in names:
-        info, path = files[name], name.removesuffix(".weight")
-        if path == name or len(info.shape) != 2 or info.dtype not in FLOATS or is_router(path) or not linears:
+    for path, module in modules.items():
+        info = module.fields["weight"]
+        if len(info.shape) != 2 or info.dtype not in (*FLOATS, "F8_E4M3") or is_router(path) or not linears:
             continue
         fits = is_linear(path) and not is_encoder(path) and info.shape[1] % BLOCK_SIZE == 0 and 0 not in info.shape
         if linears(path) if callable(linears) else fits:
@@ -54,19 +52,19 @@ def linear_groups(
 
 
 def quantize_linears(
-    files: TensorFiles, paths: tuple[str, ...], device: torch.device | str, scale_search: str | None
+    floats: FloatWeights, modules: dict[str, Module], device: torch.device | str, scale_search: str | None
 ) -> list[tuple[str, NVFP4Weight, float]]:
     """(path, weight (1, N, K) on the CPU, signal to noise in decibels) of modules, which get one global scale.
 
     Raises:
         ValueError: a weight cannot be quantized; names file and tensor.
     """
-    infos = [files[f"{path}.weight"] for path in paths]
-    weights = [files.read(info.name).to(device) for info in infos]
+    info = floats.info(next(iter(modules.values())))
+    weights = [floats.read(module, device) for module in modules.values()]
     dtype = weights[0].dtype if len({weight.dtype for weight in weights}) == 1 else torch.float32
-    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], infos[0], scale_search)
+    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], info, scale_search)
     results, begin = [], 0
-    for path, weight in zip(paths, weights, strict=True):
+    for path, weight in zip(modules, weights, strict=True):
         rows = slice(begin, begin := begin + weight.shape[0])
         part = NVFP4Weight(packed.qdata[:, rows], packed.scale[:, rows], packed.global_scale)
         noise = Noise()

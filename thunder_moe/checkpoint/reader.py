@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts, is_4_bit
+from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
-from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization
-from thunder_moe.checkpoint.modules import CACHE_FIELDS, ExpertBlock, Module, is_interleaved, sort_modules
+from thunder_moe.checkpoint.float_weights import FloatWeights
+from thunder_moe.checkpoint.formats.fp8 import find_fp8
+from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization, format_of
+from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
 from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["Checkpoint"]
@@ -32,7 +34,8 @@ class Checkpoint:
     """A checkpoint on disk, opened for reading module by module.
 
     Reads ModelOpt (per expert or fused; NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these with FP8 dense layers),
-    compressed-tensors (nvfp4-pack-quantized) and GPT-OSS's MXFP4. All headers are checked here; no weight is read yet.
+    compressed-tensors (nvfp4-pack-quantized, also beside FP8 dense layers) and GPT-OSS's MXFP4; for conversions also
+    experts in FP8. All headers are checked here; no weight is read yet.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
@@ -42,8 +45,9 @@ class Checkpoint:
         path: the directory.
         config: config.json.
         quantization: the quantization_config, or None.
-        method: "modelopt", "compressed-tensors", "mxfp4", or None for a 16-bit checkpoint.
-        experts: paths of the quantized blocks of experts, in the order of the files.
+        method: "modelopt", "compressed-tensors" or "mxfp4", the form of the 4-bit weights; "fp8" for a checkpoint that
+            has FP8 weights alone, of any form; None for a 16-bit one.
+        experts: paths of the 4-bit blocks of experts, in the order of the files.
         dense: paths of the quantized modules that are no experts.
         others: names of the other tensors, without the scales of a quantized key-value cache.
 
@@ -59,17 +63,24 @@ class Checkpoint:
         self.config: dict[str, Any] = read_json(self.path / "config.json")
         modelopt = self.path / "hf_quant_config.json"
         self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
-        self.method = None if self.quantization is None else check_quantization(self.quantization)
+        fp8 = None if self.quantization is None else find_fp8(self.quantization)
+        self.method = "fp8" if fp8 is not None and fp8.alone else None
+        if self.quantization is not None and self.method is None:
+            self.method = check_quantization(self.quantization)
         self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
         self.files = TensorFiles(self.path)
         modules = sort_modules(self.files)
-        self.blocks = {path: block for path, block in modules.experts.items() if block.is_quantized}
+        quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
+        self.blocks = {path: block for path, block in quantized.items() if not block.is_fp8}
         self._dense = modules.dense
-        if self.method is None and (self.blocks or self._dense):
-            quantized: list[ExpertBlock | Module] = [*self.blocks.values(), *self._dense.values()]
-            raise quantized[0].any().error("is quantized, but neither config.json nor hf_quant_config.json says how")
-        # Blocks of 16-bit experts, which a caller may want to quantize; their tensors are among the others as well.
+        self._check_methods(
+            [*(m for block in quantized.values() for m in block.modules.values()), *self._dense.values()]
+        )
+        # Blocks of experts in 16 bits, whose tensors are among the others as well, and in FP8: a caller may want to
+        # quantize them, reading from `floats`.
         self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
+        self.fp8_blocks = {path: block for path, block in quantized.items() if block.is_fp8}
+        self.floats = FloatWeights(self.files, fp8)
         plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
         self.others = modules.others + plain
         if self.method is not None:
@@ -85,7 +96,19 @@ class Checkpoint:
 
     def layout(self, name: str) -> ExpertsLayout:
         """How the experts of a layer, quantized or not, are laid out here."""
-        return (self.blocks.get(name) or self.plain_blocks[name]).layout(self.interleaved)
+        return {**self.blocks, **self.plain_blocks, **self.fp8_blocks}[name].layout(self.interleaved)
+
+    def require_4_bit_experts(self) -> None:
+        """Raises a ValueError for experts in FP8, which only a conversion reads: names one of their tensors."""
+        for block in self.fp8_blocks.values():
+            info = next(module for module in block.modules.values() if module.is_fp8).fields["weight"]
+            raise info.error(
+                "is FP8, wanted 4-bit experts; `python -m thunder_moe convert SOURCE DESTINATION` makes them"
+            )
+
+    def fp8_dense(self) -> dict[str, Module]:
+        """Those of `dense` that are FP8."""
+        return {name: module for name, module in self._dense.items() if module.is_fp8}
 
     def dense_infos(self) -> dict[str, TensorInfo]:
         """For each of `dense`, one of its tensors."""
@@ -101,7 +124,7 @@ class Checkpoint:
 
     def is_4_bit(self, name: str) -> bool:
         """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
-        return is_4_bit(self._dense[name])
+        return not self._dense[name].is_fp8
 
     def read_dense_weight(self, name: str, device: torch.device | str = "cpu") -> NVFP4Weight:
         """The weight (1, N, K) of a 4-bit module that is no expert, by its path, as it is.
@@ -115,7 +138,10 @@ class Checkpoint:
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         """The dequantized weight (N, K) of a quantized module that is no expert, by its path."""
-        return decode_dense(self.files, self._dense[name], dtype, device)
+        module = self._dense[name]
+        if module.is_fp8:
+            return self.floats.read(module, device).to(dtype)
+        return decode_dense(self.files, module, dtype, device)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """One of `others`, as it is."""
@@ -141,6 +167,7 @@ class Checkpoint:
             (path, ExpertWeights) of each quantized block; (path, NVFP4Weight) of each 4-bit dense module; (name of the
             weight, tensor) of each dequantized module and of each other tensor.
         """
+        self.require_4_bit_experts()
         place = device if callable(device) else lambda _: device
         reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | NVFP4Weight | torch.Tensor]]] = []
         for path, block in self.blocks.items():
@@ -148,7 +175,7 @@ class Checkpoint:
         dequantized = 0
         for path, module in self._dense.items():
             name = f"{path}.weight"
-            if linears and is_4_bit(module):
+            if linears and not module.is_fp8:
                 reads.append((module.any(), path, partial(self.read_dense_weight, path, place(name))))
                 continue
             dequantized += 1
@@ -162,3 +189,13 @@ class Checkpoint:
         for _, name, read in tqdm(reads, desc="reading checkpoint", unit="module", disable=not progress):
             yield name, read()
         self.files.close()
+
+    def _check_methods(self, quantized: list[Module]) -> None:
+        """Raises unless the tensors of quantized modules are of the form that the config names."""
+        for module in quantized:
+            info = module.any()
+            if self.method is None:
+                raise info.error("is quantized, but neither config.json nor hf_quant_config.json says how")
+            form = "fp8" if module.is_fp8 else format_of(module).method
+            if form not in (self.method, "fp8"):
+                raise info.error(f"is of the form of {form!r}, the quantization_config says {self.method!r}")

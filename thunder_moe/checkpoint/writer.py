@@ -25,7 +25,7 @@ from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.ignored import apart, ignored_modules
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["ShardWriter", "encode", "parse_size", "write_checkpoint", "write_configs"]
+__all__ = ["ShardWriter", "encode", "parse_size", "shard_paths", "write_checkpoint", "write_configs"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +79,13 @@ class ShardWriter:
         """Writes what was collected as one shard; the file appears whole or not at all."""
         if not self._pending:
             return
-        path = self._part(len(self.shards))
+        path, _ = shard_paths(self.directory, len(self.shards), 1)
         unfinished = path.with_suffix(".unfinished")
-        import_safetensors().torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
+        safetensors = import_safetensors()
+        try:
+            safetensors.torch.save_file(self._pending, str(unfinished), metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(f"{unfinished}: cannot be written: {error}") from error
         unfinished.chmod(0o666 & ~_umask())  # safetensors creates files with mode 0600
         os.replace(unfinished, path)
         self.shards.append({"names": list(self._pending), "nbytes": self._pending_bytes})
@@ -93,20 +97,23 @@ class ShardWriter:
         """Writes the rest, gives the shards their final names, and writes the index."""
         self.flush()
         count = len(self.shards)
-        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-        if count == 1:
-            names = [SINGLE_NAME]
-        for number, name in enumerate(names):
-            if self._part(number).exists():  # False when an interrupted run renamed it already
-                os.replace(self._part(number), self.directory / name)
+        names = []
+        for number in range(count):
+            part, final = shard_paths(self.directory, number, count)
+            names.append(final.name)
+            if part.exists():  # False when an interrupted run renamed it already
+                os.replace(part, final)
         if count > 1:
             weight_map = {t: name for name, shard in zip(names, self.shards, strict=True) for t in shard["names"]}
             total = sum(shard["nbytes"] for shard in self.shards)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_json(self.directory / INDEX_NAME, index)
 
-    def _part(self, number: int) -> Path:
-        return self.directory / f"part-{number:05}.safetensors"
+
+def shard_paths(directory: Path, number: int, count: int) -> tuple[Path, Path]:
+    """(while the others are being written, in the end) the file of a shard of `count`."""
+    name = SINGLE_NAME if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
+    return directory / f"part-{number:05}.safetensors", directory / name
 
 
 def write_checkpoint(
@@ -194,7 +201,11 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """A JSON file that appears whole or not at all."""
     unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    try:
+        unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:  # a full disk: the error of a write names no file
+        error.filename = str(unfinished)
+        raise
     os.replace(unfinished, path)
 
 

@@ -17,7 +17,7 @@ from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.nvfp4 import dequantize
 from thunder_moe.formats.weight import NVFP4Weight
 
-__all__ = ["FLOATS", "CheckpointFormat", "NVFP4Format", "check_group_size"]
+__all__ = ["FLOATS", "CheckpointFormat", "NVFP4Format", "check_group_size", "subdict"]
 
 FLOATS = ("F32", "BF16", "F16")
 _E4M3_NAN = 0x7F
@@ -61,10 +61,6 @@ class CheckpointFormat(ABC):
             ValueError: a value that the format does not allow; names file and tensor.
         """
 
-    def is_4_bit(self, module: Module) -> bool:
-        """Whether `read_dense_weight` can read a module of this format that is no expert."""
-        return True
-
     def read_dense_weight(self, files: TensorFiles, module: Module) -> NVFP4Weight:
         """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible."""
         qdata, bits, global_scale = self.read(files, self.infos(module, 2))
@@ -103,8 +99,8 @@ class NVFP4Format(CheckpointFormat):
     def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, scale, global_scale = (files.read(info.name) for info in infos)
         bits = scale.view(torch.uint8)
-        if bool(((bits & _E4M3_NAN) == _E4M3_NAN).any()):
-            raise infos[1].error("has NaN, wanted finite scales")
+        if bool((bits >= _E4M3_NAN).any()):  # from here on NaN, and behind it the negative numbers
+            raise infos[1].error("has NaN or negative numbers, wanted scales that are finite and not negative")
         decode_scale = self.decode_scale(global_scale.float())
         if not bool((torch.isfinite(decode_scale) & (decode_scale > 0)).all()):
             raise infos[2].error("is not finite and positive, wanted the scale of a whole tensor")
@@ -115,7 +111,19 @@ class NVFP4Format(CheckpointFormat):
         return global_scale
 
 
-def check_group_size(size: int | None) -> None:
-    """Raises unless a config's block size is that of NVFP4, or not said."""
-    if size not in (None, BLOCK_SIZE):
-        raise ValueError(f"group_size: got {size}, wanted {BLOCK_SIZE}")
+def check_group_size(size: Any) -> None:
+    """Raises unless a config's block size, a number or its digits, is that of NVFP4, or not said."""
+    if size is not None and str(size) != str(BLOCK_SIZE):
+        raise ValueError(f"group_size: got {size!r}, wanted {BLOCK_SIZE}")
+
+
+def subdict(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """The dictionary in a config, empty when there is none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = config.get(key)
+    if not (value is None or isinstance(value, dict)):
+        raise ValueError(f"{key}: got {value!r}, wanted a JSON object")
+    return value or {}

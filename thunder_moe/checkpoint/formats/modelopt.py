@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import FLOATS, NVFP4Format, check_group_size
-from thunder_moe.checkpoint.modules import Module
+from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
@@ -25,15 +23,16 @@ __all__ = ["MODELOPT", "ModelOpt"]
 
 logger = logging.getLogger(__name__)
 
-# Algorithms that are read; FP8 occurs beside NVFP4 in MIXED_PRECISION, for dense layers only.
+# Algorithms that are read; FP8 layers occur beside NVFP4 in MIXED_PRECISION.
 ALGOS = ("NVFP4", "W4A16_NVFP4")
+MIXED = "MIXED_PRECISION"
 LAYER_ALGOS = (*ALGOS, "FP8")
 # The one that is written: 4-bit weights, 16-bit activations. "NVFP4" would need calibrated scales of activations.
 QUANT_ALGO = "W4A16_NVFP4"
 
 
 class ModelOpt(NVFP4Format):
-    """NVFP4 and W4A16_NVFP4, per expert or fused, and MIXED_PRECISION of these with FP8 dense layers."""
+    """NVFP4 and W4A16_NVFP4, per expert or fused, and MIXED_PRECISION of these with FP8 layers."""
 
     method = "modelopt"
     marker = "weight"
@@ -41,31 +40,20 @@ class ModelOpt(NVFP4Format):
 
     def check(self, quantization: dict[str, Any]) -> None:
         algo = quantization.get("quant_algo")
-        if algo == "MIXED_PRECISION":
-            for layer, entry in quantization.get("quantized_layers", {}).items():
-                if entry.get("quant_algo") not in LAYER_ALGOS:
-                    wanted = f"wanted one of {LAYER_ALGOS}"
-                    raise ValueError(f"quant_algo: got {entry.get('quant_algo')!r} for layer {layer!r}, {wanted}")
+        if _is_algo(algo, MIXED):
+            for layer, entry in subdict(quantization, "quantized_layers").items():
+                layer_algo = subdict({layer: entry}, layer).get("quant_algo")
+                if not _is_algo(layer_algo, *LAYER_ALGOS):
+                    raise ValueError(f"quant_algo: got {layer_algo!r} for layer {layer!r}, wanted one of {LAYER_ALGOS}")
                 check_group_size(entry.get("group_size"))
-        elif algo not in ALGOS:
-            raise ValueError(f"quant_algo: got {algo!r}, wanted one of {(*ALGOS, 'MIXED_PRECISION')}")
+        elif not _is_algo(algo, *ALGOS):
+            raise ValueError(f"quant_algo: got {algo!r}, wanted one of {(*ALGOS, MIXED)}")
         check_group_size(quantization.get("group_size"))
-        for group in quantization.get("config_groups", {}).values():
-            if (group.get("weights") or {}).get("num_bits") != 8:
-                check_group_size((group.get("weights") or {}).get("group_size"))
-
-    def is_4_bit(self, module: Module) -> bool:
-        return "weight" not in module.fields or module.fields["weight"].dtype != "F8_E4M3"
-
-    def read_dense(
-        self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
-    ) -> torch.Tensor:
-        """From NVFP4, or from FP8 with one scale."""
-        if self.is_4_bit(module):
-            return super().read_dense(files, module, dtype, device)
-        info, scale_info = module.require("weight", "weight_scale")
-        scale = _scalar(files, scale_info).to(device)
-        return (files.read(info.name).to(device).float() * scale).to(dtype)
+        groups = subdict(quantization, "config_groups")
+        for name in groups:
+            weights = subdict(subdict(groups, name), "weights")
+            if weights.get("num_bits") not in (8, "8"):
+                check_group_size(weights.get("group_size"))
 
     def encode(self, path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
@@ -186,7 +174,6 @@ def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
     return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
 
 
-def _scalar(files: TensorFiles, info: TensorInfo) -> torch.Tensor:
-    """A scale of a whole tensor, 0-d float32."""
-    info.require(FLOATS, (1,) if info.shape else ())
-    return files.read(info.name).float().reshape(())
+def _is_algo(word: Any, *algos: str) -> bool:
+    """Whether a config's word is one of these; in lower case, too, as some writers have it."""
+    return isinstance(word, str) and word.upper() in algos

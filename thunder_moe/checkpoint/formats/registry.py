@@ -7,7 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_moe.checkpoint.formats.compressed_tensors import CompressedTensors
-from thunder_moe.checkpoint.formats.interface import CheckpointFormat
+from thunder_moe.checkpoint.formats.fp8 import find_fp8
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, subdict
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.mxfp4 import MXFP4
 from thunder_moe.checkpoint.modules import Module
@@ -30,14 +31,15 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
         config: config.json.
         hf_quant_config: hf_quant_config.json, the only place where older versions of ModelOpt write it.
     """
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if found is None and hf_quant_config is not None:
-        found = {"quant_method": "modelopt", **hf_quant_config.get("quantization", {})}
-    return found
+    key = "quantization_config"
+    found = subdict(config, key) or subdict(subdict(config, "text_config"), key)
+    if not found and hf_quant_config is not None:
+        found = {"quant_method": "modelopt", **subdict(hf_quant_config, "quantization")}
+    return found or None
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """The method that quantized a checkpoint, a key of `FORMATS`.
+    """The method that made a checkpoint's 4-bit weights, a key of `FORMATS`.
 
     Args:
         quantization: its quantization_config.
@@ -48,6 +50,15 @@ def check_quantization(quantization: dict[str, Any]) -> str:
     method = quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         *most, last = map(repr, FORMATS)
-        raise ValueError(f"quant_method: got {method!r}, wanted {', '.join(most)} or {last}")
+        raise ValueError(f"quant_method: got {method!r}, wanted {', '.join(most)} or {last}{_remedy(quantization)}")
+    if remedy := _remedy(quantization):
+        raise ValueError(f"quantization_config: got FP8 weights, wanted 4-bit ones{remedy}")
     FORMATS[method].check(quantization)
     return method
+
+
+def _remedy(quantization: dict[str, Any]) -> str:
+    """What to do with a checkpoint in FP8, empty for others."""
+    fp8 = find_fp8(quantization)
+    words = "; `python -m thunder_moe convert SOURCE DESTINATION` makes it NVFP4"
+    return words if fp8 is not None and fp8.alone else ""

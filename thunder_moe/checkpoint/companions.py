@@ -1,0 +1,63 @@
+"""The files that go along with the weights of a checkpoint: tokenizer, processor, templates, code, licence.
+Called by convert and writer; calls nothing of the package.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+__all__ = ["copy_companions"]
+
+# Weights in any form, and what downloads leave.
+_WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".npz",
+    ".npy", ".pkl", ".tflite", ".ot", ".distcp", ".nemo", ".engine", ".mlmodel",
+)  # fmt: skip
+_LEFTOVERS = (".incomplete", ".unfinished", ".lock", ".tmp")
+# What the conversion writes itself, or what tells of the source's weights.
+_OWN = ("config.json", "hf_quant_config.json")
+
+
+def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> list[str]:
+    """Copies everything of a checkpoint but weights, their indices and configs; hidden files stay behind.
+
+    Subfolders go along unless they hold weights (another form of the model). What exists at the destination stays.
+
+    Args:
+        source: directory of the checkpoint; links to files are followed (the hub's cache has them), to folders not.
+        destination: an existing directory.
+        skip: directories inside `source` to leave out.
+
+    Returns:
+        The paths of what was copied, relative to the destination.
+    """
+    copied = []
+    left_out = {path.resolve() for path in (*skip, destination)}
+    for folder, subfolders, names in os.walk(source):
+        here = Path(folder)
+        subfolders[:] = sorted(
+            name for name in subfolders if _is_visible(name) and (here / name).resolve() not in left_out
+        )
+        if here != source and any(name.endswith(_WEIGHTS) for name in names):
+            subfolders.clear()
+            continue
+        for name in sorted(names):
+            file = here / name
+            target = destination / file.relative_to(source)
+            if not _goes_along(name, top=here == source) or not file.is_file() or target.exists():
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+            copied.append(str(target.relative_to(destination)))
+    return copied
+
+
+def _is_visible(name: str) -> bool:
+    return not name.startswith(".") and name != "__pycache__"
+
+
+def _goes_along(name: str, top: bool) -> bool:
+    own = top and name in _OWN
+    return _is_visible(name) and not own and not name.endswith((*_WEIGHTS, *_LEFTOVERS, ".index.json"))

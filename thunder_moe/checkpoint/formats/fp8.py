@@ -1,0 +1,147 @@
+"""FP8 weights: how a checkpoint scales them, by its config, and their decoding to float32; what conversions read.
+Called by registry, compressed_tensors, float_weights and reader; calls modules and files.
+
+Legend: E experts, N and K dimensions of a weight as the file has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import FLOATS, subdict
+from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
+
+__all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
+
+# compressed-tensors' words for FP8 weights with a scale each.
+COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
+# A bit pattern of E4M3, without its sign, that is NaN.
+_E4M3_NAN = 0x7F
+
+
+@dataclass(frozen=True)
+class FP8:
+    """How the FP8 weights of a checkpoint are scaled.
+
+    Attributes:
+        scalings: what a scale belongs to: "tensor", "channel" (a row), or a block of (rows, columns).
+        alone: no weight of the checkpoint is 4-bit, by its config.
+    """
+
+    scalings: frozenset[str | tuple[int, int]]
+    alone: bool
+
+    def infos(self, module: Module) -> tuple[TensorInfo, TensorInfo]:
+        """The weight and its scale: there, and of dtypes and shapes that fit each other.
+
+        Raises:
+            ValueError: names file and tensor.
+        """
+        field = next((field for field in FP8_SCALE_FIELDS if field in module.fields), "weight_scale")
+        weight, scale = module.require("weight", field)
+        weight.require(("F8_E4M3",), None)
+        scale.require((*FLOATS, "F8_E8M0"), None)
+        grids = self._grids(weight)
+        if scale.shape not in grids:
+            wanted = " or ".join(map(str, grids))
+            raise scale.error(f"has shape {scale.shape}, wanted {wanted} for {weight.name!r} of shape {weight.shape}")
+        return weight, scale
+
+    def read(self, files: TensorFiles, module: Module, device: torch.device | str) -> torch.Tensor:
+        """The decoded weight, float32, in the shape that the file has.
+
+        Raises:
+            ValueError: as `infos`, or a value that is NaN, or a scale that is not finite and positive.
+        """
+        weight_info, scale_info = self.infos(module)
+        weight, scale = files.read(weight_info.name), files.read(scale_info.name).float()
+        if bool(((weight.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any()):
+            raise weight_info.error("has NaN, wanted finite values")
+        if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+            raise scale_info.error("is not finite and positive everywhere, wanted scales")
+        values, scale = weight.to(device).float(), scale.to(device)
+        if scale.ndim != values.ndim:  # one of the whole tensor, or of each expert
+            scale = scale.reshape(-1, *(1,) * (values.ndim - 1))
+        for dim, size in zip((-2, -1), self._grids(weight_info)[scale_info.shape], strict=True):
+            if scale.shape[dim] > 1:
+                scale = scale.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+        return values.mul_(scale)
+
+    def _grids(self, weight: TensorInfo) -> dict[tuple[int, ...], tuple[int, int]]:
+        """Shapes of a scale that fit a weight -> how many rows and columns each number of it scales."""
+        if len(weight.shape) not in (2, 3):
+            raise weight.error(f"has shape {weight.shape}, wanted 2 dimensions, or 3 for all experts")
+        *experts, n, k = weight.shape
+        grids: dict[tuple[int, ...], tuple[int, int]] = {}
+        for scaling in sorted(self.scalings, key=str):
+            if scaling == "tensor":
+                shapes = [(), (1,), (1,) * len(weight.shape), *([(*experts,), (*experts, 1, 1)] if experts else [])]
+                grids |= dict.fromkeys(shapes, (n, k))
+            elif scaling == "channel":
+                grids |= {(*experts, n, 1): (1, k)}
+            elif isinstance(scaling, tuple):
+                rows, columns = scaling
+                grids |= {(*experts, -(-n // rows), -(-k // columns)): scaling}
+        return grids
+
+
+def find_fp8(quantization: dict[str, Any]) -> FP8 | None:
+    """How the FP8 weights of a checkpoint are scaled, None where its config names none.
+
+    Knows DeepSeek's "fp8" (a scale per block of 128 x 128, or per tensor), compressed-tensors' FP8 (a scale per tensor,
+    row or block), and ModelOpt's (a scale per tensor).
+
+    Raises:
+        ValueError: an FP8 of another kind.
+    """
+    method = quantization.get("quant_method")
+    if method == "fp8":
+        return FP8(frozenset([_of_deepseek(quantization)]), True)
+    if method == "compressed-tensors":
+        return _of_compressed_tensors(quantization)
+    if method == "modelopt":
+        algo = str(quantization.get("quant_algo")).upper()
+        return FP8(frozenset(["tensor"]), algo == "FP8") if algo in ("FP8", "MIXED_PRECISION") else None
+    return None
+
+
+def _of_deepseek(quantization: dict[str, Any]) -> str | tuple[int, int]:
+    for key, wanted in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
+        if quantization.get(key) not in (None, wanted):
+            raise ValueError(f"{key}: got {quantization[key]!r}, wanted {wanted!r}")
+    block = quantization.get("weight_block_size")
+    return "tensor" if block is None else _block(block, "weight_block_size")
+
+
+def _of_compressed_tensors(quantization: dict[str, Any]) -> FP8 | None:
+    groups = subdict(quantization, "config_groups")
+    scalings: set[str | tuple[int, int]] = set()
+    count = 0
+    for name in groups:
+        group = subdict(groups, name)
+        if (group.get("format") or quantization.get("format")) not in COMPRESSED_TENSORS_FORMATS:
+            continue
+        count += 1
+        weights = subdict(group, "weights")
+        if (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) != (8, "float", True):
+            raise ValueError(f"weights: got {weights} in {name!r}, wanted symmetric ones of 8 bits and type 'float'")
+        strategy = weights.get("strategy")
+        if strategy == "block":
+            scalings.add(_block(weights.get("block_structure"), "block_structure"))
+        elif strategy in ("tensor", "channel"):
+            scalings.add(strategy)
+        else:
+            raise ValueError(f"strategy: got {strategy!r} in {name!r}, wanted 'tensor', 'channel' or 'block'")
+    return FP8(frozenset(scalings), count == len(groups)) if count else None
+
+
+def _block(value: Any, name: str) -> tuple[int, int]:
+    if isinstance(value, str):  # "128x128", as older versions of compressed-tensors write it
+        value = [int(part) if part.isdigit() else part for part in value.split("x")]
+    if not (isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)):
+        raise ValueError(f"{name}: got {value!r}, wanted two positive numbers")
+    return value[0], value[1]
