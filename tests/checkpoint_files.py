@@ -83,3 +83,32 @@ def edit_tensors(directory, edit, file="model.safetensors"):
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / file).items()}
     edit(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / file)
+
+
+def files_of(directory):
+    """Name -> bytes."""
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+def plain_source(directory, layers=1):
+    """A 16-bit checkpoint in two shards: experts (3, 48, 32) and (3, 32, 48), routers, an embedding, a tokenizer."""
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"model.embed_tokens.weight": (16, 32)}
+    for layer in range(layers):
+        path = f"model.layers.{layer}.mlp"
+        shapes[f"{path}.gate.weight"] = (3, 32)
+        for expert in range(3):
+            shapes |= {f"{path}.experts.{expert}.{name}_proj.weight": (48, 32) for name in ("gate", "up")}
+            shapes[f"{path}.experts.{expert}.down_proj.weight"] = (32, 48)
+    tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    weight_map = {}
+    for number in (1, 2):
+        file = f"model-{number:05}-of-00002.safetensors"
+        part = dict(list(tensors.items())[number - 1 :: 2])
+        save_file(part, directory / file)
+        weight_map |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "x"}))
+    (directory / "tokenizer.json").write_text("{}")
+    return tensors

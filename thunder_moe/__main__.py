@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isinf
 
 from thunder_moe.checkpoint import LayerError, convert
@@ -23,13 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors = convert(
             options.source,
             options.destination,
+            filter=_filter(options.filter),
             linears=options.linears or None,
             scale_search=options.scale_search,
             device=options.device,
             max_shard_size=options.max_shard_size,
             progress=not options.quiet,
         )
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -52,6 +54,17 @@ def summary(errors: Sequence[LayerError]) -> str:
     return "\n".join(lines)
 
 
+def _filter(pattern: str | None) -> Callable[[str], bool] | None:
+    """Whether a regular expression is found in a path."""
+    if pattern is None:
+        return None
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--filter: got {pattern!r}, wanted a regular expression ({error})") from error
+    return lambda path: expression.search(path) is not None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m thunder_moe", description="NVFP4 weights for MoE models.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -59,14 +72,15 @@ def _parser() -> argparse.ArgumentParser:
         "convert",
         help="write a checkpoint with NVFP4 weights",
         description=(
-            "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit Hugging Face"
-            " checkpoint, or exactly from MXFP4 (GPT-OSS) or compressed-tensors; dense layers that are 4-bit stay so."
+            "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit or FP8 one of"
+            " Hugging Face, or exactly from MXFP4 (GPT-OSS) or compressed-tensors; dense layers that are 4-bit stay so."
             " Goes layer by layer, never holds the whole model, and resumes an interrupted conversion. Nothing is"
             " overwritten."
         ),
     )
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
+    command.add_argument("--filter", metavar="REGEX", help="quantize only what has a path where this is found")
     command.add_argument("--linears", action="store_true", help="dense layers, too, but for the head and routers")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")

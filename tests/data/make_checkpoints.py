@@ -1,5 +1,6 @@
 """Makes tests/data/checkpoints: tiny exports by nvidia-modelopt and compressed-tensors, and an MXFP4 one, each with the
-weights as the exporting library itself decodes them (expected.npz). Run by hand:
+weights as the exporting library itself decodes them (expected.npz); and fp8.safetensors, weights in compressed-tensors'
+FP8, decoded by it, too. Run by hand:
 
     pip install torch==2.13.0 transformers==5.23.0 accelerate datasets
     pip install nvidia-modelopt==0.47.0 compressed-tensors==0.20.0
@@ -14,9 +15,15 @@ from pathlib import Path
 import modelopt.torch.quantization as mtq
 import numpy as np
 import torch
+from compressed_tensors.compressors import FloatQuantizationCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from modelopt.torch.export import export_hf_checkpoint
@@ -119,6 +126,27 @@ def compressed_tensors(name):
     finish(directory, expected)
 
 
+def fp8():
+    """A weight (24, 48) with a scale per tensor, per row, and per block of (16, 32)."""
+    torch.manual_seed(0)
+    tensors = {}
+    for strategy in ("tensor", "channel", "block"):
+        structure = [16, 32] if strategy == "block" else None
+        kind = dict(num_bits=8, type="float", symmetric=True)
+        args = QuantizationArgs(**kind, strategy=strategy, block_structure=structure)
+        inputs = QuantizationArgs(**kind, strategy="token", dynamic=True)
+        scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
+        weight = torch.randn(24, 48) * torch.rand(24, 1)
+        padded = torch.nn.functional.pad(weight, (0, 16, 0, 8)).unflatten(0, (-1, 16)).unflatten(2, (-1, 32))
+        dims = {"tensor": ((0, 1), False), "channel": ((1,), True), "block": ((1, 3), False)}[strategy]
+        values = padded if structure else weight
+        scale, _ = calculate_qparams(values.amin(*dims), values.amax(*dims), args)
+        state = FloatQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        state["decoded"] = FloatQuantizationCompressor.decompress(dict(state), scheme)["weight"]
+        tensors |= {f"{strategy}.{field}": tensor.contiguous() for field, tensor in state.items()}
+    save_file(tensors, HERE.parent / "fp8.safetensors")
+
+
 def mxfp4_gpt_oss():
     """As OpenAI published GPT-OSS: rows of gate and up alternate, scales are powers of two."""
     model = build("gpt_oss")
@@ -171,3 +199,4 @@ if __name__ == "__main__":
     modelopt("gpt_oss", mtq.NVFP4_DEFAULT_CFG)
     compressed_tensors("qwen3_moe")
     mxfp4_gpt_oss()
+    fp8()

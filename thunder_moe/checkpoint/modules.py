@@ -41,9 +41,7 @@ PROJECTIONS = {
 }  # fmt: skip
 _EXPERT = re.compile(r"((?:.+\.)?experts)\.(\d+)\.(\w+)\.(\w+)")
 _FUSED = re.compile(r"((?:.+\.)?experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:[_.](\w+))?")
-# Granite's experts have no module of their own; it is called as in the model: "...block_sparse_moe.experts". One by one
-# they are named as other engines do when they split these tensors.
-_GRANITE_PARTS = ("w1", "w3", "w2")
+# Granite's experts have no module of their own; it is called as in the model: "...block_sparse_moe.experts".
 _GRANITE = re.compile(r"((?:.+\.)?block_sparse_moe)\.(input_linear|output_linear)\.(\w+)")
 
 

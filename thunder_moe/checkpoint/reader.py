@@ -193,6 +193,8 @@ class Checkpoint:
     def _check_methods(self, quantized: list[Module]) -> None:
         """Raises unless the tensors of quantized modules are of the form that the config names."""
         for module in quantized:
+            if not module.is_quantized:
+                continue
             info = module.any()
             if self.method is None:
                 raise info.error("is quantized, but neither config.json nor hf_quant_config.json says how")

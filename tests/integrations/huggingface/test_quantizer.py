@@ -374,7 +374,7 @@ def test_sizes_that_are_not_the_models(tmp_path):
 
 def test_what_is_refused(tmp_path, monkeypatch):
     tiny_model("qwen3_moe", BF16).save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="plain is a 16-bit checkpoint, wanted a quantized one; load it with"):
+    with pytest.raises(ValueError, match="plain is a 16-bit checkpoint, wanted a 4-bit one; load it with"):
         load_checkpoint(tmp_path / "plain")
     with pytest.raises(FileNotFoundError, match="nowhere is not a directory"):
         load_checkpoint(tmp_path / "nowhere")

@@ -39,6 +39,7 @@ def load_checkpoint(
     device: torch.device | str | int | dict[str, Any] | None = None,
     dtype: torch.dtype | str = "auto",
     linears: bool = True,
+    trust_remote_code: bool = False,
     **options: Any,
 ) -> transformers.PreTrainedModel:
     """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
@@ -53,6 +54,8 @@ def load_checkpoint(
         device: ``device_map`` of ``from_pretrained``: a device, "auto", or a dictionary. None: the CPU.
         dtype: of all that is not 4-bit; "auto": as the checkpoint has it.
         linears: whether 4-bit dense layers stay so; False dequantizes them.
+        trust_remote_code: whether to run Python files of the checkpoint, where its config.json names some; False: the
+            classes of transformers.
         **options: for ``from_pretrained``.
 
     Raises:
@@ -65,12 +68,14 @@ def load_checkpoint(
     if not isinstance(linears, bool):
         raise TypeError(f"linears: got {linears!r}, wanted a bool")
     checkpoint = Checkpoint(path)
-    if checkpoint.method is None:
+    if checkpoint.method in (None, "fp8"):
+        kind = "a 16-bit" if checkpoint.method is None else "an FP8"
         raise ValueError(
-            f"path: {checkpoint.path} is a 16-bit checkpoint, wanted a quantized one; load it with from_pretrained and"
+            f"path: {checkpoint.path} is {kind} checkpoint, wanted a 4-bit one; load it with from_pretrained and"
             " call quantize_(model), or convert it with python -m thunder_moe convert"
         )
-    config = transformers.AutoConfig.from_pretrained(checkpoint.path)
+    checkpoint.require_4_bit_experts()
+    config = transformers.AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
     config.quantization_config = {"quant_method": METHOD, "source": checkpoint.quantization, "linears": linears}
     text_config = config.get_text_config()
     if text_config is not config and hasattr(text_config, "quantization_config"):
@@ -78,9 +83,23 @@ def load_checkpoint(
     if device is not None:
         _require_accelerate()
         options["device_map"] = device
+    model_class = _model_class(config, trust_remote_code)
+    if model_class.__name__.startswith("Auto"):
+        options["trust_remote_code"] = trust_remote_code
+    model: transformers.PreTrainedModel = model_class.from_pretrained(
+        checkpoint.path, config=config, dtype=dtype, **options
+    )
+    return model
+
+
+def _model_class(config: Any, trust_remote_code: bool) -> Any:
+    """The class that loads a model: the one of its architecture, or one that finds the model's own code."""
+    own = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModel")]
+    if trust_remote_code and own:
+        named = "AutoModelForCausalLM" if "AutoModelForCausalLM" in own else own[-1]
+        return getattr(transformers, named)
     name = next(iter(config.architectures or ()), "")
-    model_class = getattr(transformers, name, transformers.AutoModelForCausalLM)
-    return model_class.from_pretrained(checkpoint.path, config=config, dtype=dtype, **options)
+    return getattr(transformers, name, transformers.AutoModelForCausalLM)
 
 
 def _require_accelerate() -> None:
