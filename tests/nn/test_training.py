@@ -427,7 +427,56 @@ def test_what_waits_is_checked_and_not_copied():
         linear.backward_dw()
 
 
+def test_a_backward_for_others_leaves_main_grad_alone():
+    linear, ends = GroupedLinear(2, 4, 4, accumulate_into_main_grad=True), torch.tensor([2, 4])
+    plain = GroupedLinear(2, 4, 4)
+    plain.load_state_dict(linear.state_dict())
+    weight = linear.weight
+    weight.main_grad = torch.zeros(2, 4, 4)
+    x = leaf(4, 4)
+    twin = x.detach().clone().requires_grad_()
+    expected, of_weight = torch.autograd.grad(plain(twin, ends).pow(2).sum(), [twin, plain.weight])
+    (got,) = torch.autograd.grad(linear(x, ends).pow(2).sum(), x)
+    linear(x, ends).pow(2).sum().backward(inputs=[x])
+    assert torch.equal(got, expected)
+    assert torch.equal(x.grad, expected)
+    (got,) = torch.autograd.grad(linear(x, ends).pow(2).sum(), weight)  # returned
+    assert torch.equal(got, of_weight)
+    assert not weight.main_grad.any()
+    for inputs in (None, [weight], [x, weight]):
+        linear(x, ends).pow(2).sum().backward(inputs=inputs)
+    assert relative_error(weight.main_grad, 3 * of_weight) < 1e-6
+    assert weight.grad is None
+
+
+def test_gradients_that_wait_go_to_the_parameters_of_a_functional_call():
+    linear, ends = GroupedLinear(2, 4, 4, delay_wgrad=True), offsets_from_splits([2, 2])
+    given = (2 * linear.weight.detach()).requires_grad_()
+    x = torch.randn(4, 4)
+    torch.func.functional_call(linear, dict(weight=given), (x, ends)).pow(2).sum().backward()
+    with torch.no_grad():
+        linear.backward_dw()
+    assert linear.weight.grad is None
+    twin = given.detach().clone().requires_grad_()
+    oracle.trained_linear(x, twin, ends).pow(2).sum().backward()
+    assert relative_error(given.grad, twin.grad) < 1e-5
+
+
 # ---- activations
+
+
+@pytest.mark.parametrize("module", [ScaledSwiGLU(), ScaledSReLU()], ids=["swiglu", "srelu"])
+@pytest.mark.parametrize("shape", [(0,), (6,), (2, 3, 0), (0, 4), (2, 0, 4)])
+def test_activations_of_any_rank_and_of_nothing(module, shape):
+    y = leaf(*shape)
+    scales = torch.randn(shape[:-1]).requires_grad_()
+    out = module(y, scales)
+    gate, up = y.double().chunk(2, -1) if isinstance(module, ScaledSwiGLU) else (None, None)
+    exact = torch.nn.functional.silu(gate) * up if gate is not None else y.double().relu().square()
+    assert out.shape == exact.shape
+    assert torch.allclose(out.double(), exact * scales.double()[..., None], atol=1e-6)
+    out.sum().backward()
+    assert (y.grad.shape, scales.grad.shape) == (y.shape, scales.shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

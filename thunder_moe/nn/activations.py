@@ -42,7 +42,7 @@ class _ScaledActivation(nn.Module):
         leading = tuple(y.shape[:-1])
         check_row_scale("scales", scales, leading, y)
         self.form.check(y.shape[-1])
-        rows = y if y.ndim == 2 else y.reshape(-1, y.shape[-1])
+        rows = y if y.ndim == 2 else y[None] if y.ndim == 1 else y.flatten(0, -2)  # reshape(-1, 0) is ambiguous
         factors = scales if scales is None or y.ndim == 2 else scales.reshape(-1)
         out: Tensor = torch.ops.thunder_moe.scaled_activation(rows, factors, None, **self.form.options)
         return out if y.ndim == 2 else out.reshape(*leading, out.shape[-1])

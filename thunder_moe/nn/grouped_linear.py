@@ -124,7 +124,7 @@ class GroupedLinear(nn.Module):
             ValueError: the weight is frozen by now, or main_grad does not fit.
             RuntimeError: rows or gradient were changed in place in the meantime.
         """
-        run_waiting(self.weight, self._waiting, self.accumulate_into_main_grad)
+        run_waiting(self._waiting, self.accumulate_into_main_grad)
 
     def need_backward_dw(self) -> bool:
         """Whether a weight gradient waits for `backward_dw`."""

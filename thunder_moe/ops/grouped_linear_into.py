@@ -24,8 +24,10 @@ _OPS = torch.ops.thunder_moe
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """The rows (M, K) and the gradient (M, N) of a weight gradient that waits, with the versions that they had."""
+    """A weight whose gradient waits, and the rows (M, K) and the gradient (M, N) for it, with the versions that they
+    had."""
 
+    weight: Tensor
     rows: Tensor
     grad: Tensor
     offsets: Tensor
@@ -112,26 +114,33 @@ def grouped_linear_into(
     Args:
         scales: bias_scale, or with a form the factor of the rows.
     """
-    anchor = None
+    anchor, owner = None, weight
     if into.waiting is not None and weight.requires_grad:
         # The weight is no part of the graph: its hooks are to fire when its gradient is there, in `run_waiting`.
         weight, anchor = weight.detach(), weight.new_empty(0).requires_grad_()
     apply: Any = _GroupedLinearInto.apply
-    out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor)
+    out: Tensor = apply(x, weight, offsets, scales, bias, into, form, anchor, Owner(owner))
     return out
+
+
+class Owner:
+    """Holds the weight that a gradient is for, apart from autograd: a parameter, or what a parametrization made."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
 
 
 class _GroupedLinearInto(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, scales: Tensor | None, bias: Tensor | None, into: Into,
-        form: ActivationForm | None, anchor: Tensor | None,
+        form: ActivationForm | None, anchor: Tensor | None, owner: Owner,
     ) -> Tensor:  # fmt: skip
         needs_x, needs_weight, _, needs_scales, needs_bias, *_ = ctx.needs_input_grad
         needs_weight = needs_weight or anchor is not None
         ctx.into, ctx.form, ctx.x_dtype = into, form, x.dtype
         # Hooks of saved tensors (checkpoint, save_on_cpu) give back another tensor, without the attribute main_grad.
-        ctx.owner = weight if into.main_grad else None
+        ctx.owner = owner if into.main_grad or into.waiting is not None else None
         x = x.to(into.dtype)
         rows = x if form is None else _OPS.scaled_activation(x, scales, offsets, **form.options)
         operands = rows, weight.to(into.dtype), offsets, bias, None if bias is None else scales
@@ -155,9 +164,13 @@ class _GroupedLinearInto(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, offsets, scales, bias = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_scales, needs_bias, *_, waits = ctx.needs_input_grad
-        needs_weight = needs_weight or waits
+        needs_x, needs_weight, _, needs_scales, needs_bias, _, _, waits, _ = ctx.needs_input_grad
         into: Into = ctx.into
+        main_grad = into.main_grad
+        if needs_weight and main_grad:
+            asked_for = _is_asked_for(ctx.owner.weight)
+            needs_weight, main_grad = asked_for is not False, asked_for is True
+        needs_weight = needs_weight or waits
         form: ActivationForm | None = ctx.form
         scales_dtype, bias_dtype = ctx.dtypes
         of_x = of_weight = of_scales = of_bias = None
@@ -166,10 +179,10 @@ class _GroupedLinearInto(torch.autograd.Function):
             if into.waiting is not None:
                 versions = rows._version, grad._version, offsets._version
                 # Detached tensors share the versions, and keep no graph.
-                into.waiting.append(Waiting(rows.detach(), grad.detach(), offsets, versions))
+                into.waiting.append(Waiting(ctx.owner.weight, rows.detach(), grad.detach(), offsets, versions))
             else:
-                owner = ctx.owner if into.main_grad else weight
-                of_weight = _weight_gradient(owner, rows, grad, offsets, into.main_grad)
+                owner = ctx.owner.weight if main_grad else weight
+                of_weight = _weight_gradient(owner, rows, grad, offsets, main_grad)
         if needs_bias:
             of_bias = _OPS.grouped_bias_grad(grad, offsets, scales).to(bias_dtype)
         if needs_scales and bias is not None:
@@ -195,7 +208,20 @@ class _GroupedLinearInto(torch.autograd.Function):
                 of_x = _put(of_x.to(ctx.x_dtype), buffer, offsets)
         if of_scales is not None:
             of_scales = of_scales.to(scales_dtype)
-        return of_x if needs_x else None, of_weight, None, of_scales, of_bias, None, None, None
+        return of_x if needs_x else None, of_weight, None, of_scales, of_bias, None, None, None, None
+
+
+def _is_asked_for(weight: Tensor) -> bool | None:
+    """Whether the backward that runs accumulates a weight's gradient: not in `torch.autograd.grad`, or with `inputs=`,
+    of other tensors alone. None: `torch.autograd.grad` is to return it."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        executed: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):  # of a leaf whose gradient is returned
+            raise
+        return None
+    return executed
 
 
 def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
@@ -208,8 +234,9 @@ def _put(grad: Tensor, buffer: Tensor | None, offsets: Tensor) -> Tensor:
     return buffer.copy_(torch.where(live_rows(offsets, grad.shape[0]), grad, buffer))
 
 
-def run_waiting(weight: Tensor, waiting: deque[Waiting], main_grad: bool) -> None:
-    """Computes the oldest weight gradient that waits and adds it, as autograd would have; nothing when none does.
+def run_waiting(waiting: deque[Waiting], main_grad: bool) -> None:
+    """Computes the oldest weight gradient that waits and adds it to its weight's, as autograd would have; nothing when
+    none does.
 
     Raises:
         ValueError: the weight requires no gradient any more, or what `_weight_gradient` says of main_grad.
@@ -217,9 +244,10 @@ def run_waiting(weight: Tensor, waiting: deque[Waiting], main_grad: bool) -> Non
     """
     if not waiting:
         return
+    pair = waiting[0]
+    weight = pair.weight  # that of the call: `torch.func.functional_call` gives others than a module has
     if not weight.requires_grad:
         raise ValueError("weight: got a frozen one, whose gradient waits; wanted it trainable until backward_dw()")
-    pair = waiting[0]
     tensors = dict(rows=pair.rows, gradient=pair.grad, offsets=pair.offsets)
     for (name, tensor), version in zip(tensors.items(), pair.versions, strict=True):
         if tensor._version != version:
