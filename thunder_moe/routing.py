@@ -7,7 +7,7 @@ Only `row_groups` synchronises with the host. Indices out of range read another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index
@@ -157,10 +157,12 @@ def linear_router(
     form: RouterForm,
     logits_dtype: torch.dtype,
     dtype: torch.dtype,
+    *,
+    choose: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = router,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See ops.router.moe_linear_router: what `router` gives for the logits, and the logits."""
+    """See ops.router.moe_linear_router: what `router`, or a kernel for it, gives for the logits, and the logits."""
     logits = router_logits(hidden, weight, linear_bias, logits_dtype)
-    return *router(logits, bias, form, dtype), logits
+    return *choose(logits, bias, form, dtype), logits
 
 
 def router_gradient(grad: Tensor, logits: Tensor, expert_ids: Tensor, form: RouterForm) -> Tensor:
@@ -268,7 +270,7 @@ def _parts(rows: int, columns: int, device: torch.device) -> list[slice]:
 def expert_of_row(offsets: Tensor, rows: int) -> Tensor:
     """int64 (M,): the expert of each row; the last one for rows past ``offsets[-1]``."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
-    return torch.searchsorted(offsets, row, right=True).clamp_max(offsets.shape[0] - 1)
+    return torch.searchsorted(offsets.contiguous(), row, right=True).clamp_max(offsets.shape[0] - 1)
 
 
 def live_rows(offsets: Tensor, rows: int) -> Tensor:

@@ -108,7 +108,7 @@ def _per_expert(
                 out[begin:end] = gemm(rows[begin:end], matrix)
             return out
         row_expert = torch.searchsorted(
-            offsets, torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
+            offsets.contiguous(), torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32), right=True
         )
         for expert, matrix in enumerate(_experts(weight, rows.dtype, range(weight.shape[0]))):
             out = torch.where((row_expert == expert)[:, None], gemm(rows, matrix), out)

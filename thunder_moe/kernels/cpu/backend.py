@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
-from thunder_moe.routing import RouterForm, gather_rows, router_logits, row_groups, scale_of_rows
+from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
 
 __all__ = [
     "dequantize",
@@ -262,18 +263,7 @@ def router(
     return results
 
 
-def linear_router(
-    hidden: Tensor,
-    weight: Tensor,
-    linear_bias: Tensor | None,
-    bias: Tensor | None,
-    form: RouterForm,
-    logits_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
-    logits = router_logits(hidden, weight, linear_bias, logits_dtype)
-    return *router(logits, bias, form, dtype), logits
+linear_router = functools.partial(routing.linear_router, choose=router)
 
 
 @functools.lru_cache(maxsize=4096)
