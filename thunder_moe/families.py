@@ -94,7 +94,7 @@ class ExpertFamily:
         setattr(parent, name, module)
 
     def finish(self, model: nn.Module) -> None:
-        """Called once with the model that `quantize_` or `dequantize_` got, after the last module."""
+        """Called with the model at the end of `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`."""
 
 
 # Module that has families -> the packages of the classes that they handle; any class when empty. Here by name, so that

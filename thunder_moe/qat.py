@@ -77,6 +77,8 @@ def prepare_qat_(model: Model, *, filter: Filter | None = None, scale_search: st
                 transposed = views[parameter] is not parameter
                 rounding = FakeQuantize(transposed=transposed, scale_search=scale_search)
                 parametrize.register_parametrization(owner, name, rounding)
+    for family in families:
+        family.finish(model)
     return model
 
 
@@ -107,4 +109,6 @@ def finish_qat_(model: Model) -> Model:
             raise ValueError(f"model: the {name} of {place!r} has another parametrization: remove that one first")
     for _, module, name in found:
         parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+    for family in families_of(model):
+        family.finish(model)
     return model

@@ -1,6 +1,6 @@
-"""`save_pretrained`, `load_state_dict` and `dequantize` of transformers models with 4-bit modules.
-Called by families after `quantize_` and `dequantize_`, and by quantizer after a load, through `mark_quantized`; calls
-checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
+"""`save_pretrained`, `load_state_dict` and `dequantize` of transformers models with 4-bit or prepared modules.
+Called by families after `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`, and by quantizer after a load,
+through `mark_quantized`; calls checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
 
 A marked model's class is a subclass of its own, of the same name, so that `model.save_pretrained(path)`, `Trainer` and
 `push_to_hub` write what `save_checkpoint` writes. Models that share its config do not see any of it.
@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.qat import FakeQuantize
 
 try:
     from transformers import PreTrainedModel
@@ -71,7 +73,8 @@ class SavesNVFP4(HfQuantizer):
 
 
 class QuantizedModel:
-    """The methods of a transformers model that holds 4-bit modules; `_marked_class` mixes it into the model's class."""
+    """The methods of a transformers model that holds 4-bit modules, or weights that `prepare_qat_` has prepared;
+    `_marked_class` mixes it into the model's class."""
 
     own_class: type
 
@@ -94,6 +97,7 @@ class QuantizedModel:
 
         Everything is written beside the directory first and moved there when whole. Weights of an earlier save there
         are replaced, other files stay. A model with adapters of transformers' own saves these alone, as it always does.
+        Of a model that `prepare_qat_` has prepared transformers writes the parameters themselves, by their plain names.
 
         Args:
             save_directory: made if it does not exist.
@@ -111,11 +115,16 @@ class QuantizedModel:
 
         Raises:
             FileExistsError: the path is a file.
-            ValueError: a variant, distributed_checkpoint, a tensor that is on the "meta" device (offloaded) or is
-                sharded, a state dict that lacks one; or no name in a checkpoint is known for a module. Nothing is
-                written then.
+            ValueError: a variant, distributed_checkpoint, weights that are prepared for training beside 4-bit ones, a
+                tensor that is on the "meta" device (offloaded) or is sharded, a state dict that lacks one; or no name
+                in a checkpoint is known for a module. Nothing is written then.
         """
-        if not _is_quantized(self):
+        prepared = prepared_names(self)
+        if prepared and not _is_quantized(self):
+            plain = {own: name for name, own in prepared.items()}
+            given = self.state_dict() if state_dict is None else state_dict
+            state_dict = {plain.get(name, name): tensor for name, tensor in given.items()}
+        elif not _is_quantized(self):
             mark_quantized(self)  # all of it was dequantized since, module by module
         if not _is_quantized(self) or getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(  # type: ignore[misc,no-any-return]
@@ -135,6 +144,8 @@ class QuantizedModel:
             raise ValueError(f"variant: got {variant!r}, wanted None: a 4-bit checkpoint has one form")
         if distributed_checkpoint:
             raise ValueError("distributed_checkpoint: got True, wanted False: one process saves the whole 4-bit model")
+        if prepared:
+            raise ValueError(f"model: {next(iter(prepared))} is prepared for training: finish_qat_(model) before")
         directory = Path(save_directory)
         if directory.is_file():
             raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
@@ -152,8 +163,7 @@ class QuantizedModel:
         one, by their names there, as ``Trainer`` does that resumes; with ``strict=False`` for a shard."""
         from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
 
-        if _is_quantized(self):
-            state_dict = load_by_checkpoint_names(self, state_dict)
+        state_dict = load_by_checkpoint_names(self, state_dict, prepared_names(self))
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
@@ -180,8 +190,8 @@ def _unpickled(own_class: Any) -> Any:
 
 
 def mark_quantized(model: nn.Module) -> None:
-    """Makes each transformers model in `model` that holds 4-bit modules a `QuantizedModel`, and gives one that no
-    longer does its own class back, without the quantization in its config that a load has left there.
+    """Makes each transformers model in `model` that holds 4-bit or prepared modules a `QuantizedModel`, and gives one
+    that no longer does its own class back, without the quantization in its config that a load has left there.
 
     Of models inside of each other it marks the outer one.
     """
@@ -190,7 +200,7 @@ def mark_quantized(model: nn.Module) -> None:
         if not isinstance(module, PreTrainedModel):
             continue
         kind: Any = type(module)
-        if _is_quantized(module):
+        if _is_quantized(module) or prepared_names(module):
             if module not in inside and not issubclass(kind, QuantizedModel):
                 module.__class__ = _marked_class(kind)
             inside.update(module.modules())
@@ -203,6 +213,17 @@ def mark_quantized(model: nn.Module) -> None:
 
 def _is_quantized(model: nn.Module) -> bool:
     return any(isinstance(module, NVFP4Module) for module in model.modules())
+
+
+def prepared_names(model: nn.Module) -> dict[str, str]:
+    """Plain name of each parameter that `prepare_qat_` has prepared -> the one that it has meanwhile."""
+    return {
+        f"{place}.{name}" if place else name: f"{place}.parametrizations.{name}.original".lstrip(".")
+        for place, module in model.named_modules()
+        if parametrize.is_parametrized(module)
+        for name, steps in module.parametrizations.items()
+        if any(isinstance(step, FakeQuantize) for step in steps)
+    }
 
 
 def forget_quantization(model: Any) -> None:

@@ -36,13 +36,16 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def load_by_checkpoint_names(model: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+def load_by_checkpoint_names(
+    model: Any, state_dict: Mapping[str, Any], prepared: Mapping[str, str]
+) -> Mapping[str, Any]:
     """Sets the weights of 4-bit modules that a state dict has by their names in checkpoints of the model.
 
     Args:
         model: a transformers model with 4-bit modules.
         state_dict: by the model's own names, which is returned as it is; or by those of its checkpoints, all of them or
             some (a shard). What is given of a 4-bit weight replaces that part of it.
+        prepared: plain name -> own name of parameters that `prepare_qat_` has prepared.
 
     Returns:
         A state dict by the model's own names; those that it does not know stay.
@@ -64,7 +67,8 @@ def load_by_checkpoint_names(model: Any, state_dict: Mapping[str, Any]) -> Mappi
         elif isinstance(module, NVFP4Linear):
             given = _dense(linear_source(model, name), module.nvfp4_weight, module.bias, left)
             new |= {} if given is None else _set(name, module, *given)
-    new |= _others(model, left, own)
+    others = _others(model, left, own | prepared.keys())
+    new |= {prepared.get(name, name): tensor for name, tensor in others.items()}
     new |= {name: tensor for name, tensor in state_dict.items() if name in own}
     for name, source in model.all_tied_weights_keys.items():
         if name in own and name not in new and source in new:
