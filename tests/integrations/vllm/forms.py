@@ -1,0 +1,80 @@
+"""Rewrites a checkpoint of save_checkpoint into the other forms of NVFP4 that vLLM reads; the weights stay the same.
+Called by the tests beside it; calls safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
+    """nvfp4-pack-quantized, as llm-compressor writes it: the global scale divides."""
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False)
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": config["quantization_config"]["ignore"],
+    }
+    packed = {}
+    for name, tensor in tensors.items():
+        if not _EXPERT.search(name):
+            packed[name] = tensor
+        elif name.endswith(".weight_scale_2"):
+            packed[name.replace(".weight_scale_2", ".weight_global_scale")] = tensor.reciprocal().reshape(1)
+        else:
+            packed[re.sub(r"\.weight$", ".weight_packed", name)] = tensor
+    return packed
+
+
+def nvfp4(tensors: Tensors, config: dict) -> Tensors:
+    """ModelOpt's NVFP4: with scales of 4-bit activations, which 16-bit activations have no use for."""
+    config["quantization_config"]["quant_algo"] = "NVFP4"
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {
+        "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16,
+    }  # fmt: skip
+    modules = [name.removesuffix(".weight") for name in tensors if _EXPERT.search(name) and name.endswith(".weight")]
+    return tensors | {f"{module}.input_scale": torch.tensor(0.01) for module in modules}
+
+
+def mixed(tensors: Tensors, config: dict) -> Tensors:
+    """ModelOpt's MIXED_PRECISION, which names an algorithm for each layer."""
+    modules = [name.removesuffix(".weight") for name in tensors if _EXPERT.search(name) and name.endswith(".weight")]
+    entry = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    config["quantization_config"] |= {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": dict.fromkeys(modules, entry),
+    }
+    return tensors
+
+
+def gate_and_up_apart(tensors: Tensors, config: dict) -> Tensors:
+    """The global scale of up twice that of gate, of each expert."""
+    return {
+        name: tensor * 2 if _EXPERT.search(name) and name.endswith(("up_proj.weight_scale_2", "w3.weight_scale_2"))
+        else tensor
+        for name, tensor in tensors.items()
+    }  # fmt: skip
+
+
+def rewrite(source: Path, destination: Path, form: Callable[[Tensors, dict], Tensors]) -> Path:
+    """A copy of a checkpoint in another of the forms above."""
+    shutil.copytree(source, destination)
+    (destination / "hf_quant_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    tensors = form(load_file(source / "model.safetensors"), config)
+    save_file(tensors, destination / "model.safetensors", metadata={"format": "pt"})
+    (destination / "config.json").write_text(json.dumps(config))
+    return destination

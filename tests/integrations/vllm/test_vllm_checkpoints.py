@@ -1,0 +1,99 @@
+"""Checkpoints of this package in vLLM: its loaders read them, it generates the tokens of load_checkpoint + generate.
+Called by pytest, where vLLM is installed (`make test-vllm`); docs/engines.json has the results, docs a table of them.
+
+`VLLM_RESULTS=write make test-vllm` writes what was measured instead of comparing with it.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import forms
+import pytest
+import torch
+import vllm
+from exports import PROMPTS, agreement, engine, export, our_tokens, their_tokens
+from tiny_models import ARCHITECTURES, OTHERS
+
+RESULTS = Path(__file__).parents[3] / "docs" / "engines.json"
+
+
+def outcome(name: str, path: Path) -> dict:
+    """What docs/engines.json says of an architecture, measured."""
+    expected = our_tokens(export(name, path))
+    assert len({token for tokens in expected for token in tokens}) > 2  # a text that says something
+    try:
+        with engine(path) as llm:
+            equal, total = agreement(their_tokens(llm), expected)
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return {"tokens": None, "ok": False, "why": f"{type(error).__name__}: {first}"[:160]}
+    return {"tokens": f"{equal}/{total}", "ok": equal == total, "why": None if equal == total else "other tokens"}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES | OTHERS)
+def test_tokens(name, tmp_path):
+    known = json.loads(RESULTS.read_text())["vLLM"]
+    measured = outcome(name, tmp_path / name)
+    if os.environ.get("VLLM_RESULTS") == "write":
+        known["version"], known["models"][name] = vllm.__version__, measured
+        content = json.loads(RESULTS.read_text()) | {"vLLM": known}
+        RESULTS.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    else:
+        assert known["version"] == vllm.__version__
+        assert known["models"][name] == measured
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory):
+    return export("qwen3_moe", tmp_path_factory.mktemp("exports") / "qwen3_moe")
+
+
+@pytest.mark.parametrize("form", [forms.compressed_tensors, forms.nvfp4, forms.mixed, forms.gate_and_up_apart])
+def test_forms(form, qwen3_moe, tmp_path):
+    """The same weights in other forms, and global scales of which vLLM's own kernels use the gate's for up."""
+    path = forms.rewrite(qwen3_moe, tmp_path / "form", form)
+    expected = our_tokens(path)
+    assert (expected == our_tokens(qwen3_moe)) == (form is not forms.gate_and_up_apart)
+    with engine(path) as llm:
+        assert their_tokens(llm) == expected
+
+
+def test_bfloat16(tmp_path):
+    """In 16 bits two programs round differently: most tokens are the same until two are nearly as probable."""
+    path = export("qwen3_moe", tmp_path / "bfloat16", torch.bfloat16)
+    with engine(path, dtype="bfloat16") as llm:
+        equal, total = agreement(their_tokens(llm), our_tokens(path))
+    assert equal > 0.7 * total
+
+
+class TestRequests:
+    """One engine, several ways to ask it."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, qwen3_moe):
+        with engine(qwen3_moe, max_num_batched_tokens=8, max_num_seqs=2) as llm:  # chunks of a prompt: 8 tokens
+            yield llm
+
+    def test_chunked_prefill_of_more_requests_than_run_at_once(self, llm, qwen3_moe):
+        prompts = [*PROMPTS, PROMPTS[0] * 3]
+        assert their_tokens(llm, prompts) == our_tokens(qwen3_moe, prompts)
+
+    def test_aborted_request(self, llm, qwen3_moe):
+        from vllm import SamplingParams
+
+        (expected,) = our_tokens(qwen3_moe, PROMPTS[:1])
+        core = llm.llm_engine
+        parameters = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+        for name, prompt in (("kept", PROMPTS[0]), ("aborted", PROMPTS[1])):
+            core.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        tokens: dict[str, list[int]] = {}
+        steps = 0
+        while core.has_unfinished_requests():
+            for output in core.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == 6:
+                core.abort_request(["aborted"])
+        assert tokens["kept"] == expected
+        assert len(tokens.get("aborted", [])) < 16

@@ -1,0 +1,326 @@
+"""The experts class and the methods of the plugin without an engine, against the oracle: ids, weights, forms, refusals.
+Called by pytest, where vLLM is installed (`make test-vllm`).
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from oracle import dequantize, moe_experts, relative_error
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.integrations.vllm import methods, plugin
+from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
+from thunder_moe.integrations.vllm.experts import why_not
+
+E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _groups(tmp_path_factory):
+    """vLLM's groups of processes, with one in each: its parameters ask for their rank."""
+    place = tmp_path_factory.mktemp("groups") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{place}", backend="gloo")
+        initialize_model_parallel()
+        yield
+    cleanup_dist_env_and_memory()
+
+
+def moe_config(parallel=None, **changes):
+    return FusedMoEConfig(
+        **{
+            **dict(
+                num_experts=E,
+                experts_per_token=A,
+                hidden_dim=H,
+                intermediate_size=I,
+                num_local_experts=E,
+                num_logical_experts=E,
+                activation=MoEActivation.SILU,
+                device="cpu",
+                routing_method=RoutingMethodType.Default,
+                in_dtype=torch.float32,
+                moe_parallel_config=parallel or FusedMoEParallelConfig.make_no_parallel(),
+            ),
+            **changes,
+        }
+    )
+
+
+def quant_config(algo="W4A16_NVFP4"):
+    return ThunderModelOptNvFp4Config(algo, is_checkpoint_nvfp4_serialized=True)
+
+
+class Layer(torch.nn.Module):
+    """As much of vLLM's RoutedExperts as a method needs, with random weights; up's global scale is not gate's."""
+
+    def __init__(self, config, method, experts=E):
+        super().__init__()
+        self.layer_name, self.expert_map = "model.layers.0.mlp.experts", None
+        self.activation, self.global_num_experts = config.activation, config.num_experts
+        self.apply_router_weight_on_input = False
+        self.swiglu_limit, self.swiglu_alpha, self.swiglu_beta = (
+            config.swiglu_limit,
+            config.swiglu_alpha,
+            config.swiglu_beta,
+        )
+        method.create_weights(
+            layer=self, num_experts=experts, hidden_size=H, intermediate_size_per_partition=I,
+            params_dtype=config.in_dtype, weight_loader=None, global_num_experts=config.num_experts,
+        )  # fmt: skip
+        gate, up, down = (
+            quantize(torch.randn(experts, *shape) * factor) for *shape, factor in ((I, H, 1), (I, H, 3), (H, I, 1))
+        )
+        self.w13_weight.data.copy_(torch.cat([gate.qdata, up.qdata], 1))
+        self.w13_weight_scale.data.view(torch.uint8).copy_(
+            torch.cat([gate.scale.view(torch.uint8), up.scale.view(torch.uint8)], 1)
+        )
+        self.w13_weight_scale_2.data.copy_(torch.stack([gate.global_scale, up.global_scale], 1))
+        self.w2_weight.data.copy_(down.qdata)
+        self.w2_weight_scale.data.view(torch.uint8).copy_(down.scale.view(torch.uint8))
+        self.w2_weight_scale_2.data.copy_(down.global_scale)
+        gate, up, down = (dequantize(*weight.tensors()) for weight in (gate, up, down))
+        self.weights = torch.cat([gate, up], 1), down
+
+    def _expert_routing_tables(self):
+        return None
+
+
+def made(config, experts=E):
+    """(method, layer) with the weights processed."""
+    method = methods.modelopt_method(quant_config(), config)
+    assert isinstance(method, methods.ModelOptThunderMoEMethod)
+    layer = Layer(config, method, experts)
+    method.process_weights_after_loading(layer)
+    return method, layer
+
+
+def inputs(dtype=torch.float32, top_k=A, experts=E):
+    hidden = torch.randn(T, H).to(dtype)
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(T)]).int()
+    return hidden, ids, torch.rand(T, top_k)
+
+
+def run(method, layer, hidden, ids, weights):
+    return method.apply(layer, hidden, weights, ids, None, None)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts(dtype):
+    method, layer = made(moe_config(in_dtype=dtype))
+    hidden, ids, weights = inputs(dtype)
+    expected = moe_experts(hidden, ids, weights, *layer.weights)
+    out = run(method, layer, hidden, ids, weights)
+    assert out.dtype == dtype
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    assert layer.w13_weight_scale_2.shape == (E, 2 * I)  # vLLM's own kernels have the gate's alone
+
+
+def test_equal_scales_of_gate_and_up_are_one_per_expert():
+    config = moe_config()
+    method = methods.modelopt_method(quant_config(), config)
+    layer = Layer(config, method)
+    layer.w13_weight_scale_2.data[:, 1] = layer.w13_weight_scale_2.data[:, 0]
+    method.process_weights_after_loading(layer)
+    assert layer.w13_weight_scale_2.shape == (E,)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_expert_map_and_ids_of_nobody(place):
+    """A rank with half of the experts: ids of others' and -1 contribute nothing (-1 as an index is the last expert)."""
+    method, layer = made(moe_config(num_local_experts=E // 2), E // 2)
+    local, start = torch.arange(E // 2, dtype=torch.int32), 0 if place == "first" else E // 2
+    layer.expert_map = torch.full((E,), -1, dtype=torch.int32)
+    layer.expert_map[start : start + E // 2] = local
+    hidden, ids, weights = inputs()
+    ids[0, 1] = ids[2, 0] = -1
+    ids[3] = -1
+    own = torch.where((ids >= start) & (ids < start + E // 2), ids - start, -1)
+    expected = moe_experts(hidden, own, weights, *layer.weights)
+    out = run(method, layer, hidden, ids, weights)
+    assert relative_error(out, expected) < 1e-5
+    assert out[3].count_nonzero() == 0
+
+
+def test_router_weight_on_input_is_applied_once():
+    method, layer = made(moe_config(experts_per_token=1))
+    layer.apply_router_weight_on_input = True
+    hidden, ids, weights = inputs(top_k=1)
+    expected = moe_experts(hidden, ids, weights, *layer.weights, weight_on_input=True)
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("activation", "options"),
+    [
+        (MoEActivation.SILU, dict(limit=0.5)),
+        (MoEActivation.SWIGLUOAI_UNINTERLEAVE, dict(limit=0.7, alpha=1.702, up_shift=1.0)),
+    ],
+)
+def test_clamped_activations(activation, options):
+    names = dict(limit="swiglu_limit", alpha="swiglu_alpha", up_shift="swiglu_beta")
+    config = moe_config(activation=activation, **{names[name]: value for name, value in options.items()})
+    method, layer = made(config)
+    hidden, ids, weights = inputs()
+    expected = moe_experts(hidden, ids, weights, *layer.weights, **options)
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+    assert relative_error(moe_experts(hidden, ids, weights, *layer.weights), expected) > 0.1
+
+
+@pytest.mark.parametrize(("activation", "approximate"), [("GELU", "none"), ("GELU_TANH", "tanh")])
+def test_gelu(activation, approximate):
+    method, layer = made(moe_config(activation=MoEActivation[activation]))
+    hidden, ids, weights = inputs()
+    ids[1, 0] = -1
+    expected = torch.zeros(T, H)
+    for token in range(T):
+        for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
+            if expert >= 0:
+                gate, up = (layer.weights[0][expert] @ hidden[token]).chunk(2)
+                expected[token] += weight * (layer.weights[1][expert] @ (F.gelu(gate, approximate=approximate) * up))
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
+
+def test_moved_experts():
+    """EPLB writes other experts into the parameters: the kernels read them there."""
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.enable_eplb = True
+    method, layer = made(moe_config(parallel))
+    hidden, ids, weights = inputs()
+    before = run(method, layer, hidden, ids, weights)
+    order = torch.randperm(E)
+    for parameter in layer.parameters():
+        view = parameter.data.view(E, -1)  # what EPLB moves: contiguous and expert-major
+        view = view.view(torch.uint8) if view.dtype == torch.float8_e4m3fn else view
+        view.copy_(view[order].clone())
+    moved = torch.argsort(order)[ids.long()].int()
+    assert torch.equal(run(method, layer, hidden, moved, weights), before)
+    assert not torch.equal(run(method, layer, hidden, ids, weights), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(moe_backend="marlin"), "--moe-backend marlin was asked for"),
+        (dict(activation=MoEActivation.SWIGLUOAI), "SWIGLUOAI activation"),
+        (dict(in_dtype=torch.float64), "activations are torch.float64"),
+        (dict(intermediate_size=40), "intermediate_size on a rank is 40"),
+        (dict(hidden_dim=72), "hidden_size on a rank is 72"),
+        (dict(hidden_dim=H, hidden_dim_unpadded=48), "padded"),
+        (dict(has_bias=True), "biases"),
+        (dict(is_lora_enabled=True), "LoRA"),
+    ],
+)
+def test_refusals(changes, reason, monkeypatch):
+    config = moe_config(**changes)
+    said = []
+    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    with pytest.raises((NotImplementedError, ValueError)):  # vLLM's own method, which a CPU has no kernels for
+        methods.modelopt_method(quant_config(), config)
+    (line,) = said
+    assert "vLLM's own" in line
+    assert reason in line
+
+
+@pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency", "nixl_ep", "deepep_v2"])
+def test_exchanges_that_are_refused(backend):
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.use_ep, parallel.dp_size, parallel.ep_size, parallel.all2all_backend = True, 2, 2, backend
+    assert why_not(moe_config(parallel)) is not None
+    parallel.all2all_backend = "allgather_reducescatter"
+    assert why_not(moe_config(parallel)) is None
+
+
+@pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2"])
+def test_scales_that_the_checkpoint_lacks(name):
+    config = moe_config()
+    method = methods.modelopt_method(quant_config(), config)
+    fresh = Layer.__new__(Layer)
+    torch.nn.Module.__init__(fresh)
+    method.create_weights(
+        layer=fresh, num_experts=E, hidden_size=H, intermediate_size_per_partition=I, params_dtype=torch.float32,
+        weight_loader=None, global_num_experts=E,
+    )  # fmt: skip
+    layer = Layer(config, method)
+    bits = torch.uint8 if name.endswith("scale") else torch.int32
+    getattr(layer, name).data.view(bits)[3] = getattr(fresh, name).data.view(bits)[3]
+    with pytest.raises(ValueError, match=rf"{name}: NaN or missing in the checkpoint for experts \[3\]"):
+        method.process_weights_after_loading(layer)
+
+
+def test_override_of_activations_is_vllms_own(monkeypatch):
+    config = quant_config("NVFP4")
+    config.moe_activation_override = object()
+    monkeypatch.setattr(ModelOptNvFp4FusedMoE, "__init__", lambda self, **_: None)
+    assert type(methods.modelopt_method(config, moe_config())) is ModelOptNvFp4FusedMoE
+
+
+def test_kernel_is_vllms_modular_one():
+    method, _ = made(moe_config())
+    assert isinstance(method.moe_kernel, mk.FusedMoEKernel)
+    assert not method.is_monolithic
+    prepare = maybe_make_prepare_finalize(moe_config(), method.moe_quant_config, None, allow_new_interface=True)
+    assert type(method.moe_kernel.prepare_finalize) is type(prepare)
+
+
+class TestSwitch:
+    @pytest.fixture(autouse=True)
+    def _registered(self, monkeypatch):
+        from thunder_moe.integrations.vllm import configs
+
+        self.calls = []
+        monkeypatch.setattr(configs, "register_configs", lambda: self.calls.append(1))
+        self.monkeypatch = monkeypatch
+
+    def test_on(self):
+        self.monkeypatch.delenv(plugin.SWITCH, raising=False)
+        plugin.register()
+        assert self.calls
+
+    def test_off(self):
+        self.monkeypatch.setenv(plugin.SWITCH, "0")
+        plugin.register()
+        assert not self.calls
+
+    @pytest.mark.parametrize(("switch", "calls"), [("", []), ("1", [1])])
+    def test_another_version(self, switch, calls):
+        self.monkeypatch.setenv(plugin.SWITCH, switch)
+        self.monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.40.0")
+        plugin.register()
+        assert self.calls == calls
+
+    def test_what_is_no_setting(self):
+        self.monkeypatch.setenv(plugin.SWITCH, "yes")
+        with pytest.raises(ValueError, match="THUNDER_MOE_VLLM: got 'yes'"):
+            plugin.register()
+
+
+def test_the_entry_point_registers():
+    from importlib.metadata import entry_points
+
+    (point,) = entry_points(group="vllm.general_plugins", name="thunder_moe")
+    assert point.load() is plugin.register
+
+
+def test_vllm_itself_leaves_what_is_not_ours():
+    layer = SimpleNamespace()
+    assert ThunderModelOptNvFp4Config.get_quant_method is ModelOptNvFp4Config.get_quant_method
+    assert quant_config().get_quant_method(layer, "model.norm") is None

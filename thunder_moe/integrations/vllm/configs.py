@@ -1,0 +1,73 @@
+"""vLLM's configurations of NVFP4 checkpoints (ModelOpt, its mixed ones, compressed-tensors) with our experts.
+Called by plugin and, through vLLM's registry, by vLLM; calls methods. They are pickled, so they are at module level.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.platforms import current_platform
+
+from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method
+
+__all__ = [
+    "ThunderCompressedTensorsConfig",
+    "ThunderModelOptMixedPrecisionConfig",
+    "ThunderModelOptNvFp4Config",
+    "register_configs",
+]
+
+
+class ThunderModelOptNvFp4Config(ModelOptNvFp4Config):  # type: ignore[misc]
+    """NVFP4 and W4A16_NVFP4."""
+
+    FusedMoEMethodCls = staticmethod(modelopt_method)
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return _with_float32(super().get_supported_act_dtypes())
+
+
+class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type: ignore[misc]
+    """MIXED_PRECISION: an algorithm for each layer."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return _with_float32(super().get_supported_act_dtypes())
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts) and not self.is_layer_excluded(prefix):
+            nvfp4 = {"NVFP4": self.nvfp4_config, "W4A16_NVFP4": self.w4a16_nvfp4_config}
+            config = nvfp4.get(self._resolve_quant_algo(prefix) or "")
+            if config is not None:
+                return modelopt_method(config, layer.moe_config)
+        return super().get_quant_method(layer, prefix)
+
+
+class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
+    """nvfp4-pack-quantized among the formats of compressed-tensors."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            self._add_fused_moe_to_target_scheme_map()
+            names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+            schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
+            first = schemes[0] or {}
+            if self._is_nvfp4_format(first.get("weights")) and schemes.count(schemes[0]) == len(schemes):
+                return compressed_tensors_method(layer.moe_config, prefix, first.get("input_activations"))
+        return super().get_quant_method(layer, prefix)
+
+
+def _with_float32(dtypes: list[torch.dtype]) -> list[torch.dtype]:
+    """On a CPU our kernels take float32, too; compared in it, two programs' tokens are equal but for ties."""
+    return [*dtypes, torch.float32] if current_platform.is_cpu() else dtypes
+
+
+def register_configs() -> None:
+    """Puts them in the place of vLLM's own; what is not ours they leave to the classes that they extend."""
+    register_quantization_config("modelopt_fp4")(ThunderModelOptNvFp4Config)
+    register_quantization_config("modelopt_mixed")(ThunderModelOptMixedPrecisionConfig)
+    register_quantization_config("compressed-tensors")(ThunderCompressedTensorsConfig)

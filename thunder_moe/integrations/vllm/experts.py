@@ -1,0 +1,193 @@
+"""`ThunderExperts`: the experts step of vLLM's modular kernels on our operators, and `why_not` it cannot serve a layer.
+Called by methods and vLLM's FusedMoEKernel, between its dispatch and combine; calls ops.
+
+Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_size, I intermediate_size of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
+from vllm.platforms import current_platform
+
+from thunder_moe.activations import GLU
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.select import runs_on_cuda
+from thunder_moe.ops.checks import ACTIVATION_DTYPES
+from thunder_moe.ops.experts import moe_experts
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.routing import gather_rows
+
+__all__ = ["ThunderExperts", "why_not"]
+
+_FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)  # computed inside of the first GEMM
+_APART = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
+# From 10.0 on vLLM has kernels with 4-bit activations, which tensor cores multiply at once.
+_CAPABILITIES = ((8, 0), (10, 0))
+
+
+def why_not(moe_config: FusedMoEConfig) -> str | None:
+    """Why `ThunderExperts` cannot run the experts of a layer, or should not; None where it runs them.
+
+    Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
+    that do not hold whole blocks of scales on each rank, biases, LoRA, batch invariance, padding, exchanges of tokens
+    other than all-gather with reduce-scatter, and a moe_backend that the user has named.
+    """
+    parallel = moe_config.moe_parallel_config
+    if moe_config.moe_backend != "auto":
+        return f"--moe-backend {moe_config.moe_backend} was asked for"
+    ok, reason = ThunderExperts.is_supported_config(
+        ThunderExperts, moe_config, kNvfp4Static, None, mk.FusedMoEActivationFormat.Standard
+    )
+    if not ok:
+        return str(reason)
+    if moe_config.in_dtype not in ACTIVATION_DTYPES or (
+        current_platform.is_cuda() and moe_config.in_dtype.itemsize > 2
+    ):
+        return f"activations are {moe_config.in_dtype}"
+    for name, size in (
+        ("hidden_size", moe_config.hidden_dim),
+        ("intermediate_size", moe_config.intermediate_size_per_partition),
+    ):
+        if size % BLOCK_SIZE:
+            return f"{name} on a rank is {size}, which is no multiple of {BLOCK_SIZE}"
+    padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
+    if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
+        return "sizes are padded"
+    if moe_config.has_bias:
+        return "the experts have biases"
+    if parallel.use_passthrough_all2all or (parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels):
+        return f"--all2all-backend {parallel.all2all_backend} is untested"
+    if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda")):
+        return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
+    return None
+
+
+class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
+    """Experts of 4-bit weights and 16-bit activations: route -> gate_up GEMM, activation -> down GEMM, weighted sum."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        if current_platform.is_cuda():
+            capability = current_platform.get_device_capability()
+            return capability is not None and _CAPABILITIES[0] <= tuple(capability) < _CAPABILITIES[1]
+        return bool(current_platform.is_cpu())
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return False
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return weight_key == kNvfp4Static and activation_key is None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (*_FUSED, *_APART)
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return not moe_parallel_config.use_batched_activation_format
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, global_num_experts: int, local_num_experts: int,
+        expert_tokens_meta: Any, activation: MoEActivation,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+        """No workspaces but the output (T, H): the operators allocate what they need, from a CUDA graph's own memory
+        while one is captured."""
+        return (0,), (0,), (M, K)
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """(E, T, 2I, H, A)"""
+        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
+
+    def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str) -> None:
+        """Makes `NVFP4Weight`s of the parameters of vLLM's RoutedExperts, in their memory."""
+        self.gate_up, self.down = (
+            NVFP4Weight(
+                getattr(layer, f"{name}_weight").data,
+                getattr(layer, f"{name}_weight_scale").data,
+                getattr(layer, f"{name}_weight_scale_2").data,
+                layout,
+            )
+            for name, layout in (("w13", gate_up_layout), ("w2", down_layout))
+        )
+
+    def apply(
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
+        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
+        """Writes the weighted sum (T, H) of the experts of this rank into `output`.
+
+        Args:
+            output: (T, H).
+            hidden_states: (T, H); with apply_router_weight_on_input multiplied by the weights already.
+            w1: the weights are those of `take_weights`.
+            w2: likewise.
+            topk_weights: (T, A).
+            topk_ids: (T, A), physical experts of all ranks, or -1 for none.
+            activation: of the layer.
+            global_num_experts: unused.
+            expert_map: (experts of all ranks,) -> experts of this rank, -1 for those of others; None for one rank.
+            a1q_scale: unused, as activations stay in 16 bits.
+            a2_scale: likewise.
+            workspace13: unused, see `workspace_shapes`.
+            workspace2: likewise.
+            expert_tokens_meta: unused.
+            apply_router_weight_on_input: Llama 4's layers.
+        """
+        ids = topk_ids
+        if expert_map is not None:  # an index of -1 would be the last expert
+            ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp_min(0).long()], -1)
+        ids = ids.to(torch.int32)
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        if activation in _FUSED:
+            form = self._form(activation)
+            options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
+            output.copy_(moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options))
+        else:
+            output.copy_(self._apart(hidden_states, ids, weights, activation))
+
+    def _apart(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
+        """The same with vLLM's activation between the two GEMMs; rows of no expert may hold anything."""
+        ops = torch.ops.thunder_moe
+        row_slot, offsets, slot_row = ops.moe_route(ids, self.gate_up.shape[0])
+        rows = gather_rows(hidden_states, row_slot)  # [M, H]
+        first, second = self.gate_up, self.down
+        rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
+        gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)  # [M, I]
+        self.activation(activation, gated, rows)
+        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
+            gated, *operands(second), offsets, slot_row, weights, None, layout=second.layout
+        )
+        return out
+
+    def _form(self, activation: MoEActivation) -> GLU:
+        """The activation as our kernels compute it, with the clamp that the model asks for."""
+        config = self.activation_config
+        if activation == MoEActivation.SILU:
+            return GLU(limit=config.clamp_limit)
+        if config.clamp_limit is None:
+            raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
+        return GLU(config.alpha, config.clamp_limit, config.beta)

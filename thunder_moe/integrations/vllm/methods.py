@@ -1,0 +1,195 @@
+"""vLLM's methods for the experts of NVFP4 checkpoints, with our kernels: they take what vLLM's loaders have read.
+Called by configs; calls experts to run, and vLLM's own method where `experts.why_not` gives a reason.
+
+Legend: E experts of this rank, I intermediate_size of this rank, H hidden_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEQuantConfig,
+    nvfp4_w4a16_moe_quant_config,
+)
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod as CompressedTensorsNvfp4MoEMethod,
+)
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+from vllm.model_executor.utils import replace_parameter
+
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.kernels.select import lay_out
+
+__all__ = [
+    "CompressedTensorsThunderMoEMethod",
+    "ModelOptThunderMoEMethod",
+    "compressed_tensors_method",
+    "modelopt_method",
+]
+
+# vLLM's log, where users look for what runs their experts.
+logger = init_logger("vllm.thunder_moe")
+_FIELDS = ("weight", "weight_scale", "weight_scale_2")
+
+
+def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
+    """Our method for the experts of a ModelOpt checkpoint, or vLLM's where ours cannot run them."""
+    reason = why_not(moe_config)
+    if reason is None and quant_config.moe_activation_override is not None:
+        reason = "4-bit activations are asked for by quantization_config.moe.activation"
+    if _is_ours(reason):
+        return ModelOptThunderMoEMethod(quant_config, moe_config)
+    return ModelOptNvFp4FusedMoE(quant_config=quant_config, moe_config=moe_config)
+
+
+def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, inputs: Any) -> FusedMoEMethodBase:
+    """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all."""
+    if _is_ours(why_not(moe_config)):
+        return CompressedTensorsThunderMoEMethod(moe_config)
+    return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
+
+
+def _is_ours(reason: str | None) -> bool:
+    """Whether there is no reason against it; one line of the log says which kernels run, and why."""
+    if reason is None:
+        logger.info_once("NVFP4 experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).")
+    else:
+        logger.warning_once("NVFP4 experts do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason)
+    return reason is None
+
+
+class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """What both methods share: from loaded tensors to experts that run."""
+
+    supports_pre_processed_weights = False
+    uses_weight_scale_2 = False
+    experts_cls = ThunderExperts
+    use_global_sf = False
+    moe: FusedMoEConfig
+
+    @property
+    def supports_eplb(self) -> bool:
+        """All tensors are expert-major and the kernels read the parameters themselves, which EPLB overwrites."""
+        return True
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        return nvfp4_w4a16_moe_quant_config(
+            g1_alphas=layer.w13_weight_scale_2,
+            g2_alphas=layer.w2_weight_scale_2,
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            gemm1_alpha=getattr(layer, "swiglu_alpha", None),
+            gemm1_beta=getattr(layer, "swiglu_beta", None),
+            gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
+        )
+
+    def _build(self, layer: Any, gate_up_scale: Tensor, down_scale: Tensor) -> None:
+        """Puts the weights into the layout of the device's kernels and makes the experts of them.
+
+        Args:
+            layer: vLLM's RoutedExperts, whose w13_weight, w13_weight_scale, w2_weight and w2_weight_scale are loaded.
+            gate_up_scale: decode scales (E, 2) of gate and up.
+            down_scale: decode scales (E,).
+        """
+        layouts = []
+        for name, global_scale in (("w13", self._row_scales(layer, gate_up_scale)), ("w2", down_scale)):
+            qdata, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+            weight = lay_out(NVFP4Weight(qdata, scale, global_scale.float().contiguous()), "auto")
+            layouts.append(weight.layout)
+            for field, tensor in zip(_FIELDS, weight.tensors(), strict=True):
+                if tensor is not getattr(getattr(layer, f"{name}_{field}", None), "data", None):
+                    replace_parameter(layer, f"{name}_{field}", tensor)
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        prepare_finalize = maybe_make_prepare_finalize(
+            moe=self.moe, quant_config=self.moe_quant_config, routing_tables=layer._expert_routing_tables(),
+            allow_new_interface=True, use_monolithic=False,
+        )  # fmt: skip
+        experts = ThunderExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
+        experts.take_weights(layer, *layouts)
+        self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
+
+    def _row_scales(self, layer: Any, scales: Tensor) -> Tensor:
+        """Decode scales (E, 2) of gate and up -> (E,) where each expert has one, else (E, 2I).
+
+        EPLB moves experts between ranks, whose tensors must then have the same shapes.
+        """
+        if not self.moe.moe_parallel_config.enable_eplb and bool((scales[:, 0] == scales[:, 1]).all()):
+            return scales[:, 0]
+        return scales.repeat_interleave(layer.w13_weight.shape[1] // 2, 1)
+
+
+def _mark_unloaded(layer: Any, *names: str) -> None:
+    """Fills parameters with NaN, which vLLM makes of uninitialized memory and does not check for quantized models."""
+    for name in names:
+        data = getattr(layer, name).data
+        if data.dtype == torch.float8_e4m3fn:
+            data.view(torch.uint8).fill_(0x7F)
+        else:
+            data.fill_(torch.nan)
+
+
+def _require_loaded(layer: Any, *names: str) -> None:
+    """Raises a ValueError where an expert's scales are NaN, so mostly not in the checkpoint."""
+    for name in names:
+        scales = getattr(layer, name).data
+        missing = torch.isnan(scales.float()).flatten(1 if scales.ndim > 1 else 0)
+        if missing.ndim > 1:
+            missing = missing.any(1)
+        if bool(missing.any()):
+            which = missing.nonzero().flatten().tolist()
+            raise ValueError(
+                f"{name}: NaN or missing in the checkpoint for experts {which} (of this rank) of {layer.layer_name!r}"
+            )
+
+
+class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
+    """For ModelOpt's names. vLLM's loaders look for "ModelOpt" in the name of this class."""
+
+    _SCALES = ("w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2")
+
+    def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> None:
+        FusedMoEMethodBase.__init__(self, moe_config)
+        self.quant_config = quant_config
+
+    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
+        super().create_weights(layer, *args, **options)
+        _mark_unloaded(layer, *self._SCALES)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        _require_loaded(layer, *self._SCALES)
+        for name in ("w13_input_scale", "w2_input_scale"):  # of 4-bit activations, which there are none of
+            replace_parameter(layer, name, None)
+        self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
+
+
+class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4MoEMethod):  # type: ignore[misc]
+    """For compressed-tensors' names; its global scales encode, so they divide."""
+
+    _SCALES = ("w13_weight_scale", "w2_weight_scale", "w13_weight_global_scale", "w2_weight_global_scale")
+
+    def __init__(self, moe_config: FusedMoEConfig) -> None:
+        FusedMoEMethodBase.__init__(self, moe_config)
+        self.group_size = 16
+
+    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
+        super().create_weights(layer, *args, **options)
+        _mark_unloaded(layer, *self._SCALES)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        _require_loaded(layer, *self._SCALES)
+        scales = [1 / getattr(layer, f"{name}_weight_global_scale").data for name in ("w13", "w2")]
+        for name in ("w13", "w2"):
+            weight = torch.nn.Parameter(getattr(layer, f"{name}_weight_packed").data, requires_grad=False)
+            setattr(layer, f"{name}_weight", weight)
+            for old in ("weight_packed", "weight_global_scale", "input_global_scale"):
+                delattr(layer, f"{name}_{old}")
+        self._build(layer, *scales)

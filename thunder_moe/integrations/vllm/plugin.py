@@ -1,0 +1,47 @@
+"""The entry point `vllm.general_plugins`: tells vLLM of this package's experts of NVFP4 checkpoints.
+Called by vLLM in each of its processes; calls configs, which imports vLLM's layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+__all__ = ["SWITCH", "register"]
+
+# An environment variable, since the processes that vLLM starts inherit it: "0" turns the plugin off, "1" turns it on
+# with versions of vLLM that it was not tested with.
+SWITCH = "THUNDER_MOE_VLLM"
+TESTED = ("0.32.",)
+
+logger = logging.getLogger("vllm.thunder_moe")  # below vLLM's own logger, which prints
+
+
+def register() -> None:
+    """Registers the configurations of quantized checkpoints whose experts this package runs.
+
+    `VLLM_PLUGINS` without "thunder_moe" turns it off, and so do `THUNDER_MOE_VLLM=0` and, with a warning, a version of
+    vLLM other than the tested ones. Runs any number of times.
+    """
+    switch = os.environ.get(SWITCH, "")
+    if switch not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH}: got {switch!r}, wanted 0 (off), 1 (on with every version of vLLM) or nothing")
+    if switch == "0":
+        logger.info("NVFP4 experts run on vLLM's own kernels: %s=0.", SWITCH)
+        return
+    version = _vllm_version()
+    if switch != "1" and not version.startswith(TESTED):
+        logger.warning(
+            "NVFP4 experts run on vLLM's own kernels: thunder_moe was tested with vLLM %s*, this is %s; %s=1 tries it.",
+            "*, ".join(TESTED), version, SWITCH,
+        )  # fmt: skip
+        return
+    from thunder_moe.integrations.vllm.configs import register_configs
+
+    register_configs()
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
