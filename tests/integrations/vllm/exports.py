@@ -31,10 +31,12 @@ _LATENT = dict(
 )
 # What config.json has on the hub and vLLM needs, mostly nothing that transformers' configuration class knows.
 _ON_THE_HUB: dict[str, dict[str, Any]] = {
-    "afmoe": dict(score_func="sigmoid"),
+    "afmoe": dict(score_func="sigmoid", route_norm=True, route_scale=1.0),
     "deepseek_v2": dict(topk_method="group_limited_greedy", scoring_func="softmax"),
     "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "glm4_moe_lite": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+    "hy_v3": dict(first_k_dense_replace=1),
+    "minimax_m2": dict(scoring_func="sigmoid"),
     "llama4": dict(num_experts_per_tok=1),  # all that vLLM has weights on the experts' input for, and the hub
 }
 
@@ -78,9 +80,12 @@ def engine(path: Path, **options: Any) -> Iterator[Any]:
     """vLLM's LLM of a checkpoint, eager and in this process unless options say otherwise."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # a process per model class: half a minute each
+    # vLLM's compiled rotary embedding on a CPU reads the keys of latent attention wrongly, with 16-bit experts too.
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
     defaults: dict[str, Any] = dict(
         skip_tokenizer_init=True, dtype="float32", max_model_len=128, enforce_eager=True, max_num_seqs=4,
