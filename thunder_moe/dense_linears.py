@@ -147,7 +147,7 @@ class DenseLinears(ExpertFamily):
                 child = parent._modules.get(name)
                 alone = isinstance(child, nn.Linear) and child in found and child not in self._groups
                 if isinstance(child, nn.Linear) and alone and self.obstacle(child) is None:
-                    alike[child.in_features, child.weight.dtype, child.weight.device].append(child)
+                    alike[child.in_features, child.weight.dtype, self._device_of(child)].append(child)
             for members in alike.values():
                 if len(set(members)) > 1:
                     self._siblings.update(dict.fromkeys(members, _Siblings([ref(member) for member in members])))
@@ -166,8 +166,8 @@ class DenseLinears(ExpertFamily):
         )
 
     def together(self, module: nn.Module) -> list[nn.Module]:
-        """The linears that one weight is made of, this one among them."""
-        group = self._groups.get(module)
+        """The linears that are packed at once, as one weight or with one global scale, this one among them."""
+        group = self._groups.get(module) or self._siblings.get(module)
         return [module] if group is None else [*group.living()]
 
     def obstacle(self, module: nn.Module) -> str | None:
@@ -314,6 +314,9 @@ class _Siblings:
     def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
         self.members = members
         self._packed: dict[int, NVFP4Weight] = {}
+
+    def living(self) -> list[nn.Linear]:
+        return [member for reference in self.members if (member := reference()) is not None]
 
     def pack(self, own: nn.Linear, pack: Callable[[Tensor], NVFP4Weight], weight: Tensor) -> NVFP4Weight:
         """The weight (1, N, K) of one of them; all are packed at the first call, since each is freed after its own."""
