@@ -119,7 +119,7 @@ def _operators(shape: MoEShape, tokens: int, device: torch.device) -> dict[str, 
         "grouped_swiglu": lambda: swiglu(x, *first[0], offsets, row_slot, **first[1]),
         "grouped_mm_combine": lambda: combine(inner, *second[0], offsets, slot_row, scores, **second[1]),
         "moe_route": lambda: ops.moe_route(ids, shape.num_experts),
-        "scaled_grouped_mm_dgrad": no_grad(lambda: dgrad(grad, *first[0], offsets, **first[1])),
+        "scaled_grouped_mm_dgrad": lambda: dgrad(grad, *first[0], offsets, **first[1]),
         "gradient: torch._grouped_mm": with_backward(lambda: torch._grouped_mm(learned, transposed, offsets)),
         "gradient: scaled_grouped_mm": with_backward(lambda: gemm(learned, *first[0], offsets, **first[1])),
     }

@@ -159,6 +159,7 @@ def ways(monkeypatch):
     """Which way calls of the grouped GEMM take: "gradient" where autograd is asked, "checked" where all is checked."""
     taken = []
     monkeypatch.setattr(DESCRIBED, "_known", {})
+    monkeypatch.setattr(DESCRIBED, "_recent", ())
     for attribute, way in (("_differentiably", "gradient"), ("check", "checked")):
         original = getattr(DESCRIBED, attribute)
 
@@ -179,6 +180,35 @@ def test_arguments_of_one_kind_are_checked_once(ways):
     GROUPED_MM(torch.randn(16, 3).t(), *rest)
     GROUPED_MM(x[:2], *rest[:-1], rest[-1] - 1)
     assert ways == ["checked"] * 4
+
+
+def test_a_tensor_that_is_changed_in_place_is_of_another_kind(ways):
+    x, *rest = make()
+    for _ in range(2):
+        GROUPED_MM(x, *rest)
+    for change in (lambda t: t.t_(), lambda t: t.resize_(2, 16), lambda t: t.unsqueeze_(0)):
+        changed = x.clone()
+        GROUPED_MM(changed, *rest)
+        change(changed)
+        with pytest.raises(ValueError, match="got"):
+            GROUPED_MM(changed, *rest)
+    x.data = x.double()
+    with pytest.raises(ValueError, match="activation: got"):
+        GROUPED_MM(x, *rest)
+    assert ways == ["checked"] * 5
+
+
+def test_the_last_kinds_are_known_without_a_key(monkeypatch):
+    x, *rest = make()
+    calls = [(x, *rest), (x.bfloat16(), *rest), (x[:0], *rest[:-1], rest[-1] * 0)]
+    expected = [GROUPED_MM(*args) for args in calls for _ in range(2)][::2]  # the second time they are remembered
+    monkeypatch.setattr(DESCRIBED, "_known", None)
+    for args, wanted in zip(calls, expected, strict=True):
+        assert torch.equal(GROUPED_MM(*args), wanted)
+    with pytest.raises(AttributeError):  # another kind is looked up
+        GROUPED_MM(x.half(), *rest)
+    with use_backend("reference"), pytest.raises(AttributeError):
+        GROUPED_MM(*calls[0])
 
 
 def test_each_mode_takes_the_way_that_it_needs(ways):
@@ -227,6 +257,7 @@ def test_a_known_kind_is_that_of_a_backend_a_device_and_a_mode():
 
 def test_what_is_known_stays_bounded(monkeypatch):
     monkeypatch.setattr(DESCRIBED, "_known", {})
+    monkeypatch.setattr(DESCRIBED, "_recent", ())
     monkeypatch.setattr(operator, "_MAX_KNOWN", 4)
     for rows in range(1, 10):
         GROUPED_MM(*make(rows))
