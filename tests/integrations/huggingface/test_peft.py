@@ -1,0 +1,221 @@
+"""PEFT with 4-bit experts: configurations, files that PEFT reads and writes, several adapters, Trainer and SFTTrainer.
+Called by pytest where PEFT is installed (the extra "test" has it); judged by PEFT itself on the dequantized model.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+from oracle import relative_error
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model, tokens
+
+from thunder_moe import dequantize_, quantize_
+from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
+from thunder_moe.lora import add_lora_, lora_linears, lora_parameters
+
+peft = pytest.importorskip("peft")
+
+from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model  # noqa: E402
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+CONFIGS = {
+    "parameters": dict(target_parameters=EXPERTS),
+    "with attention": dict(target_parameters=EXPERTS[1:], target_modules=["q_proj", "v_proj"]),
+    "projections": dict(target_modules=["gate_proj", "up_proj", "down_proj", "o_proj"], use_rslora=True),
+    "pattern": dict(target_parameters=EXPERTS, rank_pattern={"experts.down_proj": 2}, layers_to_transform=[1]),
+}
+
+
+def quantized(name="qwen3_moe"):
+    return quantize_(tiny_model(name))
+
+
+def adapted(name="qwen3_moe", config="parameters", **options):
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, **{**CONFIGS[config], **options})
+    model = get_peft_model(quantized(name), config)
+    randomize(model)
+    return model
+
+
+def randomize(model):
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0, 0.1, generator=generator))
+
+
+def by_peft(name, path):
+    """The 16-bit model with the weights of the quantized one, and an adapter that PEFT itself has loaded."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*no (parameter|module) was matched")
+        return peft.PeftModel.from_pretrained(dequantize_(quantized(name)), path)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_peft_loads_what_is_saved_and_the_reverse(name, config, tmp_path):
+    model = adapted(name, config)
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        model.save_pretrained(tmp_path)
+        stock = by_peft(name, tmp_path)
+        assert relative_error(stock(tokens()).logits, logits) < 1e-5
+        stock.save_pretrained(tmp_path / "again")
+        loaded = load_peft_model(quantized(name), tmp_path / "again")
+        assert relative_error(loaded(tokens()).logits, logits) < 1e-5
+        with model.disable_adapter():
+            assert torch.equal(model(tokens()).logits, quantized(name)(tokens()).logits)
+        assert torch.equal(model(tokens()).logits, logits)
+    assert isinstance(model, peft.PeftModel)
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert all(parameter.requires_grad for parameter in lora_parameters(model))
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_one_tensor_per_expert(split, tmp_path):
+    """The form that vLLM reads: its own loader wants these names, and A of gate and up each."""
+    model = add_lora_(quantized(), 4, 8, split_gate_up=split)
+    randomize(model)
+    save_lora(model, tmp_path, per_expert=True)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    prefix = "base_model.model.model.layers.1.mlp.experts.7"
+    shapes = {key.removeprefix(f"{prefix}."): tuple(t.shape) for key, t in tensors.items() if key.startswith(prefix)}
+    assert shapes == {
+        f"{name}.lora_{each}.weight": shape
+        for name, (n, k) in dict(gate_proj=(32, 64), up_proj=(32, 64), down_proj=(64, 32)).items()
+        for each, shape in (("A", (4, k)), ("B", (n, 4)))
+    }
+    linear = model.model.layers[1].mlp.experts.gate_up_proj
+    a, b = (tensors[f"{prefix}.up_proj.lora_{each}.weight"] for each in "AB")
+    assert relative_error(2 * b @ a, linear.lora_delta(("default",))[7, 32:]) < 1e-6
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == [
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+    other = load_lora_(quantized(), tmp_path, "other")
+    assert relative_error(other(tokens()).logits, model(tokens()).logits) < 1e-5
+
+
+def test_what_matches_nothing_is_an_error(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="name none of the 4 linears of 4-bit experts"):
+        adapted(target_parameters=["mlp.other.gate_up_proj"])
+    with pytest.raises(ValueError, match="name none of the 0 linears"):
+        get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_parameters=EXPERTS))
+    other = tmp_path / "attention"
+    other.mkdir()
+    (other / "adapter_config.json").write_text((tmp_path / "adapter_config.json").read_text())
+    attention = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}
+    save_file(attention, other / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has no adapter of the 2 blocks of 4-bit experts"):
+        load_peft_model(quantized(), other)
+    with pytest.raises(ValueError, match="wanted both of gate_proj and up_proj"):
+        get_peft_model(quantized(), peft.LoraConfig(target_modules=["gate_proj"]))
+    with pytest.raises(ValueError, match="use_dora: got True"):
+        get_peft_model(quantized(), peft.LoraConfig(target_parameters=EXPERTS, use_dora=True))
+    config = json.loads((tmp_path / "adapter_config.json").read_text()) | dict(r=2)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="wanted 8 experts of rank 2"):
+        load_lora_(quantized(), tmp_path)
+
+
+def test_several_adapters(tmp_path):
+    model = adapted(config="with attention")
+    first = model(tokens()).logits
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, **CONFIGS["parameters"]))
+    assert torch.equal(model(tokens()).logits, first)
+    model.set_adapter("other")
+    randomize(model)
+    second = model(tokens()).logits
+    assert relative_error(second, first) > 0.01
+    trainable = {
+        name.split(".")[-1 if name.endswith("other") else -2] for name, p in model.named_parameters() if p.requires_grad
+    }
+    assert trainable == {"other"}
+    model.save_pretrained(tmp_path)
+    loaded = load_peft_model(quantized(), tmp_path / "other")
+    assert relative_error(loaded(tokens()).logits, second) < 1e-5
+    assert len(lora_linears(loaded)) == 4
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        ids = torch.randint(1, 64, (9,), generator=torch.Generator().manual_seed(index))
+        return dict(input_ids=ids, labels=ids)
+
+
+def train(model, folder, resume=None, trainer=None, **options):
+    """Ten steps, a checkpoint after five; the losses."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = dict(
+        max_steps=10, save_steps=5, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, seed=1,
+        report_to=[], use_cpu=True, save_strategy="steps", lr_scheduler_type="constant", disable_tqdm=True, **options,
+    )  # fmt: skip
+    run = (trainer or Trainer)(model, TrainingArguments(folder, **arguments), train_dataset=Texts())
+    run.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def test_trainer_resumed_is_trainer_uninterrupted(tmp_path):
+    whole = adapted(config="with attention")
+    losses = train(whole, tmp_path)
+    assert losses[-1] < losses[0] or min(losses) < losses[0]
+    resumed = adapted(config="with attention")
+    train(resumed, tmp_path, resume=str(tmp_path / "checkpoint-5"))
+    given = dict(whole.named_parameters())
+    trained = {name: p for name, p in resumed.named_parameters() if p.requires_grad}
+    assert len(trained) == 12
+    assert all(torch.equal(p, given[name]) for name, p in trained.items())
+    assert {path.name for path in (tmp_path / "checkpoint-5").iterdir()} >= {"adapter_model.safetensors"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_trainer_with_gradient_checkpointing(reentrant, tmp_path):
+    expected = train(adapted(), tmp_path / "plain")
+    options = dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
+    assert train(adapted(), tmp_path / "checkpointed", **options) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_kbit_training_under_autocast(tmp_path):
+    model = peft.prepare_model_for_kbit_training(quantize_(tiny_model("qwen3_moe", torch.bfloat16)))
+    model = get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **CONFIGS["parameters"]))
+    losses = train(model, tmp_path, bf16=True)
+    assert min(losses) < losses[0]
+
+
+@pytest.mark.slow
+def test_sft_trainer(tmp_path):
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"input_ids": Texts()[index]["input_ids"].tolist()} for index in range(24)])
+    arguments = trl.SFTConfig(tmp_path, max_steps=4, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
+                              report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, pad_token="<pad>")  # fmt: skip
+    tokenizer = _tokenizer()
+    model = adapted()
+    trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+    before = [parameter.clone() for parameter in lora_parameters(model)]
+    trainer.train()
+    assert all(not torch.equal(p, was) for p, was in zip(lora_parameters(model), before, strict=True))
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, 64)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )

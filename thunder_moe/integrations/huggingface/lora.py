@@ -1,0 +1,341 @@
+"""PEFT with 4-bit experts: `get_peft_model` and `load_peft_model` give a PeftModel whose experts have adapters, too.
+Called by users, Trainer and TRL; calls thunder_moe.lora for the experts, PEFT for all else, lora_files for the files.
+
+config -> the linears of experts that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from thunder_moe.integrations.huggingface.lora_files import (
+    CONFIG,
+    WEIGHTS,
+    Target,
+    is_of_experts,
+    only,
+    pattern,
+    read_adapter,
+    save_lora,
+    set_adapter_,
+    spec_of,
+    targets,
+)
+from thunder_moe.lora import add_lora_, lora_linears, use_lora_
+
+try:
+    import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+except ImportError as error:
+    raise ImportError(
+        "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
+    ) from error
+
+__all__ = ["get_peft_model", "load_peft_model"]
+
+_NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
+_SPLIT = (("gate_proj", "up_proj"), ("w1", "w3"))
+_DOWN = ("down_proj", "w2")
+
+
+def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
+    """`peft.get_peft_model` for a model with 4-bit experts: the same configuration adapts them, and all else.
+
+    Experts are named by ``target_parameters`` (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: gate and up share
+    A) or by ``target_modules`` (["gate_proj", "up_proj", "down_proj"], or "w1", "w3", "w2": one adapter each). Other
+    modules (attention, routers) are PEFT's. The result is a PeftModel: Trainer and TRL train it; its save_pretrained
+    writes files that PEFT loads onto the 16-bit model, its load_adapter reads them.
+
+    Args:
+        model: a model of transformers after `quantize_`, or of a 4-bit checkpoint.
+        peft_config: a `peft.LoraConfig`; lora_dropout works for experts, too.
+        adapter_name: of the adapter, which becomes the active one.
+
+    Raises:
+        ValueError: no experts are named, or the model has no 4-bit ones; gate_proj without up_proj; an option that
+            experts do not have (DoRA, biases, initializations but for True and "gaussian").
+    """
+    _check(peft_config)
+    chosen = _chosen(model, peft_config)
+    if not chosen:
+        names = sorted({target.name for target in targets(model)})
+        raise ValueError(
+            f"peft_config: target_modules={peft_config.target_modules} and target_parameters="
+            f"{peft_config.target_parameters} name none of the {len(names)} linears of 4-bit experts"
+            f" ({', '.join(names[:2])}, ...), wanted some of them, or peft.get_peft_model"
+        )
+    _add(model, chosen, peft_config, adapter_name)
+    return _wrap(model, _rest(model, peft_config), adapter_name)
+
+
+def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default", *, is_trainable: bool = False) -> Any:
+    """`peft.PeftModel.from_pretrained` for a model with 4-bit experts, which raises where an adapter matches nothing.
+
+    Args:
+        model: as in `get_peft_model`.
+        path: a directory with adapter_config.json and adapter_model.safetensors, as PEFT and `save_pretrained` of
+            `get_peft_model`'s result write them, or with an adapter per expert and projection.
+        adapter_name: of the adapter, which becomes the active one.
+        is_trainable: whether its parameters require gradients.
+
+    Raises:
+        ValueError: the files have no adapter of the model's experts, or one that does not fit.
+    """
+    found, rest, _ = read_adapter(model, path)
+    config = peft.PeftConfig.from_pretrained(str(path))
+    _check(config)
+    set_adapter_(model, found, adapter_name)
+    wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
+    wrapped.load_adapter(path, adapter_name, is_trainable=is_trainable)
+    return wrapped
+
+
+class _WithExperts:
+    """What a PeftModel does besides, for adapters of experts."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        safe_serialization: bool = True,
+        selected_adapters: list[str] | None = None,
+        save_embedding_layers: str | bool = "auto",
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes."""
+        if not safe_serialization:
+            raise ValueError(
+                "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
+            )
+        parent: Any = super()
+        embedding = dict(save_embedding_layers=save_embedding_layers, is_main_process=is_main_process)
+        parent.save_pretrained(str(save_directory), True, selected_adapters, **embedding, **kwargs)
+        model: Any = self
+        for name in selected_adapters or list(model.peft_config) if is_main_process else ():
+            folder = Path(save_directory) if name == "default" else Path(save_directory) / name
+            _complete(model.get_base_model(), folder, name)
+
+    def load_adapter(self, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
+        """As PEFT's, for a directory; fills the adapter of that name or adds it.
+
+        Raises:
+            ValueError: as `load_peft_model`.
+        """
+        model: Any = self
+        base = model.get_base_model()
+        found, rest, _ = read_adapter(base, model_id)
+        set_adapter_(base, found, adapter_name, freeze=False)
+        active = model.active_adapter if adapter_name in model.peft_config else None
+        with tempfile.TemporaryDirectory() as folder:
+            config = _rest(base, peft.PeftConfig.from_pretrained(str(model_id)), rest)
+            config.save_pretrained(folder)
+            save_file(rest, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+            parent: Any = super()
+            result = parent.load_adapter(folder, adapter_name, is_trainable=is_trainable, **kwargs)
+        _use(base, active or model.active_adapter, is_trainable)
+        return result
+
+    def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
+        """As PEFT's; the experts that the configuration names get adapters, too."""
+        model: Any = self
+        base = model.get_base_model()
+        _check(peft_config)
+        _add(base, _chosen(base, peft_config), peft_config, adapter_name, active=model.active_adapter)
+        parent: Any = super()
+        parent.add_adapter(adapter_name, _rest(base, peft_config), **kwargs)
+
+    def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
+        """As PEFT's; the experts switch, too."""
+        parent: Any = super()
+        parent.set_adapter(adapter_name, inference_mode)
+        model: Any = self
+        _use(model.get_base_model(), adapter_name, not inference_mode)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """As PEFT's; without the adapters of experts, too."""
+        model: Any = self
+        linears = lora_linears(model)
+        active = {name: linear.lora_active for name, linear in linears.items()}
+        parent: Any = super()
+        try:
+            use_lora_(model, None)
+            peft_has_any = any(isinstance(module, BaseTunerLayer) for module in model.modules())
+            with parent.disable_adapter() if peft_has_any else nullcontext():
+                yield
+        finally:
+            for name, linear in linears.items():
+                linear.lora_active = active[name]
+
+
+@functools.cache
+def _class_of(wrapped: Any) -> Any:
+    return type(f"{wrapped.__name__}WithExperts", (_WithExperts, wrapped), {"__module__": __name__})
+
+
+def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
+    wrapped = peft.get_peft_model(model, config, adapter_name)  # which freezes what it does not know
+    kind: Any = type(wrapped)
+    wrapped.__class__ = _class_of(kind)
+    _use(model, adapter_name)
+    return wrapped
+
+
+def _use(model: nn.Module, adapter_name: str, trainable: bool = True) -> None:
+    """Makes an adapter the only active one, whose parameters alone require gradients, if at all, as PEFT's do."""
+    linears = lora_linears(model)
+    known = {name for linear in linears.values() for name in linear.lora_specs}
+    use_lora_(model, adapter_name if adapter_name in known else None)
+    for linear in linears.values():
+        for name in linear.lora_specs:
+            for parameters in (linear.lora_A, linear.lora_B):
+                parameters[name].requires_grad_(trainable and name == adapter_name)
+
+
+# ---- which linears of experts a configuration names
+
+
+def _check(config: Any) -> None:
+    """ValueError for options that adapters of experts do not have."""
+    wanted = dict(use_dora=(False,), lora_bias=(False,), fan_in_fan_out=(False,), init_lora_weights=(True, "gaussian"))
+    for name, values in wanted.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            raise ValueError(f"peft_config.{name}: got {value!r}, wanted one of {values} for adapters of experts")
+    if str(getattr(config, "bias", "none")) != "none":
+        raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
+    if "LORA" not in str(config.peft_type):
+        raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
+
+
+def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
+    """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
+    found = []
+    for target in targets(model):
+        if not _in_layers(target.experts, config):
+            continue
+        if _is_named(target.name, config.target_parameters) or _is_module(target.path, config):
+            found.append((target, *_rank(config, target.name), False))
+            continue
+        of = [f"{target.experts}.0.{name}" for name in _DOWN] if target.parameter == "down_proj" else []
+        pairs = [] if of or target.parameter == "up_proj" else _SPLIT
+        hits = [[_is_module(f"{target.experts}.0.{name}", config) for name in pair] for pair in pairs]
+        if any(any(each) and not all(each) for each in hits):
+            raise ValueError(
+                f"peft_config.target_modules: got {config.target_modules}, wanted both of gate_proj and up_proj (w1 and"
+                f" w3) for the experts of {target.experts}, which have one weight for them"
+            )
+        if any(all(each) for each in hits):
+            found.append((target, *_rank(config, f"{target.experts}.0.gate_proj"), True))
+        elif any(_is_module(name, config) for name in of):
+            found.append((target, *_rank(config, f"{target.experts}.0.down_proj"), False))
+    return found
+
+
+def _is_named(key: str, names: Any) -> bool:
+    return any(key == name or key.endswith(f".{name}") for name in names or ())
+
+
+def _is_module(key: str, config: Any) -> bool:
+    """PEFT's rule: a regular expression for the whole name, or endings of it; exclude_modules likewise."""
+
+    def match(rule: Any) -> bool:
+        if isinstance(rule, str):
+            return rule != "all-linear" and re.fullmatch(rule, key) is not None
+        return _is_named(key, rule)
+
+    return match(config.target_modules) and not match(getattr(config, "exclude_modules", None) or ())
+
+
+def _in_layers(experts: str, config: Any) -> bool:
+    layers = getattr(config, "layers_to_transform", None)
+    if layers is None:
+        return True
+    number = re.search(r"\.(\d+)\.", experts)
+    return number is not None and int(number[1]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _rank(config: Any, name: str) -> tuple[int, float]:
+    def of(pattern: Any, default: Any) -> Any:
+        return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
+
+    return of(config.rank_pattern, config.r), of(config.alpha_pattern, config.lora_alpha)
+
+
+@torch.no_grad()
+def _add(
+    model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any, adapter: str, active: str | None = None
+) -> None:
+    for target, rank, alpha, split in chosen:
+        options: dict[str, Any] = dict(dropout=config.lora_dropout, rslora=config.use_rslora, split_gate_up=split)
+        path = target.path
+        add_lora_(model, rank, alpha, filter=only(path), adapter=adapter, freeze=False, **options)
+        if config.init_lora_weights == "gaussian":
+            target.linear.lora_A[adapter].normal_(std=1 / rank)
+    if active is not None:
+        _use(model, active)
+
+
+def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+    """The configuration for PEFT: what is not experts', by whole names, of which the files may have `tensors` alone."""
+    rest = copy.deepcopy(config)
+    rest.target_parameters = None
+    paths = {target.experts for target in targets(model)}
+
+    def inside(name: str) -> bool:
+        return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+    if rest.target_modules != "all-linear":
+        leaves = [name for name, module in model.named_modules() if name and not inside(name) and not module._modules]
+        found = {name for name in leaves if config.target_modules and _is_module(name, config)}
+        if tensors is not None:
+            found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
+        rest.target_modules = found or _NOTHING
+    others = [
+        name for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and not inside(name) and _is_named(name, config.target_parameters)
+    ]  # fmt: skip
+    if others:
+        rest.target_parameters = others
+    return rest
+
+
+# ---- files
+
+
+def _complete(model: nn.Module, folder: Path, adapter: str) -> None:
+    """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
+    tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_experts(model, key)}
+    config = json.loads((folder / CONFIG).read_text())
+    has = any(adapter in linear.lora_specs for linear in lora_linears(model).values())
+    if has:
+        with tempfile.TemporaryDirectory() as own:
+            save_lora(model, own, adapter)
+            tensors |= load_file(Path(own) / WEIGHTS)
+            ours = json.loads((Path(own) / CONFIG).read_text())
+        if config.get("target_modules") == _NOTHING:
+            config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
+            config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
+        else:  # where the experts' numbers are others, they are in the patterns
+            specs = {t.name: spec for t in targets(model) if (spec := spec_of(t, adapter)) is not None}
+            ranks = {name: spec.rank * spec.parts for name, spec in specs.items()}
+            per_alpha = {name: rank**0.5 if config.get("use_rslora") else rank for name, rank in ranks.items()}
+            alphas = {name: round(spec.scaling * per_alpha[name], 9) for name, spec in specs.items()}
+            config["rank_pattern"] = pattern(ranks, config["r"]) | (config.get("rank_pattern") or {})
+            config["alpha_pattern"] = pattern(alphas, config["lora_alpha"]) | (config.get("alpha_pattern") or {})
+            config["target_parameters"] = (config.get("target_parameters") or []) + ours["target_parameters"]
+        config["lora_dropout"] = 0.0  # PEFT has none for parameters
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,425 @@
+"""PEFT's adapter files of experts: their names and shapes, reading into 4-bit experts, writing for PEFT and vLLM.
+Called by huggingface.lora and users; calls thunder_moe.lora. It needs neither PEFT nor its classes.
+
+    PEFT           <experts>[.base_layer].lora_A.weight (E * r, K), .lora_B.weight (N, r * E): target_parameters
+    per expert     <experts>.{e}.gate_proj.lora_A.weight (r, K), ...lora_B.weight (N, r): what vLLM reads
+
+Legend: E experts, N out_features, K in_features, r rank of one part, P parts (2: gate and up apart), R = P * r.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from thunder_moe.formats.gate_up import deinterleave, interleave
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.lora import add_lora_
+from thunder_moe.nn.lora import LoRALinear, LoRASpec
+from thunder_moe.quantize import Filter
+
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "Adapter",
+    "Target",
+    "is_of_experts",
+    "load_lora_",
+    "only",
+    "pattern",
+    "read_adapter",
+    "save_lora",
+    "set_adapter_",
+    "spec_of",
+    "targets",
+]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
+_LORA = re.compile(r"\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?$")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear of the experts of a layer, as PEFT names it.
+
+    Attributes:
+        experts: the path of the module in the model.
+        parameter: the name of the 16-bit parameter, "gate_up_proj", "up_proj" or "down_proj".
+        module: the experts.
+        swapped: PEFT takes the weight (E, K, N) for (E, N, K), so that its A is our B (Llama 4).
+        interleaved: the rows of gate and up take turns.
+    """
+
+    experts: str
+    parameter: str
+    module: NVFP4Experts
+    swapped: bool
+    interleaved: bool
+
+    @property
+    def linear(self) -> Any:
+        return self.module.down_proj if self.parameter == "down_proj" else self.module.gate_up_proj
+
+    @property
+    def name(self) -> str:
+        """Of the parameter in the 16-bit model."""
+        return f"{self.experts}.{self.parameter}"
+
+    @property
+    def path(self) -> str:
+        """Of the linear in the quantized model."""
+        return f"{self.experts}.{'down_proj' if self.parameter == 'down_proj' else 'gate_up_proj'}"
+
+
+@dataclass
+class Adapter:
+    """The adapter of a `Target`, in the order of rows that our weights have: A (E, P r, K), B (E, N, r)."""
+
+    a: Tensor
+    b: Tensor
+    rank: int
+    scaling: float
+    parts: int = 1
+
+
+def targets(model: nn.Module) -> list[Target]:
+    """The linears of all `NVFP4Experts` of a model, those of a layer after each other."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Experts):
+            form, attributes = module.form, vars(module)
+            swapped = form.transposed and not attributes.get("is_transposed", getattr(module, "is_transposed", False))
+            first = "gate_up_proj" if form.gated else "up_proj"
+            found.append(Target(name, first, module, swapped, form.interleaved))
+            found.append(Target(name, "down_proj", module, swapped, False))
+    return found
+
+
+def save_lora(
+    model: nn.Module, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
+) -> None:
+    """Writes an adapter of the experts as PEFT does: adapter_model.safetensors and adapter_config.json.
+
+    PEFT loads it onto the 16-bit model (``PeftModel.from_pretrained(model, path)``), `load_lora_` onto a quantized one.
+
+    Args:
+        model: a model of transformers whose experts `quantize_` and `add_lora_` have changed.
+        path: a directory, which is made.
+        adapter: its name.
+        per_expert: a tensor per expert and projection, named as in the original checkpoints (``gate_proj``, ...), as
+            vLLM reads it, in place of PEFT's for fused experts.
+        config: more entries of adapter_config.json, a dictionary.
+
+    Raises:
+        ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
+    """
+    chosen = [(target, found) for target in targets(model) if (found := _adapter_of(target, adapter)) is not None]
+    if not chosen:
+        raise ValueError(
+            f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
+        )
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    encode = _encode_per_expert if per_expert else _encode
+    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in encode(chosen)}
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+    (path / CONFIG).write_text(json.dumps(_config(model, chosen, per_expert) | (config or {}), indent=2) + "\n")
+
+
+def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
+    """Adds an adapter of the experts from PEFT's files to a quantized model, or fills the one of that name.
+
+    Args:
+        model: a model of transformers after `quantize_` (or of a 4-bit checkpoint).
+        path: a directory with adapter_config.json and adapter_model.safetensors.
+        adapter: the name that it gets; it becomes the active one.
+        freeze: as in `add_lora_`.
+
+    Raises:
+        ValueError: the adapter matches no experts of the model, or is also of other modules (attention, say), which
+            `get_peft_model` handles; tensors that do not fit; a kind of adapter that is not plain LoRA.
+    """
+    found, rest, _ = read_adapter(model, path)
+    if rest:
+        raise ValueError(
+            f"path: {path} has adapters of {len(rest)} tensors that are no experts' ({next(iter(rest))}, ...), wanted"
+            " integrations.huggingface.lora.load_peft_model, which leaves those to PEFT"
+        )
+    set_adapter_(model, found, adapter, freeze=freeze)
+    return model
+
+
+def set_adapter_(model: nn.Module, found: dict[str, Adapter], adapter: str, *, freeze: bool = True) -> None:
+    """Adds adapters by the path of their linear, or fills those that are there; ValueError where shapes differ."""
+    for path, new in found.items():
+        linear: Any = model.get_submodule(path)
+        if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
+            split = new.parts == 2
+            alpha = new.scaling * new.rank
+            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, freeze=freeze)
+            add_lora_(model, new.rank, alpha, filter=only(path), **options)
+            linear = model.get_submodule(path)
+        spec, a, b = linear.lora_specs[adapter], linear.lora_A[adapter], linear.lora_B[adapter]
+        if (spec.rank, spec.parts) != (new.rank, new.parts):
+            if spec.parts == 1 and new.parts == 2 and spec.rank == 2 * new.rank:
+                new = _joined(new)
+            elif (spec.rank, spec.parts) != (new.rank, new.parts):
+                raise ValueError(
+                    f"{path}: got an adapter of rank {new.rank} x {new.parts}, wanted {spec.rank} x {spec.parts}"
+                )
+        for name, parameter, value in (("A", a, new.a), ("B", b, new.b)):
+            if parameter.shape != value.shape:
+                raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(parameter.shape)}")
+            with torch.no_grad():
+                parameter.copy_(value * (new.scaling / spec.scaling) if name == "B" else value)
+
+
+def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
+    """The adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
+
+    Raises:
+        ValueError: as `load_lora_`, but for other tensors.
+    """
+    path = Path(path)
+    config = json.loads((path / CONFIG).read_text())
+    if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
+        raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
+    tensors = load_file(path / WEIGHTS)
+    known = targets(model)
+    rest = {}
+    by_module: dict[str, dict[tuple[str, str], Tensor]] = {}
+    experts = {target.experts for target in known}
+    for key, tensor in tensors.items():
+        match = _LORA.search(key)
+        name = key[: match.start()].removeprefix(_PREFIX) if match else ""
+        owner, inside = next(((each, tail) for each in experts if (tail := _tail(name, each)) is not None), ("", ""))
+        if match is None or not owner:
+            rest[key] = tensor
+            continue
+        by_module.setdefault(owner, {})[inside, match[1]] = tensor
+    if not by_module:
+        raise ValueError(
+            f"path: {path / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
+            f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
+        )
+    found = {}
+    for owner, given in by_module.items():
+        own = [target for target in known if target.experts == owner]
+        for target, adapter in _decode(own, given, config):
+            found[target.path] = adapter
+    return found, rest, config
+
+
+def only(path: str) -> Filter:
+    """A filter that takes the linear of this name alone."""
+    return lambda module, name: name == path
+
+
+# ---- names
+
+
+def is_of_experts(model: nn.Module, key: str) -> bool:
+    """Whether a key of PEFT's state dicts is of a block of 4-bit experts."""
+    name = key.removeprefix(_PREFIX)
+    return any(_tail(name, target.experts) is not None for target in targets(model))
+
+
+def _tail(name: str, experts: str) -> str | None:
+    """What a key has behind the path of the experts: "", "base_layer", "3.gate_proj", ...; None: it is not theirs."""
+    layer, _, last = experts.rpartition(".")
+    parent, _, block = layer.rpartition(".")
+    for known in dict.fromkeys((block, "mlp", "block_sparse_moe", "feed_forward")):
+        prefix = ".".join(part for part in (parent, known, last) if part)
+        for start in (prefix, prefix.replace("language_model.", "")):
+            if name == start:
+                return ""
+            if name.startswith(f"{start}."):
+                return name.removeprefix(f"{start}.")
+    return None
+
+
+# ---- PEFT's ParamWrappers: A (E * r, K), B (N, r * E), each wrapped in the next
+
+
+def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+    by_module: dict[str, list[tuple[Target, Adapter]]] = {}
+    for target, adapter in chosen:
+        by_module.setdefault(target.experts, []).append((target, adapter))
+    for experts, wrapped in by_module.items():
+        for depth, (target, adapter) in enumerate(reversed(wrapped)):
+            joined = _joined(adapter)
+            a, b = joined.a, interleave(joined.b) if target.interleaved else joined.b
+            a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
+            name = experts + ".base_layer" * depth
+            yield f"{name}.lora_A.weight", a.reshape(-1, a.shape[2])
+            yield f"{name}.lora_B.weight", b.permute(1, 2, 0).reshape(b.shape[1], -1)
+
+
+def _decode(
+    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any]
+) -> Iterator[tuple[Target, Adapter]]:
+    if any(re.match(r"\d+\.", inside) for inside, _ in given):
+        yield from _decode_per_expert(own, given, config)
+        return
+    depths = sorted({inside.count("base_layer") for inside, _ in given})
+    names = config.get("target_parameters") or []
+    named = [t for t in own if any(t.name == each or t.name.endswith(f".{each}") for each in names)]
+    wrapped = named if len(named) == len(depths) else own if len(own) == len(depths) else []
+    if not wrapped or {inside.replace("base_layer", "").strip(".") for inside, _ in given} != {""}:
+        raise ValueError(
+            f"path: the adapters of {own[0].experts} ({', '.join(inside or 'itself' for inside, _ in given)}) are not"
+            f" those of target_parameters={list(names)}"
+        )
+    for depth, target in zip(depths, reversed(wrapped), strict=True):
+        inside = ".".join(["base_layer"] * depth)
+        a, b = given[inside, "A"].float(), given[inside, "B"].float()
+        experts = target.linear.num_experts
+        rank, alpha = _rank_and_alpha(config, target.name)
+        if a.shape[0] != rank * experts or b.shape[1] != rank * experts:
+            raise ValueError(
+                f"path: {target.name} has adapters {tuple(a.shape)} and {tuple(b.shape)}, wanted {experts} experts of"
+                f" rank {rank}"
+            )
+        a, b = a.reshape(experts, rank, -1), b.reshape(b.shape[0], rank, experts).permute(2, 0, 1)
+        a, b = (b.transpose(1, 2), a.transpose(1, 2)) if target.swapped else (a, b)
+        b = deinterleave(b.contiguous()) if target.interleaved else b
+        yield target, Adapter(a.contiguous(), b.contiguous(), rank, _scaling(config, rank, alpha))
+
+
+# ---- one adapter per expert and projection
+
+
+def _encode_per_expert(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+    for target, adapter in chosen:
+        if not target.module.form.gated:
+            raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
+        names = ("down_proj",) if target.parameter == "down_proj" else ("gate_proj", "up_proj")
+        rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.parts, 1)
+        for at, name in enumerate(names):
+            a, b = columns[at if adapter.parts > 1 else 0], rows[at]
+            for expert in range(a.shape[0]):
+                yield f"{target.experts}.{expert}.{name}.lora_A.weight", a[expert].clone()
+                yield f"{target.experts}.{expert}.{name}.lora_B.weight", b[expert].clone()
+
+
+def _decode_per_expert(
+    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any]
+) -> Iterator[tuple[Target, Adapter]]:
+    parts: dict[tuple[int, str], dict[int, Tensor]] = {}
+    for (inside, each), tensor in given.items():
+        expert, _, name = inside.partition(".")
+        if name not in _PARTS:
+            raise ValueError(f"path: {own[0].experts} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
+        parts.setdefault((_PARTS[name], each), {})[int(expert)] = tensor.float()
+    experts = own[0].linear.num_experts
+    stacked = {}
+    for key, tensors in parts.items():
+        if sorted(tensors) != list(range(experts)):
+            raise ValueError(
+                f"path: {own[0].experts} has adapters of {len(tensors)} of the {experts} experts, wanted all"
+            )
+        stacked[key] = torch.stack([tensors[expert] for expert in range(experts)])
+    rank, alpha = _rank_and_alpha(config, f"{own[0].experts}.0.down_proj")
+    scaling = _scaling(config, rank, alpha)
+    if ((0, "A") in stacked) != ((1, "A") in stacked):
+        raise ValueError(f"path: {own[0].experts} has an adapter of gate_proj or up_proj alone, wanted both or neither")
+    if (0, "A") in stacked:
+        a = torch.cat([stacked[0, "A"], stacked[1, "A"]], 1)
+        yield own[0], Adapter(a, torch.cat([stacked[0, "B"], stacked[1, "B"]], 1), rank, scaling, 2)
+    if (2, "A") in stacked:
+        yield own[1], Adapter(stacked[2, "A"], stacked[2, "B"], rank, scaling)
+
+
+# ---- what an adapter is
+
+
+def spec_of(target: Target, adapter: str) -> LoRASpec | None:
+    """Rank and scaling of an adapter of a linear; None where it has none of that name."""
+    linear = target.linear
+    return linear.lora_specs.get(adapter) if isinstance(linear, LoRALinear) else None
+
+
+def _adapter_of(target: Target, adapter: str) -> Adapter | None:
+    linear, spec = target.linear, spec_of(target, adapter)
+    if spec is None:
+        return None
+    if linear.lora_merged:
+        raise ValueError(f"model: {list(linear.lora_merged)} are merged in {target.path}, wanted unmerge_lora_ before")
+    experts = linear.num_experts
+    a, b = (each[adapter].detach().expand(experts, -1, -1) for each in (linear.lora_A, linear.lora_B))
+    return Adapter(a, b, spec.rank, spec.scaling, spec.parts)
+
+
+def _joined(adapter: Adapter) -> Adapter:
+    """The same with one part: of two, A's rows one after the other, and B in blocks."""
+    if adapter.parts == 1:
+        return adapter
+    gate, up = adapter.b.chunk(2, 1)
+    b = torch.cat([torch.cat([gate, torch.zeros_like(gate)], 2), torch.cat([torch.zeros_like(up), up], 2)], 1)
+    return Adapter(adapter.a, b, 2 * adapter.rank, adapter.scaling)
+
+
+def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) -> dict[str, Any]:
+    ranks = {t.name: a.rank if per_expert else _joined(a).rank for t, a in chosen}
+    alphas = {t.name: ranks[t.name] * a.scaling for t, a in chosen}
+    rank = min(ranks.values())
+    alpha = next(alphas[name] for name in ranks if ranks[name] == rank)
+    suffixes = sorted(set(map(_suffix, ranks)))
+    config = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none",
+        use_rslora=False, use_dora=False, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
+        base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
+        target_modules=[], target_parameters=suffixes,
+        rank_pattern=pattern(ranks, rank), alpha_pattern=pattern(alphas, alpha),
+    )  # fmt: skip
+    if per_expert:
+        down = {t.parameter for t, _ in chosen}
+        modules = (["gate_proj", "up_proj"] if down - {"down_proj"} else []) + ["down_proj"] * ("down_proj" in down)
+        config |= dict(target_modules=modules, target_parameters=None)
+    return config
+
+
+def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
+    """PEFT's pattern of numbers by module, no two keys of which fit one name: PEFT sorts them when it saves."""
+    if set(values.values()) == {general}:
+        return {}
+    by_suffix: dict[str, set[float]] = {}
+    for name, value in values.items():
+        by_suffix.setdefault(_suffix(name), set()).add(value)
+    if all(len(each) == 1 for each in by_suffix.values()):
+        return {re.escape(suffix): each.pop() for suffix, each in by_suffix.items()}
+    return {re.escape(name): value for name, value in values.items()}
+
+
+def _suffix(name: str) -> str:
+    """What layers have in common: "mlp.experts.down_proj"."""
+    return ".".join(name.split(".")[-3:])
+
+
+def _rank_and_alpha(config: dict[str, Any], name: str) -> tuple[int, float]:
+    """Of a module by its name, as PEFT finds it in the patterns."""
+
+    def of(pattern: dict[str, Any] | None, default: Any) -> Any:
+        for key, value in (pattern or {}).items():
+            if re.match(rf"(.*\.)?({key})$", name):
+                return value
+        return default
+
+    return int(of(config.get("rank_pattern"), config["r"])), float(
+        of(config.get("alpha_pattern"), config["lora_alpha"])
+    )
+
+
+def _scaling(config: dict[str, Any], rank: int, alpha: float) -> float:
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
