@@ -179,9 +179,11 @@ def choose_modules(
 @torch.no_grad()
 def quantize_modules(model: nn.Module, chosen: Chosen, run: Quantization, label: str) -> None:
     """Replaces what `choose_modules` has found; `chosen` is empty afterwards."""
-    _swap(model, chosen, lambda module, family: family.convert(module, run), label)
-    for family in families_of(model):
-        family.finish(model)
+    try:
+        _swap(model, chosen, lambda module, family: family.convert(module, run), label)
+    finally:  # what was replaced before an interrupt is saved as such, too
+        for family in families_of(model):
+            family.finish(model)
 
 
 @torch.inference_mode(False)

@@ -190,6 +190,24 @@ def test_a_given_state_dict_is_what_is_saved(tmp_path, quantized):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+def test_a_class_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import Qwen3MoeForCausalLM\n\n\nclass Own(Qwen3MoeForCausalLM):\n    own = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    from modeling_own import Own
+
+    Own.register_for_auto_class("AutoModelForCausalLM")
+    model = Own._from_config(tiny_config("qwen3_moe"), dtype=BF16).eval()
+    quantize_(model).save_pretrained(tmp_path / "saved")
+    assert type(model).__name__ == "Own"
+    assert (tmp_path / "saved" / "modeling_own.py").exists()
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True)
+    assert back.own
+    assert_same(model, back)
+
+
 def test_a_folder_is_used_again(tmp_path, quantized):
     path = tmp_path / "saved"
     path.mkdir()

@@ -8,14 +8,12 @@ A marked model's class is a subclass of its own, of the same name, so that `mode
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -31,6 +29,7 @@ from thunder_moe.qat import FakeQuantize
 
 try:
     from transformers import PreTrainedModel
+    from transformers.dynamic_module_utils import custom_object_save
     from transformers.quantizers.base import HfQuantizer
 except ImportError as error:
     raise ImportError(
@@ -151,8 +150,7 @@ class QuantizedModel:
             raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
         if not is_main_process:
             return None
-        model = self if state_dict is None else _with_tensors(self, state_dict)
-        with _written(model, directory, max_shard_size) as whole:
+        with _tensors_of(self, state_dict), _written(self, directory, max_shard_size) as whole:
             _move(whole, directory)
         if push_to_hub:
             _upload(directory, token, **kwargs)
@@ -235,28 +233,40 @@ def forget_quantization(model: Any) -> None:
                 vars(config).pop(name, None)
 
 
-def _with_tensors(model: nn.Module, state_dict: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a model that holds the tensors of a state dict and none of its own.
+@contextmanager
+def _tensors_of(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Puts the tensors of a state dict into a model meanwhile, without a copy; those of a 4-bit weight are in layout
+    "linear", as their shapes tell.
 
     Raises:
         ValueError: the state dict lacks some.
     """
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            empty = torch.empty_like(parameter, device="meta")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for name, buffer in module.named_buffers(recurse=False):
-            dropped = name in module._non_persistent_buffers_set
-            memo[id(buffer)] = buffer if dropped else torch.empty_like(buffer, device="meta")
-    quantizer = getattr(model, "hf_quantizer", None)
-    memo[id(quantizer)] = quantizer
-    new = copy.deepcopy(model, memo)
-    new.load_state_dict(state_dict, strict=False, assign=True)
-    lacking = [name for name, tensor in chain(new.named_parameters(), new.named_buffers()) if tensor.is_meta]
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    given: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
+    if state_dict is None:
+        yield
+        return
+    for place, module in model.named_modules(remove_duplicate=False):
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        for home, keys in ((module._parameters, module._parameters.keys()), (module._buffers, persistent)):
+            for key in keys:
+                if (tensor := home[key]) is not None:
+                    name = f"{place}.{key}" if place else key
+                    kept.append((home, key, tensor))
+                    names.setdefault(id(tensor), name)
+                    if name in state_dict:
+                        given[id(tensor)] = state_dict[name]
+    lacking = [name for tensor, name in names.items() if tensor not in given]
     if lacking:
         raise ValueError(f"state_dict: lacks {', '.join(lacking[:5])}, wanted all tensors of the model")
-    return new
+    try:
+        for home, key, tensor in kept:
+            home[key] = given[id(tensor)]
+        yield
+    finally:
+        for home, key, tensor in kept:
+            home[key] = tensor
 
 
 @contextmanager
@@ -270,7 +280,14 @@ def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator
     directory.absolute().parent.mkdir(parents=True, exist_ok=True)
     around = Path(mkdtemp(prefix=f".{directory.name}.", dir=directory.absolute().parent))
     try:
-        yield save_checkpoint(model, around / "whole", max_shard_size=max_shard_size)
+        code: list[str] = []
+        if model._auto_class is not None:  # a class of the user's own, whose file goes along
+            (around / "code").mkdir()
+            code = custom_object_save(model, around / "code", config=model.config)
+        whole = save_checkpoint(model, around / "whole", max_shard_size=max_shard_size)
+        for file in code:
+            shutil.copy(file, whole)
+        yield whole
     finally:
         shutil.rmtree(around, ignore_errors=True)
 
