@@ -167,6 +167,58 @@ def test_converted(tmp_path, name):
     load_checkpoint(tmp_path / "converted")
 
 
+def small_step3p7():
+    text = tiny_config("qwen3_moe").to_dict() | dict(
+        model_type="step3p7_text", n_routed_experts=8, share_expert_dim=32, mlp_layer_types=["dense", "sparse"],
+        layer_types=["full_attention"] * 2, tie_word_embeddings=False,
+    )  # fmt: skip
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=56)
+    config = transformers.Step3p7Config(text_config=text, vision_config=vision)
+    return transformers.Step3p7ForConditionalGeneration._from_config(config, dtype=BF16)
+
+
+def small_aria():
+    sizes = {name: getattr(tiny_config("mixtral"), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    experts = dict(moe_num_experts=8, moe_topk=2, moe_num_shared_experts=1, num_hidden_layers=1)
+    config = transformers.AriaTextConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
+    return transformers.AriaTextForCausalLM._from_config(config, dtype=BF16)
+
+
+def small_ernie_vl():
+    text = tiny_config("ernie4_5_moe").to_dict() | dict(
+        model_type="ernie4_5_vl_moe_text", moe_intermediate_size=[32, 16], mlp_layer_types=["dense", "sparse"],
+        rope_parameters=dict(mrope_section=[2, 2, 4], rope_type="default", rope_theta=10000.0),
+    )  # fmt: skip
+    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32)
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Ernie4_5_VLMoeForConditionalGeneration._from_config(config, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (small_step3p7, ["model.layers.1.moe.experts"]),
+        (small_aria, ["model.layers.0.mlp.experts"]),
+        (small_ernie_vl, [f"model.language_model.layers.1.mlp.{kind}_moe.experts" for kind in ("text", "vision")]),
+    ],
+)
+def test_experts_that_checkpoints_name_otherwise(tmp_path, make, paths):
+    try:
+        model = make()
+    except AttributeError as error:
+        pytest.skip(f"transformers {transformers.__version__}: {error}")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1, generator=generator)
+    save_checkpoint(quantize_(model), tmp_path / "out")
+    assert Checkpoint(tmp_path / "out").experts == paths
+    back = load_checkpoint(tmp_path / "out")
+    first, second = model.state_dict(), back.state_dict()
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert torch.equal(bits(tensor), bits(second[key])), key
+
+
 @pytest.mark.parametrize("name", ["llama4", "qwen3_vl_moe"])
 def test_files_with_fused_names_load(tmp_path, name):
     """As they were written before: one tensor for all experts, with one scale."""

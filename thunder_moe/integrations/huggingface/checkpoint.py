@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
-from thunder_moe.checkpoint.modules import PROJECTIONS
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
@@ -161,11 +161,7 @@ def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:
 
 
 def expert_sources(model: transformers.PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
-    """Path of each block of 4-bit experts in the model -> its path and layout in a checkpoint.
-
-    Raises:
-        ValueError: checkpoints of the architecture name experts in a way that is not known here.
-    """
+    """Path of each block of 4-bit experts in the model -> its path and layout in a checkpoint."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
     return {name: _source(model, name, module) for name, module in blocks.items()}
 
@@ -212,37 +208,4 @@ def _source(model: transformers.PreTrainedModel, name: str, module: NVFP4Experts
     quantizer = getattr(model, "hf_quantizer", None)
     if isinstance(quantizer, NVFP4CheckpointQuantizer) and name in quantizer.layouts:
         return quantizer.layouts[name]
-    # What transformers makes of one tiny expert shows the names.
-    form = module.form
-    first, rows = ("gate_up_proj", 2) if form.gated else ("up_proj", 1)
-    up, down = torch.zeros(1, rows, 1), torch.zeros(1, 1, 1)
-    tiny = {f"{name}.{first}": up.mT if form.transposed else up, f"{name}.down_proj": down}
-    stand_in: Any = _WithParameters(model, tiny)
-    names = list(revert_weight_conversion(stand_in, tiny))
-    fused = next((key for key in names if key.endswith((".gate_up_proj", ".up_proj"))), None)
-    if fused is not None:
-        path = fused.rpartition(".")[0]
-        return path, ExpertsLayout(fused=form.interleaved, interleaved=form.interleaved)
-    beside = next((key for key in names if key.endswith(".input_linear.weight")), None)
-    if beside is not None:  # Granite has its fused experts under two linears; others read each at "experts"
-        return beside.replace("input_linear.weight", "experts"), ExpertsLayout()
-    split = [key.removesuffix(".weight").rsplit(".", 2) for key in names]  # path, expert, projection
-    if any(len(parts) != 3 or parts[2] not in PROJECTIONS for parts in split):
-        raise ValueError(
-            f"model: {type(model).__name__} keeps experts as {names}, which ModelOpt's form has no name for"
-        )
-    projections = {PROJECTIONS[projection]: projection for _, _, projection in split}
-    return split[0][0], ExpertsLayout(projections=tuple(projections.get(p, p) for p in ("gate", "up", "down")))
-
-
-class _WithParameters:
-    """A model that has these parameters as well: transformers' conversions ask for the shapes of 16-bit experts."""
-
-    def __init__(self, model: transformers.PreTrainedModel, parameters: dict[str, Tensor]) -> None:
-        self._model, self._parameters = model, parameters
-
-    def get_parameter(self, name: str) -> Tensor:
-        return self._parameters[name] if name in self._parameters else self._model.get_parameter(name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    return expert_source(model, name, module.form)

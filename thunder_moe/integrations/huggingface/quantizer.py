@@ -25,6 +25,7 @@ from thunder_moe.checkpoint.formats.registry import check_quantization
 from thunder_moe.dense_linears import join_read_together
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
@@ -239,6 +240,7 @@ class _ModelNames:
         self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         self._prefix = model.base_model_prefix
         self._state = model.state_dict()
+        self._model = model
 
     def experts(self, source: str) -> str | None:
         """Of a block of experts; None when the model has no such layer.
@@ -253,6 +255,10 @@ class _ModelNames:
             for name in self.blocks:
                 if key.startswith(f"{name}."):
                     return name
+        for name, module in self.blocks.items():
+            form = form_of(module)
+            if form is not None and expert_source(self._model, name, form)[0] == source:
+                return name
         for key in keys:
             if key in self._state:
                 raise ValueError(f"model: {key} is of experts that are not known here, cannot load {source} into them")
