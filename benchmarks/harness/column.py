@@ -2,7 +2,8 @@
 Started by suites/model.py as `python -m benchmarks.harness.column SPEC FILE`; calls harness/{models,decode,timing}.py.
 
 FILE receives a JSON object per line as results come in, each a part of the column's row. With `turns` the process says
-{"ready": true} there when all is compiled, and measures once its standard input has a line: then nothing else runs.
+{"ready": true} there before it measures, and measures once its standard input has a line: then nothing else runs.
+Before it compiles again it says {"measured": true}, and waits for another line: others may be ready to measure.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch.multiprocessing  # teaches ForkingPickler to share CUDA tensors
 from torch import Tensor, nn
 
 from benchmarks.harness.decode import DecodeStep, generate_tokens_per_second, prefill, step_bytes, tensor_bytes
-from benchmarks.harness.models import build
+from benchmarks.harness.models import build, config_of
 from benchmarks.harness.roofline import Limits
 from benchmarks.harness.timing import Timing, measure
 from thunder_moe import dequantize_, quantize_, rewrite_report
@@ -41,6 +42,8 @@ __all__ = ["COLUMNS", "TOLERANCE", "Form", "Spec", "run"]
 # the share of tokens beyond APART, which the router sends to another expert because of such a rounding.
 TOLERANCE, APART, MOST_APART = 0.1, 0.2, 0.25
 CHECK_LAYERS, CHECK_BATCH, CHECK_CONTEXT, CHECK_PROMPT, CHECK_KEPT = 2, 64, 24, 200, 64
+# Of a graph that is checked itself: texts of decode steps, prompts and tokens of prefills.
+CHECK_TEXTS, CHECK_PROMPTS, CHECK_TOKENS = 32, 16, 2048
 PROFILE_ROWS = 25
 
 
@@ -128,15 +131,19 @@ class _Column:
     form: Form = field(init=False)
     device: torch.device = field(init=False)
     _shared_bytes: int = field(default=0, init=False)
-    _turn: Callable[[], None] = field(init=False)
+    _turns: _Turns = field(init=False)
+    _reference: nn.Module | None = field(default=None, init=False)  # of graphs that are checked themselves
+    _errors: list[Tensor] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.form, self.device = COLUMNS[self.spec.column], torch.device(self.spec.device)
-        self._turn = _turn(self.spec, self.emit)
+        self._turns = _Turns(self.spec.turns, self.emit)
 
     def run(self) -> None:
         part = self.spec.part
-        if part in ("all", "check"):
+        if part == "all" and self._is_small():
+            self._reference = self._build_reference()
+        elif part in ("all", "check"):
             self._check()
         if part in ("all", "measure"):
             self._run(self._load() if self.spec.weights is None else self._attach())
@@ -205,6 +212,80 @@ class _Column:
             torch.cuda.empty_cache()
         return result
 
+    def _is_small(self) -> bool:
+        """Whether the model that is timed has so few layers that its own graphs are checked: on a CPU, where compiling
+        others for that takes most of a column's time."""
+        layers: int = config_of(self.spec.model, self.spec.layers).num_hidden_layers
+        return self.device.type == "cpu" and layers <= CHECK_LAYERS and not Path(self.spec.model).is_dir()
+
+    def _check_step(self, model: nn.Module, forward: Callable[..., Any], step: DecodeStep) -> None:
+        """Compares decode steps of a graph that is timed with the reference's, behind the same keys and values."""
+        if self._reference is None:
+            return
+        reference = DecodeStep(self._reference, step.batch, self.spec.context)
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = step.config.vocab_size
+        context = torch.randint(1, vocabulary, (step.batch, self.spec.context), generator=generator)
+        reference.fill(self._reference, context)
+        for ours, theirs in zip(step.keys_values, reference.keys_values, strict=True):
+            for tensor, other in zip(ours, theirs, strict=True):
+                tensor[: step.batch].copy_(other)
+        errors = []
+        for _ in range(-(-CHECK_TEXTS // step.batch)):
+            token = torch.randint(1, vocabulary, (step.batch, 1), generator=generator)
+            logits = []
+            for each, call in ((step, forward), (reference, self._reference)):
+                each.token.copy_(token)  # in place: another tensor could be compiled for
+                each.rewind()
+                logits.append(each(call).float())
+            errors.append(_token_errors(*logits))
+        if self.form.backend == "thunder_moe":
+            _require_rewritten(forward, len(expert_blocks(model)))
+        self._judge(torch.cat(errors))
+
+    def _check_prefill(self, forward: Callable[..., Any], tokens: int) -> None:
+        """Compares prefills of a graph that is timed with those of the reference."""
+        if self._reference is None:
+            return
+        generator = torch.Generator().manual_seed(1)
+        config: Any = self._reference.config
+        errors = []
+        for _ in range(max(2, min(CHECK_PROMPTS, CHECK_TOKENS // tokens))):
+            ids = torch.randint(1, config.vocab_size, (1, tokens), generator=generator)
+            errors.append(_token_errors(prefill(forward, ids).float(), prefill(self._reference, ids).float()))
+        self._judge(torch.cat(errors))
+
+    def _judge(self, errors: Tensor) -> None:
+        """Emits the worst errors of the parts that were checked, those of tokens in `errors` last.
+
+        Raises:
+            RuntimeError: they are too large.
+        """
+        self._errors.append(errors)
+        error = max(part.median().item() for part in self._errors)
+        apart = max((part > APART).float().mean().item() for part in self._errors)
+        self.emit({"relative_error": error, "tokens_apart": apart})
+        if error > TOLERANCE or apart > MOST_APART:
+            raise RuntimeError(
+                f"wrong: relative error {error:.2g} of a token's logits, wanted at most {TOLERANCE} in the median; "
+                f"{apart:.0%} of the tokens differ by more than {APART}, wanted at most {MOST_APART:.0%}"
+            )
+
+    def _build(self, layers: int | None, finish: Callable[[nn.Module, str], None] | None) -> nn.Module:
+        how: dict[str, Any] = dict(attention=self.spec.attention, seed=self.spec.seed)
+        return build(self.spec.model, self.device, layers=layers, finish=finish, **how)
+
+    def _build_reference(self) -> nn.Module:
+        """What the column is compared with: transformers' code on the column's weights, dequantized if it quantizes."""
+        quantized = self.form.quantize
+        if quantized is None and self.form.nvfp4:
+            quantized = {}
+        model = build(
+            self.spec.model, self.device, layers=min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS),
+            seed=self.spec.seed, finish=None if quantized is None else _quantizer(quantized),
+        )  # fmt: skip
+        return model if quantized is None else dequantize_(model)
+
     def _check(self) -> None:
         """Compares logits with those of eager 16-bit code on the same (dequantized) weights.
 
@@ -214,28 +295,17 @@ class _Column:
         """
         step, wanted = self._check_logits(None)
         _, found = self._check_logits(step)
-        errors = [_token_errors(*pair) for pair in zip(found, wanted, strict=True)]
-        error = max(part.median().item() for part in errors)
-        apart = max((part > APART).float().mean().item() for part in errors)
-        self.emit({"relative_error": error, "tokens_apart": apart})
-        if error > TOLERANCE or apart > MOST_APART:
-            raise RuntimeError(
-                f"wrong: relative error {error:.2g} of a token's logits, wanted at most {TOLERANCE} in the median; "
-                f"{apart:.0%} of the tokens differ by more than {APART}, wanted at most {MOST_APART:.0%}"
-            )
+        for pair in zip(found, wanted, strict=True):
+            self._judge(_token_errors(*pair))
 
     def _check_logits(self, reference: DecodeStep | None) -> tuple[DecodeStep, list[Tensor]]:
         """The step and logits of the column, or of what it is compared with if `reference`, its step, is None."""
-        quantized = self.form.quantize
-        if quantized is None and reference is None and self.form.nvfp4:
-            quantized = {}
-        layers = min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS)
-        model = build(
-            self.spec.model, self.device, layers=layers, attention=self.spec.attention if reference else "sdpa",
-            seed=self.spec.seed, finish=None if quantized is None else _quantizer(quantized),
-        )  # fmt: skip
-        if reference is None and quantized is not None:
-            dequantize_(model)
+        if reference is None:
+            model = self._build_reference()
+        else:
+            quantized = self.form.quantize
+            layers = min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS)
+            model = self._build(layers, None if quantized is None else _quantizer(quantized))
         step = DecodeStep(model, CHECK_BATCH, CHECK_CONTEXT)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(1, step.config.vocab_size, (CHECK_BATCH, CHECK_CONTEXT), generator=generator)
@@ -273,13 +343,10 @@ class _Column:
         if self.device.type == "cuda":
             torch.zeros((), device=self.device)  # makes the context
         if self.spec.part == "load":
-            self._turn()
+            self._turns.measure()
         self._reset_peak()
         start = self._clock()
-        model = build(
-            self.spec.model, self.device, layers=self.spec.layers, attention=self.spec.attention,
-            seed=self.spec.seed, finish=timed,
-        )  # fmt: skip
+        model = self._build(self.spec.layers, timed)
         seconds = self._clock() - start
         config: Any = model.config
         self.emit({
@@ -301,7 +368,7 @@ class _Column:
 
     def _generate(self, model: nn.Module) -> dict[str, Any]:
         prompt_tokens, new_tokens = self.spec.generate or (1, 1)
-        self._turn()
+        self._turns.measure()
         how = dict(prompt_tokens=prompt_tokens, new_tokens=new_tokens, rounds=max(2, min(5, self.spec.rounds)))
         first, median, third = quantiles(generate_tokens_per_second(model, **how), n=4, method="inclusive")
         return {"tokens_per_second": median, "quartiles": [first, third]}
@@ -312,6 +379,7 @@ class _Column:
         first_call, logits = self._first_call(lambda: step(forward))
         if not bool(logits.isfinite().all()):
             raise RuntimeError("wrong: the logits are not finite")
+        self._check_step(model, forward, step)
         timing = self._measure(lambda: step(forward), step.rewind, graph=self.form.compiled)
         needed = step_bytes(model, _experts(model), step, packed=self.form.nvfp4 and self.form.quantize is None)
         result: dict[str, Any] = {**asdict(timing), "first_call_seconds": first_call, "step_bytes": needed}
@@ -334,6 +402,7 @@ class _Column:
     def _prefill(self, forward: Callable[..., Any], ids: Tensor, first: dict[str, Any]) -> dict[str, Any]:
         if "error" in first:
             return first
+        self._check_prefill(forward, ids.shape[1])
         # Nobody captures a graph for each length of a prompt: plain calls.
         timing = self._measure(lambda: prefill(forward, ids), graph=False)
         result: dict[str, Any] = {**asdict(timing), **first}
@@ -347,6 +416,8 @@ class _Column:
         Without the collector of garbage, which visits the graphs again and again and finds little: to trace 48 small
         layers took 28.6 s of a CPU's time and 0.63 GB, without it 25.2 s and 0.68 GB.
         """
+        if self.form.compiled:
+            self._turns.compile()
         gc.disable()
         try:
             start = self._clock()
@@ -358,7 +429,7 @@ class _Column:
     def _measure(self, function: Callable[[], Any], before: Callable[[], None] | None = None, *, graph: bool) -> Timing:
         how: dict[str, Any] = dict(rounds=self.spec.rounds, min_rounds=min(3, self.spec.rounds), slow=600.0)
         how |= dict(budget=self.spec.budget, own_graphs=() if graph else ("function",), before=before)
-        self._turn()
+        self._turns.measure()
         timings = measure({"function": function}, device=self.device, **how)
         timing = timings["function"]
         return timing if graph or self.device.type == "cpu" else replace(timing, method="plain calls")
@@ -400,23 +471,38 @@ class _Column:
         return {"peak_bytes": self._shared_bytes + torch.cuda.max_memory_allocated()}
 
 
-def _turn(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
-    """A function that returns when it is this process's turn; the turn lasts until the process ends.
+class _Turns:
+    """Asks the process that started this one when it may measure, and after that when it may compile.
 
-    Raises:
-        EOFError: from the function: the process that gives turns has ended.
+    Args:
+        waits: whether there is one to ask.
+        emit: as that of `run`.
     """
-    waits = spec.turns
 
-    def turn() -> None:
-        nonlocal waits
-        if waits:
-            emit({"ready": True})
+    def __init__(self, waits: bool, emit: Callable[[dict[str, Any]], None]) -> None:
+        self._waits, self._emit, self._measures = waits, emit, False
+
+    def measure(self) -> None:
+        """Returns when nothing else runs; the turn lasts until `compile`, or the end of the process.
+
+        Raises:
+            EOFError: the process that gives turns has ended.
+        """
+        if not self._measures:
+            self._ask("ready")
+            self._measures = True
+
+    def compile(self) -> None:
+        """Returns when nobody else is ready to measure; errors as of `measure`."""
+        if self._measures:
+            self._ask("measured")
+            self._measures = False
+
+    def _ask(self, what: str) -> None:
+        if self._waits:
+            self._emit({what: True})
             if not sys.stdin.readline():
                 raise EOFError("the benchmark has ended")
-            waits = False
-
-    return turn
 
 
 def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
@@ -431,7 +517,7 @@ def run(spec: Spec, emit: Callable[[dict[str, Any]], None]) -> None:
         ValueError: the model has no experts.
     """
     if spec.column == "limits":
-        _turn(spec, emit)()
+        _Turns(spec.turns, emit).measure()
         limits = Limits.measured(torch.device(spec.device))
         emit({"read_bytes_per_second": limits.read_bytes_per_second})
     else:

@@ -2,9 +2,10 @@
 Called by suites/model.py; starts harness/column.py, calls harness/models.py for how much memory a model takes.
 
 Nothing is timed while anything else of the run compiles or computes: a process that is ready to measure says so and
-waits for its turn. With more than one job the parts of a column (each batch, the prefills, the check) are processes
-that compile at the same time. On CUDA they share the weights, which another process has loaded. Once all that may run
-at the same time are ready or have ended, they measure one by one.
+waits for its turn. On CUDA and with more than one job the parts of a column (each batch, the prefills, the check) are
+processes that compile at the same time, and share the weights, which another process has loaded. On a CPU a column is
+one process, which compiles a graph, measures it and goes on to the next. Once all that may run at the same time are
+ready or have ended, they measure one by one; then they go on.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class _Task:
     results: TextIO | None = None
     log: Path | None = None
     ended: bool = False
-    started: float = 0.0
+    started: float = 0.0  # or when it began to compile again
     late: bool = False  # was killed because it took too long to compile
     ready: bool = False  # waits for its turn
+    measured: bool = False  # waits until it may compile again
     weights: str | None = None  # of a loader: the file by which it shares them
 
     @property
@@ -83,7 +85,7 @@ class _Task:
     @property
     def busy(self) -> bool:
         """Whether it compiles or computes."""
-        return not (self.ended or self.ready or self.serves)
+        return not (self.ended or self.ready or self.measured or self.serves)
 
     def start(self, directory: Path, index: int, jobs: int) -> None:
         self.started = time.monotonic()
@@ -115,6 +117,7 @@ class _Task:
             part: Row = json.loads(line)
             cells += "decode" in part or "prefill" in part
             self.ready = part.pop("ready", self.ready)
+            self.measured = part.pop("measured", self.measured)
             for key, value in part.items():
                 if isinstance(value, dict) and isinstance(self.row.get(key), dict):
                     self.row[key] |= value
@@ -141,10 +144,12 @@ class _Task:
         print(f"\n{self.name}:", *lines[-30:], sep="\n", file=sys.stderr)
 
     def give_turn(self) -> None:
-        """Lets it measure; it is busy then."""
+        """Lets it measure, or compile again; it is busy then."""
         assert self.process is not None
         assert self.process.stdin is not None
-        self.ready = False
+        if self.measured:
+            self.started = time.monotonic()
+        self.ready = self.measured = False
         with contextlib.suppress(BrokenPipeError):  # it has died: the next poll says how
             self.process.stdin.write(b"turn\n")
             self.process.stdin.flush()
@@ -174,7 +179,7 @@ def run_columns(specs: Sequence[Spec], jobs: int, patience: float = math.inf) ->
     """
     device = specs[0].device
     limits = _Task(Spec("", "limits", device))
-    groups = list(_groups(specs, split=jobs > 1))
+    groups = list(_groups(specs, split=jobs > 1 and device == "cuda"))
     groups[0].insert(0, limits)
     tasks = [task for group in groups for task in group]
     cells = sum(len(spec.batches) + len(spec.prompts) for spec in specs)
@@ -286,6 +291,10 @@ def _run(tasks: Sequence[_Task], jobs: int, patience: float, directory: Path, ba
             if measuring:
                 ready[0].give_turn()
                 _say(bar, f"measuring {ready[0].name}")
+            else:
+                for task in running:
+                    if task.measured:
+                        task.give_turn()
         elif not measuring:
             _say(bar, f"compiling, {len(ready)} of {sum(not task.serves for task in running)} ready")
         for task in list(running):

@@ -19,9 +19,12 @@ else of the run computes; a cell whose quartiles are more than 5 % of its median
 "% of floor" is the time to read what a decode step has to read (experts that have tokens, other weights, keys and
 values, each in the column's own format) at the measured bandwidth, over the step's time.
 
-The compiled decode step of a column's two-layer model is compared with eager 16-bit code on the same (dequantized)
-weights; a wrong column has no times. Weights are random: `--models` takes names of real models, which are the default
-on CUDA, of small models for a CPU, a config.json, or the directory of a checkpoint.
+A compiled decode step and prefill of a column's two-layer model (on a CPU, those that are timed, where the model has no
+more layers) are compared with eager 16-bit code on the same (dequantized) weights; a wrong column has no times. Weights
+are random: `--models` takes names of real models, which are the default on CUDA, of small models for a CPU, a
+config.json, or the directory of a checkpoint.
+
+A bar says what runs. Interrupted, the benchmark writes and prints what it has measured.
 
 `--merge` makes one report of several, for example of models that were measured on several GPUs.
 """
@@ -48,7 +51,8 @@ STEM = "model"
 # device -> models, batches, prompts, context, prompt and new tokens of generate()
 DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
     "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
-    "cpu": (["qwen3_moe"], [1, 8], [128], 64, (32, 16)),
+    # With all columns this ends in about 90 s on two cores.
+    "cpu": (["qwen3_moe"], [1], [128], 64, (32, 16)),
 }
 
 
@@ -130,8 +134,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     result.add_argument(
         "--jobs", type=positive,
-        help="processes that compile at the same time, as far as memory allows: with more than one each graph of a "
-        "column is a process; nothing is measured meanwhile (default: on CUDA one a core, at most 16; on a CPU 1)",
+        help="processes that compile at the same time, as far as memory allows; nothing is measured meanwhile. On CUDA "
+        "with more than one each graph of a column is a process (default: on CUDA one a core, at most 16; on a CPU two "
+        "a core, at most 5)",
     )  # fmt: skip
     result.add_argument(
         "--profile",
@@ -157,7 +162,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.batch = sorted(batches if args.batch is None else args.batch)
     args.prompts = prompts if args.prompts is None else args.prompts
     args.context = args.context or context
-    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else 1)
+    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else min(len(COLUMNS), 2 * cores()))
     args.generate = generate if args.generate is None else args.generate
     if len(args.generate) not in (0, 2):
         result.error(

@@ -152,9 +152,11 @@ def test_wrong_logits_have_no_times(config, monkeypatch, what):
         return forward
 
     monkeypatch.setattr(column._Column, "_compile", compiled)
-    row, error = run(spec(config(), "compiled bf16"))
-    assert "wrong: relative error 0.2" in str(error)
-    assert list(row) == ["relative_error", "tokens_apart"]
+    for part in ("check", "all"):  # of a model of its own, and of the graphs that are timed
+        row, error = run(spec(config(), "compiled bf16", part=part))
+        assert "wrong: relative error 0.2" in str(error)
+        assert "prefill" not in row
+        assert ("decode" in row) == (part == "all" and what == "prefill")
 
 
 def test_a_cell_that_does_not_fit_says_so(config, uncompiled, monkeypatch):
@@ -181,13 +183,14 @@ def test_the_head_is_quantized_with_the_layers(config, uncompiled, monkeypatch, 
         return built[-1]
 
     monkeypatch.setattr(column, "build", build)
-    row, error = run(spec(config(), "quantize_ linears"))
-    assert error is None
-    assert 0 < row["relative_error"] < 0.05
-    reference, checked, timed = built
-    assert not any(isinstance(part, NVFP4Linear) for part in reference.modules())
-    for model in (checked, timed):
+    for part in ("check", "all"):
+        row, error = run(spec(config(), "quantize_ linears", part=part))
+        assert error is None
+        assert 0 < row["relative_error"] < 0.05
+        reference, model = built
+        assert not any(isinstance(part, NVFP4Linear) for part in reference.modules())
         assert isinstance(model.lm_head, NVFP4Linear) == (least == 1)
+        built.clear()
 
 
 @pytest.mark.slow
@@ -210,7 +213,6 @@ def test_columns_compile_once_for_all_batches_but_one(config, monkeypatch):
         return torch.compile(model, fullgraph=True, backend=backend)
 
     monkeypatch.setattr(column._Column, "_compile", count)
-    monkeypatch.setattr(column._Column, "_check", lambda self: None)
     _, error = run(spec(config(), "quantize_", batches=(1, 3, 5), prompts=(), generate=(2, 1)))
     assert error is None
     assert len(graphs) == 2
@@ -289,6 +291,7 @@ def test_an_interrupt_keeps_what_was_measured(config, workers, tmp_path, monkeyp
 
     monkeypatch.setattr(processes._Task, "poll", interrupt)
     arguments = ["--models", config(), "--columns", "eager bf16,quantize_", "--output", str(tmp_path / "out")]
+    arguments += ["--jobs", "1"]
     with pytest.raises(SystemExit):
         main(["model", "--device", "cpu", *arguments])
     rows = json.loads((tmp_path / "out" / f"model_{machine_name(torch.device('cpu'))}.json").read_text())["rows"]
@@ -456,6 +459,50 @@ def test_a_process_measures_when_no_other_computes(config, tmp_path, monkeypatch
             assert "measures" not in state.values(), line
         state[name] = what
     assert measured == 1 + (3 if capacity == 0 else 2) + 3
+
+
+ALTERNATING = """
+import json, sys, time
+spec, path = json.loads(sys.argv[1]), sys.argv[2]
+def emit(**part):
+    open(path, "a").write(json.dumps(part) + "\\n")
+def log(what):
+    open("LOG", "a").write(f"{what} {spec['column']}\\n")
+def ask(what):
+    log(what)
+    emit(**{what: True})
+    assert sys.stdin.readline()
+if spec["column"] == "limits":
+    ask("ready")
+    sys.exit(emit(read_bytes_per_second=1e9))
+for batch in spec["batches"]:
+    log("compiles")
+    time.sleep(0.1)
+    ask("ready")
+    log("measures")
+    time.sleep(0.1)
+    emit(decode={str(batch): {"median": 1.0}})
+    if batch != spec["batches"][-1]:
+        ask("measured")
+log("ends")
+"""
+
+
+def test_processes_of_a_cpu_compile_again_when_all_have_measured(config, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    (tmp_path / "worker.py").write_text(ALTERNATING.replace("LOG", str(log)))
+    monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
+    specs = [Spec(config(), name, "cpu", batches=(1, 8)) for name in ("compiled bf16", "thunder_moe", "quantize_")]
+    _, rows = processes.run_columns(specs, jobs=2)
+    assert all(list(row["decode"]) == ["1", "8"] and "error" not in row for row in rows)
+    state, compiled_together = {}, 0
+    for line in log.read_text().splitlines():
+        what, _, name = line.partition(" ")
+        state[name] = what
+        if what == "measures":
+            assert {other for key, other in state.items() if key != name} <= {"ready", "measured", "ends"}, line
+        compiled_together += list(state.values()).count("compiles") == 2
+    assert compiled_together >= 2
 
 
 def test_a_process_that_hangs_is_ended(config, tmp_path, monkeypatch):
