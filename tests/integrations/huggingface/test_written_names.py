@@ -148,7 +148,7 @@ def test_saved_partly_quantized(tmp_path, name):
     assert torch.equal(logits(load_checkpoint(tmp_path / "out")), logits(model))
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if not name.values[0].startswith("granitemoe")])
+@pytest.mark.parametrize("name", TABLE)
 def test_converted(tmp_path, name):
     """convert writes the names and lists of save_checkpoint."""
     model = tiny_model(known(name), BF16)
