@@ -139,6 +139,12 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         names = _ModelNames(model)
         self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+        if any(".lora_A." in name for name in self.checkpoint.others):
+            logger.warning(
+                "%s holds adapters of experts beside the weights, which are not loaded: add_lora_(model, ...) as before"
+                " it was saved, then model.load_state_dict of its tensors",
+                self.checkpoint.path,
+            )
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
         unexpected, missing = [_NOT_WEIGHTS], [rf"\.{_WAITING}$"]
