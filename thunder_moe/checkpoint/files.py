@@ -145,8 +145,12 @@ def _check_inside(index: Path, name: str, file: Any) -> None:
         raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted a file inside {index.parent}")
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
     """The directory of a checkpoint: a path, or the name of a hub model that the local cache holds (no network).
+
+    Args:
+        path: of the directory, or the name.
+        revision: of the hub model; None: its main one.
 
     Raises:
         FileNotFoundError: there is neither.
@@ -163,7 +167,7 @@ def find_checkpoint(path: str | Path) -> Path:
         pass
     else:
         try:
-            return Path(snapshot_download(str(path), local_files_only=True))
+            return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
         except (ValueError, OSError) as error:  # not a model's name, or not in the cache
             why = f"the local Hugging Face cache has no model of that name ({type(error).__name__})"
     raise FileNotFoundError(f"path: {path} is not a directory, and {why}")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
@@ -124,6 +125,7 @@ def write_checkpoint(
     layout: ExpertsLayout | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     extra: dict[str, str] | None = None,
+    companions: Path | None = None,
 ) -> Path:
     """Writes a checkpoint in ModelOpt's layout.
 
@@ -135,6 +137,7 @@ def write_checkpoint(
         layout: how the architecture lays out experts; per expert when None.
         max_shard_size: of a file, in bytes or as "5GB".
         extra: text of further files by name.
+        companions: directory of another checkpoint, whose files but for weights and configs go along.
 
     Returns:
         The directory.
@@ -163,6 +166,8 @@ def write_checkpoint(
         write_configs(directory, config, ignored)
         for name, text in (extra or {}).items():
             (directory / name).write_text(text, encoding="utf-8")
+        if companions is not None:
+            copy_companions(companions, directory)
     return path
 
 

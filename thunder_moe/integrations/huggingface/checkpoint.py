@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
+from thunder_moe.checkpoint.files import find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
@@ -25,6 +27,7 @@ from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 try:
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
+    from transformers.dynamic_module_utils import custom_object_save
 except ImportError as error:
     raise ImportError(
         "integrations.huggingface.checkpoint needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
@@ -117,6 +120,9 @@ def save_checkpoint(
     """Writes a model with NVFP4 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
     `load_checkpoint`.
 
+    The tokenizer and the other files but weights of the directory (or of the hub's local cache) that the model was
+    loaded from are copied, as is the Python code of a model that has its own.
+
     Loading it again gives every tensor bit for bit. Weights alone are 4-bit (W4A16_NVFP4): scales of 4-bit activations
     and of the key-value cache that the model's own checkpoint may have had are not kept. The names are those of that
     checkpoint, or of its architecture's checkpoints on the hub, but experts are written one by one; only GPT-OSS has
@@ -137,6 +143,13 @@ def save_checkpoint(
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
+    return write_model(model, path, max_shard_size, _source_directory(model))
+
+
+def write_model(
+    model: transformers.PreTrainedModel, path: str | Path, max_shard_size: int | str, companions: Path | None
+) -> Path:
+    """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
     if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
@@ -145,12 +158,40 @@ def save_checkpoint(
             raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
     sources = expert_sources(model)
     layout = next((layout for _, layout in sources.values()), None)
-    extra = {}
+    config = model_config(model)
+    extra = _own_code(model, config)
     if model.can_generate():
         extra["generation_config.json"] = model.generation_config.to_json_string()
     return write_checkpoint(
-        path, model_config(model), model_tensors(model), layout=layout, max_shard_size=max_shard_size, extra=extra
+        path,
+        config,
+        model_tensors(model),
+        layout=layout,
+        max_shard_size=max_shard_size,
+        extra=extra,
+        companions=companions,
     )
+
+
+def _own_code(model: transformers.PreTrainedModel, config: dict[str, Any]) -> dict[str, str]:
+    """Text of the Python files of a model that is no part of transformers, by name; `config` comes to name them."""
+    with TemporaryDirectory() as folder:
+        for part in (model.config, model):
+            if part._auto_class is not None:
+                custom_object_save(part, folder, config=config)
+        return {file.name: file.read_text(encoding="utf-8") for file in Path(folder).iterdir()}
+
+
+def _source_directory(model: transformers.PreTrainedModel) -> Path | None:
+    """The checkpoint that a model was loaded from, if it is still there and of the same kind of model."""
+    name = model.name_or_path
+    try:
+        directory = find_checkpoint(name, getattr(model.config, "_commit_hash", None)) if name else None
+        if directory is None or read_json(directory / "config.json").get("model_type") != model.config.model_type:
+            return None
+    except (OSError, ValueError):
+        return None
+    return directory
 
 
 def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:

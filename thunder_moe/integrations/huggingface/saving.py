@@ -272,7 +272,7 @@ def _tensors_of(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> It
 @contextmanager
 def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
     """A directory beside `directory` with the model's checkpoint, removed afterwards."""
-    from thunder_moe.integrations.huggingface.checkpoint import save_checkpoint
+    from thunder_moe.integrations.huggingface.checkpoint import write_model
 
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor"):
@@ -280,14 +280,7 @@ def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator
     directory.absolute().parent.mkdir(parents=True, exist_ok=True)
     around = Path(mkdtemp(prefix=f".{directory.name}.", dir=directory.absolute().parent))
     try:
-        code: list[str] = []
-        if model._auto_class is not None:  # a class of the user's own, whose file goes along
-            (around / "code").mkdir()
-            code = custom_object_save(model, around / "code", config=model.config)
-        whole = save_checkpoint(model, around / "whole", max_shard_size=max_shard_size)
-        for file in code:
-            shutil.copy(file, whole)
-        yield whole
+        yield write_model(model, around / "whole", max_shard_size, None)
     finally:
         shutil.rmtree(around, ignore_errors=True)
 
