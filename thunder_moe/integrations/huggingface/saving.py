@@ -29,7 +29,6 @@ from thunder_moe.qat import FakeQuantize
 
 try:
     from transformers import PreTrainedModel
-    from transformers.dynamic_module_utils import custom_object_save
     from transformers.quantizers.base import HfQuantizer
 except ImportError as error:
     raise ImportError(
