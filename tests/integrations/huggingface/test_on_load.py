@@ -250,6 +250,31 @@ def test_the_sizes_that_transformers_plans_with(saved, monkeypatch):
     assert 0.99 * (packed + plain) < sum(sizes.values()) < 1.01 * (packed + plain)
 
 
+@pytest.mark.parametrize("linears", [False, "*_proj"])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_a_layer_on_disk(saved, tmp_path, name, linears):
+    pytest.importorskip("accelerate")
+    model = quantized(saved(name), linears=(lambda module, path: path.endswith("_proj")) if linears else False)
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"], "cpu")
+    where = dict(device_map={**parts, "model.layers.1": "disk"}, offload_folder=tmp_path)
+    loaded = load(saved(name), ThunderMoeConfig(linears=linears), **where)
+    layers = loaded.model.layers
+    assert {tensor.device.type for tensor in layers[1].state_dict().values()} == {"meta"}
+    assert "meta" not in {tensor.device.type for tensor in layers[0].state_dict().values()}
+    assert list(tmp_path.glob("model.layers.1.*.gate_up_proj.qdata.safetensors"))
+    if linears:
+        assert type(layers[1].self_attn.q_proj) is NVFP4Linear  # a stack's tensors would be away for its parts
+        assert type(layers[0].self_attn.q_proj) is NVFP4LinearPart
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    with pytest.raises(ValueError, match="meta"):
+        loaded.save_pretrained(tmp_path / "saved")
+    if not linears and name == "llama4":
+        del where["offload_folder"]
+        refused(saved(name), "provide an `offload_folder`", **where)
+
+
 def refused(saved, match, error=ValueError, config=None, **options):
     with pytest.raises(error, match=match):
         load(saved, ThunderMoeConfig() if config is None else config, **options)

@@ -21,8 +21,10 @@ from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
+from thunder_moe.integrations.huggingface.offload import Offloaded, separate
 from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quantization, mark_quantized
+from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.quantize import Place, check_finite, choose_modules, quantize_modules, replace_module
 
@@ -59,13 +61,6 @@ class ThunderMoeQuantizer(SavesNVFP4):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         # Transformers calls it again when it knows what "auto" means.
         self._device_map, self._load = device_map, None
-        if isinstance(device_map, dict):
-            devices = {str(device) for device in device_map.values()}
-            if "disk" in devices or ("cpu" in devices and len(devices) > 1):
-                raise ValueError(
-                    f"device_map: got {sorted(devices)}, wanted no offloading to 'cpu' or 'disk': weights that are"
-                    " quantized while they load cannot be offloaded"
-                )
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         self._dtype = dtype
@@ -104,9 +99,10 @@ class _Load:
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
         _refuse_parallel(model)
         config.check_names(model)
-        self.model, self.config, self.device_map = model, config, device_map
+        self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
         self.replaced = False
+        self._offloaded: list[Offloaded] = []
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.inference_mode(False), torch.no_grad():
             run, chosen = choose_modules(model, **config.options(), device_of=self._device_of(model))
@@ -138,18 +134,36 @@ class _Load:
         if isinstance(self.device_map, str):  # "auto" and the like, before transformers has decided
             accelerator = torch.accelerator.current_accelerator()
             return accelerator or torch.device("cpu")
-        return torch.device(get_device(self.device_map, name, valid_torch_device=True))
+        return self._main if self._waits(name) else torch.device(get_device(self.device_map, name))
 
-    def take(self, name: str, tensor: Tensor) -> None:
-        """A tensor of a unit has been loaded."""
-        unit = self.units[name]
+    @property
+    def _main(self) -> torch.device:
+        """Where offloaded modules compute."""
+        devices = [device for device in self.device_map.values() if str(device) not in ("cpu", "disk")]
+        return torch.device(devices[0] if devices else "cpu")
+
+    def _waits(self, name: str) -> str | None:
+        """Where an offloaded module or parameter waits, "cpu" or "disk"; None where it is not offloaded."""
+        device = str(get_device(self.device_map, name))
+        return device if device == "disk" or (device == "cpu" and self._main.type != "cpu") else None
+
+    def take(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Takes a tensor of a unit that has been loaded; returns what transformers is to write to disk."""
+        unit, waits = self.units[name], self._waits(name)
+        files: dict[str, Tensor] = {}
         unit.take(name, tensor.to(self.device(name)))
         if not unit.waiting:
-            unit.replace()
+            places = unit.replace(separately=waits is not None)
             self.replaced = True
+            for parent, key, module_name in places if waits is not None else ():
+                self._offloaded.append(Offloaded(parent, key, module_name, on_disk=waits == "disk"))
+                files |= self._offloaded[-1].files()
+        return files
 
     def finish(self) -> None:
         """Quantizes what was not chosen ahead, with weights that the checkpoint lacks as transformers made them."""
+        for module in self._offloaded:
+            module.put_back()
         for unit in dict.fromkeys(self.units.values()):
             if unit.started:
                 unit.replace()
@@ -218,7 +232,13 @@ class _Unit:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def replace(self) -> None:
+    def replace(self, *, separately: bool = False) -> list[tuple[nn.Module, str, str]]:
+        """Replaces the modules, `separately` with nothing shared between them.
+
+        Returns:
+            Of each its parent, its name there and its full name.
+        """
+
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
             return family.convert(module, self._run)
 
@@ -228,8 +248,16 @@ class _Unit:
             for part in (*new.modules(), *(stack for parent, _ in parents for stack in parent.children())):
                 if isinstance(part, NVFP4Module | NVFP4Experts):
                     _mark_initialized(part)
+        places = [(*parent, place.name) for module, place in self._members for parent in self._parents[module]]
+        for parent, key, _ in places if separately else ():
+            each = parent._modules[key]
+            if isinstance(each, NVFP4LinearPart):
+                linear = separate(each)
+                _mark_initialized(linear)
+                self._members[0][1].family.put(parent, key, linear)
         self._members, self._parents, self._run.memo = [], {}, {}
         self.started = False
+        return places
 
 
 class _Quantize(ConversionOps):
@@ -241,7 +269,7 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], *args: Any, missing_keys: set[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Takes those that are to be quantized, and returns the others."""
+        """Takes those that are to be quantized, and returns the others, and what is to be written to disk."""
         others: dict[str, Any] = {}
         try:
             for name in list(input_dict):
@@ -249,7 +277,7 @@ class _Quantize(ConversionOps):
                 if name not in self.load.units:
                     others[name] = tensor
                     continue
-                self.load.take(name, tensor[0] if isinstance(tensor, list) else tensor)
+                others |= self.load.take(name, tensor[0] if isinstance(tensor, list) else tensor)
                 if missing_keys is not None:
                     missing_keys.discard(name)
         except Exception as error:
