@@ -18,6 +18,7 @@ COMMANDS = {
     "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",
     "router": "routers: softmax, top-k and sort in torch's operations and as moe_router",
     "training": "gradients of experts, biases and activations, expert blocks that train, beside torch's",
+    "load": "loads of a 16-bit checkpoint into 4 bits: time and memory",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",
     "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
     "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",

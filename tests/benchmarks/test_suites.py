@@ -4,6 +4,7 @@ Called by pytest; calls benchmarks/__main__.py, harness/layers.py and, in one te
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -14,11 +15,11 @@ import pytest
 import torch
 
 from benchmarks.__main__ import COMMANDS, main
-from benchmarks.harness import layers
+from benchmarks.harness import layers, models
 from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
-from benchmarks.suites import linear, router
+from benchmarks.suites import linear, load, router
 from thunder_moe.kernels import dense, reference
 from thunder_moe.kernels.training import reference as training_reference
 
@@ -52,6 +53,28 @@ def test_the_entry_lists_its_commands_and_imports_no_suite():
     run = subprocess.run([sys.executable, "-m", "benchmarks", "gem"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 2
     assert "invalid choice: 'gem'" in run.stderr
+
+
+def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+
+    def measured(way, directory, device):  # without a process
+        load.worker(way, directory, device.type)
+        return {"way": way, **json.loads(capsys.readouterr().out.splitlines()[-1])}
+
+    monkeypatch.setattr(load, "_measured", measured)
+    tiny = {"qwen3_moe": ("Qwen3MoeConfig", dict(num_experts=4, moe_intermediate_size=32, head_dim=16))}
+    monkeypatch.setattr(models, "CONFIGS", tiny)
+    rows = main(["load", "--model", "qwen3_moe", "--device", "cpu", "--layers", "1", "--output", str(tmp_path)])
+    content = json.loads((tmp_path / f"load_{HERE}.json").read_text())
+    assert content["rows"] == json.loads(json.dumps(rows))
+    assert [(row["round"], row["way"]) for row in rows] == [(round, way) for round in (0, 1) for way in load.WAYS]
+    assert all(row["seconds"] > 0 and row["host_peak"] >= row["host"] for row in rows)
+    assert len({row["state"] for row in rows}) == 2
+    digests = itertools.count()
+    monkeypatch.setattr(load, "_digest", lambda model: str(next(digests)))
+    with pytest.raises(RuntimeError, match="load: the two ways to quantize gave different models"):
+        main(["load", "--model", "qwen3_moe", "--device", "cpu", "--layers", "1", "--output", str(tmp_path)])
 
 
 def test_router_runs_end_to_end(tmp_path):
