@@ -275,6 +275,28 @@ def test_a_layer_on_disk(saved, tmp_path, name, linears):
         refused(saved(name), "provide an `offload_folder`", **where)
 
 
+def test_a_layer_in_main_memory_beside_an_accelerator(saved, tmp_path, monkeypatch):
+    """On a CPU: accelerate gives hooks to what is on disk, and the layer's packed weights are kept in memory."""
+    pytest.importorskip("accelerate")
+    own = on_load._Load._waits
+    monkeypatch.setattr(on_load._Load, "_waits", lambda self, name: own(self, name) and "cpu")
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"], "cpu")
+    where = dict(device_map={**parts, "model.layers.1": "disk"}, offload_folder=tmp_path)
+    loaded = load(saved("qwen3_moe"), ThunderMoeConfig(linears="*_proj"), **where)
+    assert {tensor.device.type for tensor in loaded.model.layers[1].state_dict().values()} == {"meta"}
+    assert not list(tmp_path.glob("*.qdata.safetensors"))
+    model = quantized(saved("qwen3_moe"), linears=lambda module, path: path.endswith("_proj"))
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_a_model_without_its_head(saved):
+    path = saved("qwen3_moe")[1]
+    loaded = transformers.AutoModel.from_pretrained(path, dtype=BF16, quantization_config=ThunderMoeConfig())
+    assert_same(loaded, quantize_(transformers.AutoModel.from_pretrained(path, dtype=BF16)))
+
+
 def refused(saved, match, error=ValueError, config=None, **options):
     with pytest.raises(error, match=match):
         load(saved, ThunderMoeConfig() if config is None else config, **options)

@@ -41,7 +41,10 @@ class Offloaded:
         on_disk: whether its tensors are left to transformers.
 
     Attributes:
-        tensors: by their full names, in main memory; of a module on disk, for transformers to write.
+        tensors: by their names in the module, in main memory; none of a module on disk once `files` was called.
+
+    Raises:
+        ValueError: the module has other tensors, which are not loaded yet.
     """
 
     def __init__(self, parent: nn.Module, key: str, name: str, on_disk: bool) -> None:
@@ -51,6 +54,11 @@ class Offloaded:
         assert module is not None
         self._parent, self._key, self._name, self._on_disk, self._module = parent, key, name, on_disk, module
         own = dict([*module.named_parameters(), *module.named_buffers()])
+        others = [each for each, tensor in own.items() if tensor.is_meta]
+        if others:
+            raise ValueError(
+                f"device_map: {name} has {', '.join(others)} beside its weights, and cannot be offloaded: wanted a device"
+            )
         self.tensors: dict[str, Tensor] = {}
         for each, tensor in own.items():
             self.tensors[each] = tensor.detach().to("cpu", copy=True).contiguous()
