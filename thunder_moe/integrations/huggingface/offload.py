@@ -57,7 +57,7 @@ class Offloaded:
         others = [each for each, tensor in own.items() if tensor.is_meta]
         if others:
             raise ValueError(
-                f"device_map: {name} has {', '.join(others)} beside its weights, and cannot be offloaded: wanted a device"
+                f"device_map: {name} has {', '.join(others)} beside its weights, which cannot be offloaded"
             )
         self.tensors: dict[str, Tensor] = {}
         for each, tensor in own.items():
