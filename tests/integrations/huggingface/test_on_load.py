@@ -163,7 +163,7 @@ def test_a_state_dict_and_pickled_files(saved, tmp_path):
 
 def test_a_head_that_only_the_configuration_ties(tmp_path):
     """Whether it is tied is known after the load; it is quantized then."""
-    model = tiny_model("cohere2_moe", BF16)
+    model = tiny_model("ernie4_5_moe", BF16)
     model.save_pretrained(tmp_path)
     here = type(model), tmp_path
     edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": -model.lm_head.weight.detach()}))
