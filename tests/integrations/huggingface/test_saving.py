@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from checkpoint_files import load_tensors
+from checkpoint_files import DATA, EXPORTS, load_tensors
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
@@ -90,6 +90,35 @@ def test_every_architecture(tmp_path, name):
     assert not any(info.values()), info
     assert_same(plain, stock)
     assert torch.equal(logits(dequantize_(model)), logits(stock))
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_what_others_have_quantized(tmp_path, export):
+    """Global scales of their own, dense layers in 4 bits, MXFP4."""
+    model = load_checkpoint(DATA / export)
+    model.save_pretrained(tmp_path / "saved")
+    for load in (from_pretrained, load_checkpoint):
+        back = load(tmp_path / "saved")
+        assert model.state_dict().keys() == back.state_dict().keys()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor.float(), back.state_dict()[name].float()), name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
+def test_transformers_without_this_package(tmp_path, monkeypatch, name):
+    """Says that it does not know the quantization; then the sizes of experts do not match, or it lists them."""
+    quantize_(tiny_model(name, BF16)).save_pretrained(tmp_path)
+    auto = transformers.quantizers.auto
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "modelopt")
+    warnings = []
+    monkeypatch.setattr(auto.logger, "warning", warnings.append)
+    if name == "qwen3_moe":
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            from_pretrained(tmp_path)
+    else:
+        _, info = from_pretrained(tmp_path, output_loading_info=True)
+        assert {key.rpartition(".")[2] for key in info["missing_keys"]} == {"gate_up_proj", "down_proj"}
+    assert "Unknown quantization type, got modelopt" in warnings[0]
 
 
 @pytest.fixture
