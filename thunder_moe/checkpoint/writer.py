@@ -21,7 +21,7 @@ import torch
 
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, import_safetensors
+from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.ignored import apart, ignored_modules
 from thunder_moe.formats.weight import NVFP4Weight
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 # A shard is held twice while it is written, beside one layer.
 MAX_SHARD_SIZE = "2GB"
+_GLOBAL_SCALE = ".weight_scale_2"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -151,19 +152,16 @@ def write_checkpoint(
     with _new_directory(path) as directory:
         writer = ShardWriter(directory, max_bytes)
         plain: list[tuple[str, torch.Size]] = []
-        scales: dict[str, float] = {}
+        quantized: list[str] = []
         for name, value in tensors:
             if isinstance(value, torch.Tensor):
                 plain.append((name, value.shape))
             elif isinstance(value, NVFP4Weight):
-                scales[name] = value.global_scale.max().item()
+                quantized.append(name)
             for key, tensor in encode(name, value, layout):
                 writer.add(key, tensor)
         writer.finish()
-        ignored = ignored_modules(plain, scales)
-        for words in apart(ignored, scales):
-            logger.warning("elsewhere the results will differ: %s", words)
-        write_configs(directory, config, ignored)
+        write_configs(directory, config, ignored_modules(plain, quantized))
         for name, text in (extra or {}).items():
             (directory / name).write_text(text, encoding="utf-8")
         if companions is not None:
@@ -184,10 +182,10 @@ def encode(
 
 
 def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:
-    """config.json and hf_quant_config.json.
+    """config.json and hf_quant_config.json; warns where engines merge what is not alike.
 
     Args:
-        directory: where to.
+        directory: where to; the weights are there already.
         config: of the model.
         ignore: modules with a 16-bit weight, from `ignored_modules`.
     """
@@ -201,6 +199,10 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
         config["text_config"] = {key: value for key, value in text_config.items() if key != "quantization_config"}
     write_json(directory / "config.json", config | {"quantization_config": quantization_config})
     write_json(directory / "hf_quant_config.json", hf_quant_config)
+    files = TensorFiles(directory)
+    dense = [name for name in files.infos if name.endswith(_GLOBAL_SCALE) and ".experts." not in name]
+    for words in apart(ignore, {name.removesuffix(_GLOBAL_SCALE): files.read(name).item() for name in dense}):
+        logger.warning("elsewhere the results will differ: %s", words)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

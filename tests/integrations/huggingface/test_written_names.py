@@ -301,6 +301,9 @@ def test_scales_that_engines_do_not_keep_are_said(tmp_path, caplog):
     assert "layers.0.mlp.experts: gate and up of 3 experts have different global scales" in experts
     assert "q_proj and model.layers.0.self_attn.k_proj and model.layers.0.self_attn.v_proj have several" in linears
     caplog.clear()
+    convert(checkpoint.path, tmp_path / "converted")
+    assert [record.message for record in caplog.records if "global scales" in record.message] == [experts, linears]
+    caplog.clear()
     save_checkpoint(quantize_(tiny_model("qwen3_moe", BF16)), tmp_path / "two")
     assert not caplog.records
 
