@@ -2,6 +2,8 @@
 Called by pytest; calls the oracle.
 """
 
+import functools
+
 import oracle
 import pytest
 import torch
@@ -11,6 +13,7 @@ from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.ops.combine import moe_combine
 from thunder_moe.ops.experts_lora import f16a_nvfp4weight_moe_experts_lora as experts_lora
+from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.route import moe_route
 
@@ -35,16 +38,19 @@ def make(dtype, *, tokens=T, bias=True, sentinel=False):
     return args, leaves, [oracle.dequantize(*weight.tensors()) for weight in (gate_up, down)]
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("form", "bias", "on_input", "sentinel"),
     [({}, False, False, False), (GPT_OSS, True, False, True), ({}, False, True, True), (GPT_OSS, True, True, False)],
 )
-def test_values_and_gradients(dtype, form, bias, on_input, sentinel):
+def test_values_and_gradients(dtype, form, bias, on_input, sentinel, keep):
     args, leaves, (gate_up, down) = make(dtype, bias=bias, sentinel=sentinel)
     if form and dtype != torch.float32:
         form = {**form, "limit": 50.0}  # rounding moves values across a limit, where the gradient jumps
-    out = experts_lora(*args, weight_on_input=on_input, **form)
+    layouts = dict(gate_up_layout="linear", down_layout="linear") if keep else {}
+    call = functools.partial(moe_experts_lora, keep=True) if keep else experts_lora
+    out = call(*args, *(None,) * 3, weight_on_input=on_input, **layouts, **form)
     wide = [leaf if leaf is None else leaf.detach().float().requires_grad_() for leaf in leaves]
     hidden, scores, a1, b1, a2, b2, *biases = wide
     expected = oracle.moe_experts(

@@ -4,7 +4,8 @@ ops.combine, in both directions.
 
 route -> gather -> gate_up GEMM + (x A^T) B^T -> activation times router's weights -> down GEMM + (h A^T) B^T -> combine
 
-Nothing between hidden_states and the result is kept for the backward, which computes gate and up again.
+The operator keeps nothing between hidden_states and the result for its backward, which computes gate and up again;
+`moe_experts_lora` keeps these two.
 
 Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size, R rank.
 """
@@ -21,10 +22,10 @@ from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.ops import activation, combine, grouped_linear, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import DOWN_NAMES, GATE_UP_NAMES, check_experts, check_order
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import OPERATORS, operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-__all__ = ["f16a_nvfp4weight_moe_experts_lora"]
+__all__ = ["f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
 
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
@@ -69,17 +70,17 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def _plus_lora(y: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, offsets: Tensor) -> tuple[Tensor, Any]:
-    """y + (x a^T) b^T, and x a^T (M, R)."""
+    """y + (x a^T) b^T, in the memory of y, and x a^T (M, R)."""
     if a is None or b is None:
         return y, None
     linear = torch.ops.thunder_moe.grouped_linear
     inner = linear(x, a, offsets)
-    return y + linear(inner, b, offsets), inner
+    return y.add_(linear(inner, b, offsets)), inner
 
 
 def _before_down(
     hidden: Tensor, weights: Tensor, order: Any, gemm: Any, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
-    weight_on_input: bool, form: dict[str, Any],
+    weight_on_input: bool, form: dict[str, Any], kept: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[Tensor, Any, Tensor, Any, Tensor]:  # fmt: skip
     """Rows of hidden states, their product with gate_up_a, gate and up, the factors of the activation, its result."""
     ops = torch.ops.thunder_moe
@@ -89,9 +90,12 @@ def _before_down(
     rows = gather_rows(hidden, row_slot)
     if weight_on_input:
         rows, factors = (rows * factors[:, None]).to(rows.dtype), None
-    pre, inner = _plus_lora(gemm(rows), rows, a, b, offsets)
-    if bias is not None:
-        pre = ops.grouped_bias(pre, offsets, bias)
+    if kept is not None:
+        pre, inner = kept
+    else:
+        pre, inner = _plus_lora(gemm(rows), rows, a, b, offsets)
+        if bias is not None:
+            pre = ops.grouped_bias(pre, offsets, bias)
     return rows, inner, pre, factors, ops.scaled_activation(pre, factors, offsets, **form)
 
 
@@ -103,8 +107,10 @@ def _gradient(
     down_a: Tensor | None = None, down_b: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
+    *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
+    kept: tuple[Tensor, Tensor | None] | None = None, **form: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`kept`: gate and up (M, 2I), and the rows' product with gate_up_a, where the forward has kept them."""
     ops = torch.ops.thunder_moe
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
@@ -113,7 +119,7 @@ def _gradient(
     of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
     order = row_slot, offsets, slot_row
     rows, inner, pre, factors, activated = _before_down(
-        hidden_states, expert_weights, order, first[0], gate_up_a, gate_up_b, gate_up_bias, weight_on_input, form
+        hidden_states, expert_weights, order, first[0], gate_up_a, gate_up_b, gate_up_bias, weight_on_input, form, kept
     )
     grad_out = gather_rows(grad.contiguous(), row_slot)  # [M, H]
     grads: dict[str, Tensor] = {}
@@ -132,7 +138,7 @@ def _gradient(
     if before:
         grad_rows = second[1](grad_out)
         if outer is not None:
-            grad_rows = grad_rows + ops.grouped_linear_dgrad(outer, down_a, offsets)
+            grad_rows = grad_rows.add_(ops.grouped_linear_dgrad(outer, down_a, offsets))
         grad_pre, grad_factors = ops.scaled_activation_backward(
             grad_rows, pre, factors, offsets, True, of_weights and factors is not None, **form
         )
@@ -154,7 +160,7 @@ def _gradient(
         if of_hidden or (of_weights and weight_on_input):
             grad_rows = first[1](grad_pre)
             if outer is not None:
-                grad_rows = grad_rows + ops.grouped_linear_dgrad(outer, gate_up_a, offsets)
+                grad_rows = grad_rows.add_(ops.grouped_linear_dgrad(outer, gate_up_a, offsets))
             if weight_on_input:
                 factors = scale_of_rows(expert_weights, row_slot)
                 assert factors is not None
@@ -227,18 +233,73 @@ def f16a_nvfp4weight_moe_experts_lora(
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device, or one of a pair is missing.
     """
-    ops = torch.ops.thunder_moe
-    if row_slot is None or offsets is None or slot_row is None:
-        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
     form = dict(alpha=alpha, limit=limit, up_shift=up_shift)
-    first = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout)
-    second = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout)
-    *_, factors, activated = _before_down(
-        hidden_states, expert_weights, (row_slot, offsets, slot_row), first[0], gate_up_a, gate_up_b, gate_up_bias,
-        weight_on_input, form,
-    )  # fmt: skip
-    out, _ = _plus_lora(second[0](activated), activated, down_a, down_b, offsets)
-    if down_bias is not None:
-        out = ops.grouped_bias(out, offsets, down_bias, factors)
-    summed: Tensor = ops.moe_combine(out, offsets, slot_row)
-    return summed
+    order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
+    adapters = (gate_up_a, gate_up_b, down_a, down_b)
+    packed = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
+    layouts = gate_up_layout, down_layout
+    inputs = hidden_states, expert_ids, expert_weights
+    return _compute(inputs, packed, layouts, adapters, (gate_up_bias, down_bias), order, weight_on_input, form)[0]
+
+
+def _compute(
+    inputs: tuple[Tensor, Tensor, Tensor], packed: Any, layouts: tuple[str, str], adapters: tuple[Tensor | None, ...],
+    biases: tuple[Tensor | None, Tensor | None], order: Any, weight_on_input: bool, form: dict[str, Any],
+) -> tuple[Tensor, Any, tuple[Tensor, Tensor | None]]:  # fmt: skip
+    """The result, the order of rows, and what `_gradient` can use."""
+    ops, (hidden_states, expert_ids, expert_weights) = torch.ops.thunder_moe, inputs
+    order = ops.moe_route(expert_ids, packed[0][0].shape[0]) if order is None else order
+    _, offsets, slot_row = order
+    first, second = (
+        gemm_and_dgrad(*weight, offsets, layout)[0] for weight, layout in zip(packed, layouts, strict=True)
+    )
+    _, inner, pre, factors, activated = _before_down(
+        hidden_states, expert_weights, order, first, *adapters[:2], biases[0], weight_on_input, form
+    )
+    out, _ = _plus_lora(second(activated), activated, *adapters[2:], offsets)
+    if biases[1] is not None:
+        out = ops.grouped_bias(out, offsets, biases[1], factors)
+    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner)
+
+
+class _Keeping(torch.autograd.Function):
+    """The operator's autograd where gate and up are kept: (options, *arguments of the operator) -> its result."""
+
+    @staticmethod
+    def forward(ctx: Any, options: dict[str, Any], *args: Any) -> Tensor:
+        form = {name: value for name, value in options.items() if name in ("alpha", "limit", "up_shift")}
+        order = None if args[15] is None else args[15:18]
+        layouts = options["gate_up_layout"], options["down_layout"]
+        out, order, kept = _compute(
+            args[:3], (args[3:6], args[6:9]), layouts, args[9:13], args[13:15], order, options["weight_on_input"], form
+        )
+        ctx.save_for_backward(*args[:15], *order, *kept)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        *args, pre, inner = ctx.saved_tensors
+        needs = [ctx.needs_input_grad[1 + position] for position in _OPERATOR.positions]
+        grads = _gradient(grad, *args, needs=needs, kept=(pre, inner), **ctx.options)
+        of: list[Tensor | None] = [None] * 18
+        for position, each in zip(_OPERATOR.positions, grads, strict=True):
+            of[position] = each
+        return None, *of
+
+
+_OPERATOR = OPERATORS["f16a_nvfp4weight_moe_experts_lora"]
+
+
+def moe_experts_lora(*args: Tensor | None, keep: bool, **options: Any) -> Tensor:
+    """The operator, with all of its arguments; eager, with `keep`, gate and up stay for the backward.
+
+    That is 2I values for each row, and a GEMM less.
+    """
+    if keep and torch.is_grad_enabled():
+        _OPERATOR.check(*args, **options)
+        _OPERATOR.check_values(*args, **options)
+        out: Tensor = _Keeping.apply(options, *args)  # type: ignore[no-untyped-call]
+        return out
+    out = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora(*args, **options)
+    return out

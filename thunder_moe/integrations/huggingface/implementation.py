@@ -20,9 +20,10 @@ from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, require_form, stored_weights
 from thunder_moe.nn.autocast import autocast_rows
+from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.nn.lora import LoRALinear
-from thunder_moe.ops import experts_lora  # noqa: F401  (registers the operator)
 from thunder_moe.ops.experts import moe_experts
+from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -64,10 +65,12 @@ def run_experts(
             (None, None) if linear is None else linear.lora_pair(hidden.dtype) or (None, None)
             for linear in (first, second)
         ]
-        out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora(
+        eager = not torch.compiler.is_compiling() and not traced_by_thunder()
+        out: Tensor = moe_experts_lora(
             *inputs, *operands(gate_up), *operands(down), *pairs[0], *pairs[1], gate_up_bias, down_bias,
             *(order or (None, None, None)), weight_on_input=form.weight_on_input, gate_up_layout=gate_up.layout,
             down_layout=down.layout, alpha=form.swiglu.alpha, limit=form.swiglu.limit, up_shift=form.swiglu.up_shift,
+            keep=eager,
         )  # fmt: skip
         return out
     if form.swiglu is not None and not form.post_norm and not dropping:
