@@ -144,12 +144,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     train(model, list(model.parameters()), code, args.steps, 5e-3, args.seed, "training on code")
 
     packed = quantize_(copy.deepcopy(model))
-    untuned = dict(bits_per_byte=bits_per_byte(model, batches), expert_bytes=expert_bytes(model), losses=[])
-    columns = {"bf16": untuned | dict(adapter_bytes=0, training_bytes=0)}
+    untuned: dict[str, Any] = dict(
+        bits_per_byte=bits_per_byte(model, batches), expert_bytes=expert_bytes(model), losses=[]
+    )
+    columns: dict[str, dict[str, Any]] = {"bf16": untuned | dict(adapter_bytes=0, training_bytes=0)}
     columns["bf16 LoRA"] = tune(model, args, text, batches, "bf16 LoRA")
     columns["NVFP4 LoRA"] = tune(packed, args, text, batches, "NVFP4 LoRA")
     errors = merge_lora_(packed)
-    merged = dict(bits_per_byte=bits_per_byte(packed, batches), expert_bytes=columns["NVFP4 LoRA"]["expert_bytes"])
+    merged: dict[str, Any] = dict(
+        bits_per_byte=bits_per_byte(packed, batches), expert_bytes=columns["NVFP4 LoRA"]["expert_bytes"]
+    )
     columns["NVFP4, merged"] = merged | dict(adapter_bytes=0, training_bytes=0, losses=[])
 
     print(f"{'':16}{'bits per byte':>14}{'experts, KiB':>14}{'adapters, KiB':>15}{'their training, KiB':>21}")

@@ -266,3 +266,35 @@ def test_quantization_aware_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert bits["bf16"] != bits["NVFP4"]
     with pytest.raises(SystemExit):
         example.main(["--steps", "4", "--qat-steps", "4"])
+
+
+# examples/finetune_lora.py
+
+
+@pytest.fixture
+def finetune_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")  # it imports its neighbour
+    return load_example("finetune_lora")
+
+
+@pytest.mark.slow
+def test_finetune_lora(finetune_lora: ModuleType, tmp_path: Path) -> None:
+    example = finetune_lora
+    sizes = ["--steps", "6", "--tune-steps", "12", "--hidden", "32", "--layers", "1", "--rank", "4"]
+    numbers = example.main([*sizes, "--output", str(tmp_path)])
+    columns = numbers["columns"]
+    assert list(columns) == ["bf16", "bf16 LoRA", "NVFP4 LoRA", "NVFP4, merged"]
+    for name in ("bf16 LoRA", "NVFP4 LoRA"):
+        assert columns[name]["bits_per_byte"] < columns[name]["bits_before"] - 0.01
+    assert columns["NVFP4 LoRA"]["expert_bytes"] * 3 < columns["bf16"]["expert_bytes"]
+    assert json.loads((tmp_path / "finetune_lora.json").read_text())["columns"].keys() == columns.keys()
+    assert (tmp_path / "finetune_lora.png").stat().st_size > 0
+    tune, held_out = example.prose()
+    assert len(held_out) > 50_000
+    assert bytes(held_out[:200]) not in bytes(tune)
+
+
+def test_finetune_lora_refuses_sizes(finetune_lora: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        finetune_lora.main(["--rank", "0"])
+    assert "--rank: got 0, wanted at least 1" in capsys.readouterr().err

@@ -142,7 +142,7 @@ def wrapped(model: nn.Module) -> dict[nn.Module, str]:
     for parent in model.modules():
         kind = type(parent)
         if kind.__module__.partition(".")[0] == "peft":  # adds to parameters by their names, at every call
-            reasons |= dict.fromkeys(parent.children(), f"a {kind.__name__} of PEFT wraps it")
+            reasons |= dict.fromkeys(parent.children(), f"a {kind.__name__} of PEFT wraps it: quantize_ before PEFT")
         elif kind.__module__.startswith("torch._dynamo") and kind.__name__ == "OptimizedModule":
             reasons |= dict.fromkeys(
                 parent.children(), "torch.compile wraps it and calls what it was: compile afterwards"

@@ -250,13 +250,15 @@ def _compute(
     ops, (hidden_states, expert_ids, expert_weights) = torch.ops.thunder_moe, inputs
     order = ops.moe_route(expert_ids, packed[0][0].shape[0]) if order is None else order
     _, offsets, slot_row = order
-    first, second = (
-        gemm_and_dgrad(*weight, offsets, layout)[0] for weight, layout in zip(packed, layouts, strict=True)
-    )
+    gate_up, gate_up_scale, gate_up_global_scale = packed[0]
+    down, down_scale, down_global_scale = packed[1]
+    first, _ = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, layouts[0])
+    second, _ = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, layouts[1])
+    gate_up_a, gate_up_b, down_a, down_b = adapters
     _, inner, pre, factors, activated = _before_down(
-        hidden_states, expert_weights, order, first, *adapters[:2], biases[0], weight_on_input, form
+        hidden_states, expert_weights, order, first, gate_up_a, gate_up_b, biases[0], weight_on_input, form
     )
-    out, _ = _plus_lora(second(activated), activated, *adapters[2:], offsets)
+    out, _ = _plus_lora(second(activated), activated, down_a, down_b, offsets)
     if biases[1] is not None:
         out = ops.grouped_bias(out, offsets, biases[1], factors)
     return ops.moe_combine(out, offsets, slot_row), order, (pre, inner)

@@ -11,7 +11,7 @@ from oracle import relative_error
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
 
-from thunder_moe import dequantize_, quantize_
+from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
 from thunder_moe.lora import add_lora_, lora_linears, lora_parameters
 
@@ -126,6 +126,28 @@ def test_what_matches_nothing_is_an_error(tmp_path):
         load_lora_(quantized(), tmp_path)
 
 
+def test_experts_that_peft_has_wrapped_are_refused_by_name():
+    model = peft.get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_parameters=EXPERTS))
+    with pytest.raises(ValueError, match="a ParamWrapper of PEFT wraps it: quantize_ before PEFT"):
+        quantize_(model)
+    model = peft.get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"]))
+    assert quantize_(model)(tokens()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("experts", [True, False])
+def test_trainer_takes_a_checkpoint_with_adapters(experts, tmp_path):
+    """Of attention alone by PEFT's own function, too."""
+    save_checkpoint(quantized(), tmp_path / "model")
+    model = load_checkpoint(tmp_path / "model", dtype=torch.float32)
+    if experts:
+        model = get_peft_model(model, peft.LoraConfig(r=4, **CONFIGS["with attention"]))
+    else:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
+    train(model, tmp_path / "run", max_steps=2)
+    assert all(not torch.equal(model.get_parameter(name), p) for name, p in before.items() if "lora_B" in name)
+
+
 def test_several_adapters(tmp_path):
     model = adapted(config="with attention")
     first = model(tokens()).logits
@@ -158,9 +180,10 @@ def train(model, folder, resume=None, trainer=None, **options):
     """Ten steps, a checkpoint after five; the losses."""
     from transformers import Trainer, TrainingArguments
 
+    arguments = dict(max_steps=10) | options
     arguments = dict(
-        max_steps=10, save_steps=5, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, seed=1,
-        report_to=[], use_cpu=True, save_strategy="steps", lr_scheduler_type="constant", disable_tqdm=True, **options,
+        save_steps=5, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2, seed=1,
+        report_to=[], use_cpu=True, save_strategy="steps", lr_scheduler_type="constant", disable_tqdm=True, **arguments,
     )  # fmt: skip
     run = (trainer or Trainer)(model, TrainingArguments(folder, **arguments), train_dataset=Texts())
     run.train(resume_from_checkpoint=resume)
