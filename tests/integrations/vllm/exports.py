@@ -31,12 +31,12 @@ _LATENT = dict(
 )
 # What config.json has on the hub and vLLM needs, mostly nothing that transformers' configuration class knows.
 _ON_THE_HUB: dict[str, dict[str, Any]] = {
-    "afmoe": dict(score_func="sigmoid", route_norm=True, route_scale=1.0),
+    "afmoe": dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     "deepseek_v2": dict(topk_method="group_limited_greedy", scoring_func="softmax"),
     "deepseek_v3": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "glm4_moe_lite": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
-    "hy_v3": dict(first_k_dense_replace=1),
-    "minimax_m2": dict(scoring_func="sigmoid"),
+    "hy_v3": dict(first_k_dense_replace=1, expert_hidden_dim=32, route_norm=True),
+    "minimax_m2": dict(scoring_func="sigmoid", use_routing_bias=True),
     "llama4": dict(num_experts_per_tok=1),  # all that vLLM has weights on the experts' input for, and the hub
 }
 

