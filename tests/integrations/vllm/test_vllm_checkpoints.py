@@ -7,6 +7,7 @@ pytest's `-m "not gpu"`; then `python tests/engines_table.py` renders the table.
 
 import json
 import os
+import traceback
 from pathlib import Path
 
 import forms
@@ -27,7 +28,8 @@ def outcome(name: str, path: Path) -> dict:
         with engine(path) as llm:
             equal, total = agreement(their_tokens(llm), expected)
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        first = (str(error).strip().splitlines() or [f"{Path(last.filename).name}, {last.line}"])[0]
         return {"tokens": None, "ok": False, "why": f"{type(error).__name__}: {first}"[:160]}
     return {"tokens": f"{equal}/{total}", "ok": equal == total, "why": None if equal == total else "other tokens"}
 
