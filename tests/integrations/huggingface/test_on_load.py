@@ -291,6 +291,17 @@ def test_a_layer_in_main_memory_beside_an_accelerator(saved, tmp_path, monkeypat
             assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
 
 
+@torch.inference_mode()
+def test_in_inference_mode(saved):
+    model = quantized(saved("gpt_oss"), linears=lambda module, path: True)
+    loaded = load(saved("gpt_oss"), ThunderMoeConfig(linears=ANY))
+    assert_same(loaded, model)
+    with torch.inference_mode(False):
+        assert not any(
+            tensor.is_inference() for m in loaded.modules() if isinstance(m, NVFP4Module) for tensor in m.buffers()
+        )
+
+
 def test_a_model_without_its_head(saved):
     path = saved("qwen3_moe")[1]
     loaded = transformers.AutoModel.from_pretrained(path, dtype=BF16, quantization_config=ThunderMoeConfig())

@@ -226,7 +226,8 @@ class _Unit:
             pack_ahead(module, name, tensor, self._run.memo, self._run.pack, self._run.layout)
             self.started = True
         else:
-            module.register_parameter(name, nn.Parameter(tensor))
+            # A tensor that was read in inference mode cannot be a parameter outside of it.
+            module.register_parameter(name, nn.Parameter(tensor.clone() if tensor.is_inference() else tensor))
         _mark_initialized(module.get_parameter(name))
         del self.waiting[full_name]
 
