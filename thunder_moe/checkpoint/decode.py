@@ -93,6 +93,7 @@ def _stack(
 
 def _decode_fused(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> ExpertWeights:
     """One tensor per projection holds all experts."""
+    _check_orders(block)
     weights: dict[str, NVFP4Weight] = {}
     biases: dict[str, torch.Tensor] = {}
     for (part, _), module in block.modules.items():
@@ -108,6 +109,17 @@ def _decode_fused(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> 
         if "gate" in biases and "up" in biases:
             biases["gate_up"] = torch.cat([biases["gate"], biases["up"]], 1)
     return ExpertWeights(weights["gate_up"], weights["down"], biases.get("gate_up"), biases.get("down"))
+
+
+def _check_orders(block: ExpertBlock) -> None:
+    """Raises unless the projections of fused experts have the same order of dimensions, which their scales show."""
+    orders = {}
+    for module in block.modules.values():
+        infos = format_of(module).infos(module, 3)
+        orders[infos[1].shape[1] * 8 == infos[0].shape[1]] = infos[1]
+    if len(orders) > 1:
+        message = f"has shape {orders[False].shape}, where {orders[True].name!r} shows that in_features come first"
+        raise orders[False].error(message)
 
 
 def _decode_fused_weight(files: TensorFiles, module: Module, alternates: bool) -> NVFP4Weight:

@@ -118,7 +118,7 @@ def _per_expert(
             wanted = first.shape if len(first.shape) == 2 else (0, 0)
             info.require((*FLOATS, "F8_E4M3"), wanted, f", as {first.name!r} has")
         weight = torch.cat([floats.read(module, device) for module in modules])[None]
-        packed.append(quantize_tensor(weight, infos[0], scale_search))
+        packed.append(quantize_tensor(weight, infos, scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
     scale = torch.cat([one.scale.view(torch.uint8) for one in packed]).view(torch.float8_e4m3fn)
@@ -140,23 +140,29 @@ def _fused(
     weight = floats.read(module, device)
     weight = weight.mT if block.k_first() else weight
     if not one_scale:
-        packed = quantize_tensor(weight, info, scale_search)
+        packed = quantize_tensor(weight, [info], scale_search)
     else:
         experts, n, k = weight.shape
         weight = weight.contiguous()
-        whole = quantize_tensor(weight.view(1, experts * n, k), info, scale_search)
+        whole = quantize_tensor(weight.view(1, experts * n, k), [info], scale_search)
         global_scale = whole.global_scale.expand(experts).contiguous()
         packed = NVFP4Weight(whole.qdata.view(experts, n, -1), whole.scale.view(experts, n, -1), global_scale)
     noise.add(weight, packed)
     return packed.to("cpu")
 
 
-def quantize_tensor(weight: torch.Tensor, info: TensorInfo, scale_search: str | None) -> NVFP4Weight:
-    """`quantize`, with errors that name the tensor."""
+def quantize_tensor(weight: torch.Tensor, infos: list[TensorInfo], scale_search: str | None) -> NVFP4Weight:
+    """`quantize`, with errors that name the tensor, of those that have the same rows each of (1, N, K)."""
     try:
         return quantize(weight, scale_search=scale_search)
     except ValueError as error:
-        raise info.error(f"cannot be quantized: {error}") from error
+        begin, found = 0, infos[0]
+        for info in infos if len(infos) > 1 else []:
+            rows = weight[0, begin : (begin := begin + info.shape[0])]
+            if not bool(torch.isfinite(rows).all()):
+                found = info
+                break
+        raise found.error(f"cannot be quantized: {error}") from error
 
 
 def _bias(

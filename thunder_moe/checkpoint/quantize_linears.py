@@ -59,10 +59,10 @@ def quantize_linears(
     Raises:
         ValueError: a weight cannot be quantized; names file and tensor.
     """
-    info = floats.info(next(iter(modules.values())))
+    infos = [floats.info(module) for module in modules.values()]
     weights = [floats.read(module, device) for module in modules.values()]
     dtype = weights[0].dtype if len({weight.dtype for weight in weights}) == 1 else torch.float32
-    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], info, scale_search)
+    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], infos, scale_search)
     results, begin = [], 0
     for path, weight in zip(modules, weights, strict=True):
         rows = slice(begin, begin := begin + weight.shape[0])

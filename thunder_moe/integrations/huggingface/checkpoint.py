@@ -64,8 +64,8 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: no checkpoint there.
         TypeError: `linears` is no bool.
-        ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, or
-            the checkpoint is not quantized.
+        ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, the
+            checkpoint is not quantized, or lacks a tensor of the model.
         ImportError: a device is given and accelerate is missing.
     """
     if not isinstance(linears, bool):
@@ -89,10 +89,15 @@ def load_checkpoint(
     model_class = _model_class(config, trust_remote_code)
     if model_class.__name__.startswith("Auto"):
         options["trust_remote_code"] = trust_remote_code
-    model: transformers.PreTrainedModel = model_class.from_pretrained(
-        checkpoint.path, config=config, dtype=dtype, **options
+    with_report = options.pop("output_loading_info", False)
+    model: Any
+    model, report = model_class.from_pretrained(
+        checkpoint.path, config=config, dtype=dtype, output_loading_info=True, **options
     )
-    return model
+    if missing := sorted(report["missing_keys"]):
+        # transformers gives them random numbers, with a warning.
+        raise ValueError(f"path: {checkpoint.path} lacks {', '.join(missing[:5])}, which {type(model).__name__} has")
+    return (model, report) if with_report else model  # type: ignore[return-value]
 
 
 def _model_class(config: Any, trust_remote_code: bool) -> Any:
