@@ -220,6 +220,20 @@ def test_a_given_state_dict_is_what_is_saved(tmp_path, quantized):
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload"])
+def test_offloaded_tensors(tmp_path, quantized, how):
+    accelerate = pytest.importorskip("accelerate")
+    wanted = copy.deepcopy(quantized)
+    if how == "cpu_offload":
+        accelerate.cpu_offload(quantized, torch.device("cpu"), offload_buffers=True)
+    else:  # which cannot hold float8
+        accelerate.disk_offload(quantized, str(tmp_path / "offload"), torch.device("cpu"))
+    assert quantized.lm_head.weight.is_meta
+    quantized.save_pretrained(tmp_path / "saved")
+    assert quantized.lm_head.weight.is_meta
+    assert_same(wanted, from_pretrained(tmp_path / "saved"))
+
+
 def test_a_class_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "modeling_own.py").write_text(
         "from transformers import Qwen3MoeForCausalLM\n\n\nclass Own(Qwen3MoeForCausalLM):\n    own = True\n"
@@ -266,7 +280,7 @@ def test_what_is_refused(tmp_path, quantized, monkeypatch):
     with pytest.raises(ValueError, match="max_shard_size: got 'big'"):
         quantized.save_pretrained(tmp_path / "saved", max_shard_size="big")
     quantized.model.norm.to("meta")
-    with pytest.raises(ValueError, match=r"model.norm.weight is on the 'meta' device \(offloaded\)"):
+    with pytest.raises(ValueError, match=r"model.norm.weight is on the 'meta' device, wanted it in memory"):
         quantized.save_pretrained(tmp_path / "saved")
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")

@@ -114,8 +114,8 @@ class QuantizedModel:
         Raises:
             FileExistsError: the path is a file.
             ValueError: a variant, distributed_checkpoint, weights that are prepared for training beside 4-bit ones, a
-                tensor that is on the "meta" device (offloaded) or is sharded, a state dict that lacks one; or no name
-                in a checkpoint is known for a module. Nothing is written then.
+                tensor on the "meta" device that accelerate has not offloaded, or one that is sharded, a state dict that
+                lacks one; or no name in a checkpoint is known for a module. Nothing is written then.
         """
         prepared = prepared_names(self)
         if prepared and not _is_quantized(self):
@@ -233,39 +233,55 @@ def forget_quantization(model: Any) -> None:
 
 
 @contextmanager
-def _tensors_of(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> Iterator[None]:
-    """Puts the tensors of a state dict into a model meanwhile, without a copy; those of a 4-bit weight are in layout
-    "linear", as their shapes tell.
+def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Puts the tensors of a state dict into a model meanwhile, or where none is given those that accelerate has
+    offloaded, without a copy. Those of a 4-bit weight are in layout "linear", as their shapes tell.
 
     Raises:
         ValueError: the state dict lacks some.
     """
-    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    places: list[tuple[dict[str, Any], str, Tensor]] = []
     given: dict[int, Tensor] = {}
     names: dict[int, str] = {}
-    if state_dict is None:
-        yield
-        return
     for place, module in model.named_modules(remove_duplicate=False):
-        persistent = module._buffers.keys() - module._non_persistent_buffers_set
-        for home, keys in ((module._parameters, module._parameters.keys()), (module._buffers, persistent)):
+        dropped = module._non_persistent_buffers_set if state_dict is not None else ()
+        buffers = [key for key in module._buffers if key not in dropped]
+        for home, keys in ((module._parameters, list(module._parameters)), (module._buffers, buffers)):
             for key in keys:
-                if (tensor := home[key]) is not None:
-                    name = f"{place}.{key}" if place else key
-                    kept.append((home, key, tensor))
-                    names.setdefault(id(tensor), name)
-                    if name in state_dict:
-                        given[id(tensor)] = state_dict[name]
+                if (tensor := home[key]) is None:
+                    continue
+                name = f"{place}.{key}" if place else key
+                if state_dict is None and not tensor.is_meta:
+                    continue
+                places.append((home, key, tensor))
+                names.setdefault(id(tensor), name)
+                found = _offloaded(model, name) if state_dict is None else state_dict.get(name)
+                if found is not None:
+                    given[id(tensor)] = found
     lacking = [name for tensor, name in names.items() if tensor not in given]
+    if lacking and state_dict is None:
+        raise ValueError(f"model: {lacking[0]} is on the 'meta' device, wanted it in memory or offloaded by accelerate")
     if lacking:
         raise ValueError(f"state_dict: lacks {', '.join(lacking[:5])}, wanted all tensors of the model")
     try:
-        for home, key, tensor in kept:
+        for home, key, tensor in places:
             home[key] = given[id(tensor)]
         yield
     finally:
-        for home, key, tensor in kept:
+        for home, key, tensor in places:
             home[key] = tensor
+
+
+def _offloaded(model: Any, name: str) -> Tensor | None:
+    """A tensor that accelerate keeps on the CPU or on disk; None when it does not."""
+    for depth in range(name.count("."), -1, -1):  # the innermost module with a hook has it
+        parts = name.split(".")
+        hook = vars(model.get_submodule(".".join(parts[:depth]))).get("_hf_hook")
+        for each in getattr(hook, "hooks", (hook,)):
+            if (weights := getattr(each, "weights_map", None)) is not None:
+                tensor: Tensor = weights[".".join(parts[depth:])]
+                return tensor
+    return None
 
 
 @contextmanager
