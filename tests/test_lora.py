@@ -258,6 +258,44 @@ def test_copies_pickles_and_state_dicts():
     assert torch.equal(fresh["m"](*args), expected)
 
 
+def test_state_dicts_of_merged_adapters():
+    """Adapters that are in a weight are never added to it again, nor lost."""
+    model, args = adapted("mlp")
+    add_lora_(model, 2, 4, adapter="other")
+    use_lora_(model, "default")
+    state = copy.deepcopy(model.state_dict())
+    merge_lora_(model)
+    merged = model["m"](*args)
+    into = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"m.down_proj: \['default'\] are merged into its weight"):
+        into.load_state_dict(state)
+    saved = model.state_dict()
+    assert state.keys() - saved.keys() == {name for name in state if name.endswith(".default")} != set()
+    fresh, _ = adapted("mlp")
+    with pytest.raises(RuntimeError, match=r"lora_B.default"):
+        fresh.load_state_dict(saved)
+    plain = remove_lora_(adapted("mlp")[0])
+    plain.load_state_dict({name: value for name, value in saved.items() if "lora_" not in name})
+    assert relative_error(plain["m"](*args), merged) < 1e-6
+    unmerge_lora_(model)
+    model.load_state_dict(state)
+
+
+def test_thunder_compiles_again_when_adapters_change():
+    from thunder_moe import moe_executor
+
+    import thunder  # isort: skip
+
+    model, args = adapted("linear")
+    add_lora_(model, 2, 4, adapter="other")
+    torch.nn.init.normal_(model["m"].lora_B["other"], std=0.1)
+    compiled = thunder.jit(model["m"], executors=[moe_executor])
+    with torch.no_grad():
+        for active in (None, "default", ("default", "other")):
+            use_lora_(model, active)
+            assert relative_error(compiled(*args), model["m"](*args)) < 1e-5, active
+
+
 def test_what_is_replaced_is_refused_by_name():
     model, _ = adapted("mlp")
     with pytest.raises(ValueError, match="it has LoRA adapters: merge_lora_"):

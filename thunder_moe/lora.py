@@ -180,6 +180,7 @@ def merge_lora_(
 
     A 4-bit weight is decoded, added to in float32 and rounded to NVFP4 again: the rounding is new, and may be larger
     than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both stay.
+    Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
 
     Args:
         model: one with adapters.
@@ -306,7 +307,7 @@ def _strip(linear: Any) -> None:
     """Makes a linear one of its base class again."""
     base = _BASE[type(linear)]
     del linear.lora_A, linear.lora_B
-    for name in ("lora_specs", "lora_active", "lora_merged", "lora_unmerged"):
+    for name in ("lora_specs", "lora_joined", "lora_merged", "lora_unmerged"):
         delattr(linear, name)
     _set_class(linear, base)
 

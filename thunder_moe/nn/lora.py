@@ -49,18 +49,44 @@ class LoRALinear(nn.Module):
         lora_B: parameters (E, N, r), or (1, N, r).
         lora_specs: the rest of each adapter, by name.
         lora_active: the adapters that `forward` adds.
-        lora_merged: those that are in the weight instead.
+        lora_merged: those that are in the weight instead; a state dict has the weight, and not them.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
     lora_B: nn.ParameterDict  # noqa: N815
     lora_specs: dict[str, LoRASpec]
-    lora_active: tuple[str, ...]
+    lora_joined: str  # the active adapters' names: Thunder guards the value of a string, not the length of a tuple
     lora_merged: tuple[str, ...]
     lora_unmerged: Any  # the weight without the merged adapters
     num_experts: int
     in_features: int
     out_features: int
+
+    @property
+    def lora_active(self) -> tuple[str, ...]:
+        return tuple(self.lora_joined.split(".")) if self.lora_joined else ()
+
+    @lora_active.setter
+    def lora_active(self, names: tuple[str, ...]) -> None:
+        self.lora_joined = ".".join(names)  # no name has a dot
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As that of every module, without adapters that are merged: whoever loads it would add them twice."""
+        found = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
+        for name in self.lora_merged:
+            for part in ("lora_A", "lora_B"):
+                found.pop(f"{prefix}{part}.{name}", None)
+        return found
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if self.lora_merged:
+            args[-1].append(
+                f"{prefix[:-1] or type(self).__name__}: {list(self.lora_merged)} are merged into its weight, "
+                "wanted unmerge_lora_(model) before loading"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         """y (M, N) plus what the active adapters make of x (M, K), in y's dtype."""
