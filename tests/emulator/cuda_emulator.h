@@ -658,25 +658,37 @@ static void multiply_tile(float (&acc)[C][4], const uint32_t (&a)[4], const uint
 // Boxes [64 rows][64 columns] with 128-byte swizzle that are read transposed; adding 128 moves by 16 rows.
 static MatrixDescriptor row_descriptor(const uint8_t* box) { return reinterpret_cast<const uint4*>(box); }
 
-template <bool BF16, int C>
-static void multiply_rows(float (&acc)[C][4], const uint4* a, const uint4* b, bool add) {
-  const auto element = [](const uint4* boxes, int row, int column) {
-    const uint4& unit = boxes[column / 64 * 512 + row * 8 + (column % 64 / 8 ^ row % 8)];
-    return widen<BF16>(reinterpret_cast<const uint16_t*>(&unit)[column % 8]);
-  };
+// Element (row, k) of 16 k of an operand in shared memory, of boxes with 128-byte swizzle: k along rows, or TRANSPOSED below each other.
+template <bool BF16, bool TRANSPOSED>
+static float shared_element(const uint4* operand, int row, int k) {
+  const uint4* unit;
+  if constexpr (TRANSPOSED) {
+    unit = operand + row / 64 * 512 + k * 8 + (row % 64 / 8 ^ k % 8);
+    return widen<BF16>(reinterpret_cast<const uint16_t*>(unit)[row % 8]);
+  } else {
+    const size_t within = reinterpret_cast<uintptr_t>(operand) % 1024 / 16;  // the swizzle is of addresses
+    unit = operand - within + row * 8 + ((within + k / 8) ^ row % 8);
+    return widen<BF16>(reinterpret_cast<const uint16_t*>(unit)[k % 8]);
+  }
+}
+
+template <bool BF16, bool TRANSPOSED_A, bool TRANSPOSED_B, int C>
+static void multiply_shared(float (&acc)[C][4], const uint4* a, const uint4* b, bool add) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32 % 4;
   for (int c = 0; c < C; ++c)
     for (int i = 0; i < 4; ++i) {
       float sum = 0;
-      for (int row = 0; row < 16; ++row) sum += element(a, row, 16 * warp + g + 8 * (i / 2)) * element(b, row, 8 * c + 2 * t + i % 2);
+      for (int k = 0; k < 16; ++k)
+        sum += shared_element<BF16, TRANSPOSED_A>(a, 16 * warp + g + 8 * (i / 2), k) * shared_element<BF16, TRANSPOSED_B>(b, 8 * c + 2 * t + i % 2, k);
       acc[c][i] = add ? acc[c][i] + sum : sum;
     }
 }
 
-template <bool BF16, int C>
-static void wgmma_rows(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
-  if (adversary.late_products) fibers[threadIdx.x].products.open.push_back([&acc, a, b, add] { multiply_rows<BF16>(acc, a, b, add); });
-  else multiply_rows<BF16>(acc, a, b, add);
+template <bool BF16, bool TRANSPOSED_A, bool TRANSPOSED_B, int C>
+static void wgmma_shared(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
+  const auto product = [&acc, a, b, add] { multiply_shared<BF16, TRANSPOSED_A, TRANSPOSED_B>(acc, a, b, add); };
+  if (adversary.late_products) fibers[threadIdx.x].products.open.push_back(product);
+  else product();
 }
 
 template <bool BF16, int N, int C>

@@ -117,6 +117,21 @@ def test_a_cuda_graph_of_a_training_step_takes_other_routings_without_synchronis
             assert relative_error(main_grad, exact) < 1e-2 or exact.eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("hidden", "width"), [(64, 96), (36, 25)])
+def test_no_dtype_synchronises(dtype, hidden, width):
+    mlp, linear = make(dtype, hidden, width), GroupedLinear(4, hidden, width, dtype=dtype, device="cuda")
+    x = torch.randn(19, hidden, device="cuda").to(dtype).requires_grad_()
+    ends, scales = offsets_from_splits((5, 0, 11, 0), device="cuda"), torch.rand(19, device="cuda", requires_grad=True)
+    (mlp(x, ends, scales).sum() + linear(x, ends).sum()).backward()  # compiles the kernels
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        (mlp(x, ends, scales).sum() + linear(x, ends).sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_bias_gradients_are_the_same_in_every_run():
     linear = GroupedLinear(8, 256, 192, bias=True, dtype=torch.bfloat16, device="cuda")
     ends = offsets_from_splits([100, 0, 300, 1, 50, 0, 400, 10], device="cuda")

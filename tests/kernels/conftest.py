@@ -9,7 +9,7 @@ import torch
 from emulator import build
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, nvrtc, prepared, router, workspace
+from thunder_moe.kernels.cuda import launch, linear, nvrtc, prepared, router, workspace
 
 
 class Adversary(ctypes.Structure):
@@ -79,6 +79,8 @@ def emulated(emulator, adversary, monkeypatch):
 
     for name in ("gemm", "combine", "dgrad", "route"):
         getattr(prepared, f"{name}_launch").cache_clear()
+    launch.tensor_map.cache_clear()
+    linear.linear_launch.cache_clear()
     router.router_launch.cache_clear()
     router.linear_router_launch.cache_clear()
     monkeypatch.setattr(launch, "launcher", Launcher)

@@ -27,11 +27,12 @@ def test_dequantize_bit_for_bit(emulated, dtype, per_row):
     assert torch.equal(cuda.dequantize(tiled, dtype), nvfp4.dequantize(weight, dtype))
 
 
-def test_gradient(emulated, monkeypatch):
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
+@pytest.mark.parametrize(("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float16, (8, 0))])
+def test_gradient(emulated, monkeypatch, dtype, capability):
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, capability))
     weight, exact = make(4, 24, 80)
     offsets = torch.tensor([3, 3, 7, 9], dtype=torch.int32)
-    grad = torch.randn(9, 24, dtype=torch.bfloat16)
+    grad = torch.randn(9, 24, dtype=dtype)
     out = cuda.grouped_mm_dgrad(grad, weight, offsets)
     assert relative_error(out, grouped_mm(grad, exact.transpose(1, 2), offsets)) < 5e-3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_moe.activations import GLU
-from thunder_moe.kernels.cuda import training, wgrad
+from thunder_moe.kernels.cuda import backend, linear, training, wgrad
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 FORMS = [GLU(), GLU(alpha=1.702, limit=1.5, up_shift=1.0)]
@@ -206,41 +206,96 @@ WGRADS = [
 ]
 
 
-@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("form", ["added", "written", "narrow"])
 @pytest.mark.parametrize(("kernel", "dtype", "n", "k", "splits"), WGRADS)
-def test_wgrad(device, monkeypatch, kernel, dtype, n, k, splits, accumulate):
+def test_wgrad(device, monkeypatch, kernel, dtype, n, k, splits, form):
     monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
-    if device == "cuda" and kernel == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    skip_without(device, kernel)
     torch.manual_seed(0)
     ends = torch.tensor(splits).cumsum(0)
     rows = int(ends[-1]) + 9
     x, grad = torch.randn(rows, k, device=device).to(dtype), torch.randn(rows, n, device=device).to(dtype)
     x[int(ends[-1]) :], grad[int(ends[-1]) :] = float("nan"), float("inf")
     out = torch.randn(len(splits), n, k, device=device)
-    expected = out.double().cpu() if accumulate else torch.zeros(len(splits), n, k, dtype=torch.float64)
+    expected = out.double().cpu() if form == "added" else torch.zeros(len(splits), n, k, dtype=torch.float64)
     untouched = out.clone()
-    if not accumulate:
-        out.fill_(float("nan"))
+    if form != "added":
+        out = torch.full_like(out, float("nan"), dtype=dtype if form == "narrow" else None)
     for expert, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
         expected[expert] += grad[begin:end].double().t().cpu() @ x[begin:end].double().cpu()
-    wgrad.wgrad(x, grad, ends.to(device, torch.int64 if n == 136 else torch.int32), out, accumulate, kernel=kernel)
-    assert error(out, expected) < 1e-6
-    if accumulate:
+    offsets = ends.to(device, torch.int64 if n == 136 else torch.int32)
+    wgrad.wgrad(x, grad, offsets, out, form == "added", kernel=kernel)
+    assert error(out, expected) < (TOLERANCE[dtype] if form == "narrow" else 1e-6)
+    if form == "added":
         empty = torch.tensor(splits, device=device) == 0
         assert torch.equal(out[empty], untouched[empty])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("n", "k"), [(64, 72), (30, 20)])
-def test_gemms_of_torch_with_padding(dtype, n, k):
-    """Rows past the end are NaN: zeros come of them; a buffer keeps them."""
+LINEARS = [  # dtype, N, K, rows of each expert, rows of a tile
+    ("any", torch.float32, 70, 12, [0, 5, 0, 11], 32),
+    ("any", torch.float32, 260, 40, [130, 0, 7], 128),
+    pytest.param("any", torch.bfloat16, 9, 7, [3, 20], 32, marks=pytest.mark.slow),
+    ("mma", torch.bfloat16, 136, 72, [0, 5, 0, 40], 32),
+    ("mma", torch.float16, 264, 24, [130, 0, 3], 128),
+    ("any", torch.float16, 131, 20, [40, 0, 65], 64),
+    ("wgmma", torch.bfloat16, 136, 72, [0, 5, 0, 70, 1], 64),
+    ("wgmma", torch.float16, 200, 136, [1, 63, 0], 64),
+    pytest.param("wgmma", torch.bfloat16, 72, 200, [0, 130, 9], 128, marks=pytest.mark.slow),
+    ("wgmma", torch.bfloat16, 72, 24, [270], 256),
+]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype", "n", "k", "splits", "tile"), LINEARS)
+def test_linear(device, monkeypatch, kernel, dtype, n, k, splits, tile, transposed):
+    """Zeros past the end, or what was there, whatever rows and the next expert's weight hold."""
+    monkeypatch.setattr(linear, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
+    skip_without(device, kernel)
+    torch.manual_seed(0)
+    ends, experts = torch.tensor(splits).cumsum(0), len(splits)
+    end = int(ends[-1])
+    rows = end + 9
+    x = torch.randn(rows, k, device=device).to(dtype)
+    x[end:] = float("nan")
+    weight = torch.randn(experts, k if transposed else n, n if transposed else k, device=device).to(dtype)
+    expert_of_row = torch.bucketize(torch.arange(end), ends, right=True)
+    for expert, count in enumerate(splits):
+        if count == 0:
+            weight[expert] = float("inf")
+    matrices = weight.double().cpu() if transposed else weight.mT.double().cpu()
+    expected = (x[:end, None].double().cpu() @ matrices[expert_of_row])[:, 0]
+    offsets = ends.to(device, torch.int64 if n == 136 else torch.int32)
+    for zero_tail in (True, False):
+        out = torch.full((rows, n), 7.0, device=device, dtype=dtype)
+        run = linear.LinearLaunch(
+            rows, experts, n, k, dtype, transposed, n == 136, zero_tail, kernel, x.device,
+            backend._device_facts(x.device), tile,
+        )  # fmt: skip
+        run(x.data_ptr(), weight.data_ptr(), offsets.data_ptr(), out.data_ptr())
+        assert error(out[:end], expected) < TOLERANCE[dtype]
+        assert torch.equal(out[end:].cpu(), torch.full((9, n), 0.0 if zero_tail else 7.0, dtype=dtype))
+
+
+def skip_without(device, kernel):
+    if device == "cuda" and kernel == "wgmma" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "n", "k"), [(torch.bfloat16, 64, 72), (torch.float16, 30, 20), (torch.float32, 30, 20)]
+)
+def test_gemms(device, monkeypatch, capability, dtype, n, k):
+    """Rows past the end are NaN: zeros come of them; a buffer keeps them. Offsets that make no sense do no harm."""
+    if device == "cpu":
+        monkeypatch.setattr(backend, "_device_facts", lambda device: (3, capability))
+    elif torch.cuda.get_device_capability() != capability:
+        pytest.skip("another compute capability")
     torch.manual_seed(0)
     splits = [0, 5, 0, 11]
-    offsets = torch.tensor(splits, device="cuda").cumsum(0).int()
-    x, grad = torch.randn(20, k, device="cuda").to(dtype), torch.randn(20, n, device="cuda").to(dtype)
-    weight = torch.randn(4, n, k, device="cuda").to(dtype)
+    offsets = torch.tensor(splits, device=device).cumsum(0).int()
+    x, grad = torch.randn(20, k, device=device).to(dtype), torch.randn(20, n, device=device).to(dtype)
+    weight = torch.randn(4, n, k, device=device).to(dtype)
     x[16:], grad[16:] = float("nan"), float("inf")
     of_row = torch.tensor([1] * 5 + [3] * 11)
     out = training.grouped_mm(x, weight, offsets)
@@ -249,7 +304,7 @@ def test_gemms_of_torch_with_padding(dtype, n, k):
     assert error(grad_x[:16], (grad[:16, None].double() @ weight.double()[of_row])[:, 0]) < TOLERANCE[dtype]
     assert not out[16:].any()
     assert not grad_x[16:].any()
-    buffer = torch.full((20, n), 7.0, device="cuda", dtype=dtype)
+    buffer = torch.full((20, n), 7.0, device=device, dtype=dtype)
     assert training.grouped_mm(x, weight, offsets, buffer) is buffer
     assert torch.equal(buffer[:16], out[:16])
     assert (buffer[16:] == 7).all()
@@ -258,3 +313,6 @@ def test_gemms_of_torch_with_padding(dtype, n, k):
     assert grad_w.shape == weight.shape
     assert error(grad_w, expected) < TOLERANCE[dtype]
     assert not grad_w[0].any()
+    wild = torch.tensor([-3, 50, 2, 2**31 - 1], device=device)
+    assert training.grouped_mm(x, weight, wild).shape == (20, n)
+    assert training.wgrad(x, grad, wild).shape == weight.shape

@@ -15,7 +15,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, nvrtc, quantizer, router, training, wgrad
+from thunder_moe.kernels.cuda import cubin_cache, linear, nvrtc, quantizer, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -87,6 +87,16 @@ OTHERS = {
     cuda_arguments.WgradArguments: (
         wgrad.MMA,
         ["wgrad_mma<true>", "wgrad_mma<false>", *(f"wgrad_any<{dtype}>" for dtype in range(3))],
+    ),
+    cuda_arguments.LinearArguments: (
+        linear.MMA,
+        [
+            "linear_mma<true, false, 32>",
+            "linear_mma<false, true, 128>",
+            "linear_any<0, true, 128>",
+            "linear_any<2, false, 32>",
+            "linear_any<1, false, 64>",
+        ],
     ),
     cuda_arguments.QuantizeArguments: (
         quantizer._SOURCES,
@@ -164,6 +174,12 @@ def test_other_kernels_compile(kept, capability):
         argument = cuda_arguments.TmaWgradArguments
         for dtype, (columns, stages) in itertools.product(("true", "false"), wgrad._STAGES.items()):
             found.add((wgrad.WGMMA, f"wgrad_wgmma<{dtype}, {columns}, {stages}>", capability, argument))
+        argument = cuda_arguments.TmaLinearArguments
+        for index, (tile, stages) in enumerate(linear.STAGES.items()):
+            for transposed in ("true", "false"):
+                dtype = ("true", "false")[index % 2]
+                name = f"linear_wgmma<{dtype}, {transposed}, {tile}, {stages}>"
+                found.add((linear.WGMMA, name, capability, argument))
     for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
         if capability == (9, 0):
             found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
@@ -176,8 +192,8 @@ def test_every_kernel_and_struct_is_compiled_above():
     gemms.append("mm_tiled_cluster")
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
-    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows", "wgrad_wgmma"})
-    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaWgradArguments"}
+    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"})
+    gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

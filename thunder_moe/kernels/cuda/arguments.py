@@ -13,6 +13,7 @@ __all__ = [
     "DequantizeArguments",
     "GatherArguments",
     "GemmArguments",
+    "LinearArguments",
     "QuantizeArguments",
     "RouteArguments",
     "RouterArguments",
@@ -20,6 +21,7 @@ __all__ = [
     "RowStartsArguments",
     "SwigluArguments",
     "TmaGemmArguments",
+    "TmaLinearArguments",
     "TmaWgradArguments",
     "WgradArguments",
 ]
@@ -125,9 +127,10 @@ class DequantizeArguments(ctypes.Structure):
     """In dequantize.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out")),
+        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale", "out", "offsets")),
         ("rows", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("rows_per_global", "k")),
+        *((name, ctypes.c_int) for name in ("rows_per_global", "k", "n")),
+        ("padding_", ctypes.c_byte * 4),
     )
 
 
@@ -171,8 +174,7 @@ class WgradArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("grad", "x", "offsets", "out")),
         *((name, ctypes.c_int) for name in ("rows", "first_expert", "num_experts", "n", "k")),
-        *((name, ctypes.c_int) for name in ("wide_offsets", "accumulate")),
-        ("padding_", ctypes.c_byte * 4),
+        *((name, ctypes.c_int) for name in ("wide_offsets", "accumulate", "narrow_out")),
     )
 
 
@@ -183,4 +185,25 @@ class TmaWgradArguments(ctypes.Structure):
         *((name, ctypes.c_byte * 128) for name in ("grad", "x")),
         ("of", WgradArguments),
         ("padding_", ctypes.c_byte * (-ctypes.sizeof(WgradArguments) % 64)),
+    )
+
+
+class LinearArguments(ctypes.Structure):
+    """In linear.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "offsets", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "first_expert", "num_experts", "n", "k")),
+        *((name, ctypes.c_int) for name in ("wide_offsets", "zero_tail")),
+        ("padding_", ctypes.c_byte * 4),
+    )
+
+
+class TmaLinearArguments(ctypes.Structure):
+    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
+        ("of", LinearArguments),
+        ("padding_", ctypes.c_byte * (-ctypes.sizeof(LinearArguments) % 64)),
     )

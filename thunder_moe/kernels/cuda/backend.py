@@ -2,8 +2,8 @@
 Called through kernels/select.py with validated operands; calls prepared.py and launch.py beside it, which launch the
 kernels of src/*.cu.
 
-Float32 rows run on kernels/reference.py, with a warning. The gradient of bf16 rows is torch's grouped GEMM with
-dequantized weights (SM90 and newer; elsewhere, and in fp16, the reference). Nothing synchronizes with the host.
+Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
+weights (linear.py, or torch's where that is faster). Nothing synchronizes with the host.
 Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
 `slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
@@ -35,6 +36,7 @@ from thunder_moe.kernels.cuda.prepared import (
     DEQUANTIZE,
     ELEMENTWISE_THREADS,
     ROUTE,
+    CombinedLaunch,
     GemmLaunch,
     combine_launch,
     dgrad_launch,
@@ -43,7 +45,7 @@ from thunder_moe.kernels.cuda.prepared import (
     route_launch,
 )
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.routing import RouterForm, gather_rows, router_logits
+from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
     "PREPARED",
@@ -195,21 +197,27 @@ def layer_launch(
 
 def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
-    n = weight.shape[1]
-    capability = _device_facts(grad.device)[1]
-    what = None
-    if grad.dtype != torch.bfloat16:
-        what = f"gradients of activations in {str(grad.dtype).removeprefix('torch.')}"
-    elif n % 8 != 0:
-        what = f"gradients of activations with out_features no multiple of 8 ({n})"
-    elif capability < (9, 0):
-        what = f"gradients of activations on devices of compute capability {capability}"
-    if what is not None or grad.shape[0] == 0:
-        if what is not None:
-            _warn_of_reference(what, grad, weight, "train in bfloat16 on compute capability (9, 0) or higher")
+    rows, (experts, n, k) = grad.shape[0], weight.shape
+    if grad.dtype == torch.float32:
+        _warn_of_reference("gradients of activations in float32", grad, weight, "train in bfloat16 or float16")
+    if grad.dtype == torch.float32 or grad.numel() == 0 or k == 0:
         return reference.grouped_mm_dgrad(grad, weight.to_layout(LINEAR), offsets)
-    ends = row_starts(offsets, grad.shape[0])[1:]
-    return torch._grouped_mm(_aligned(grad.detach()), dequantize(weight, grad.dtype), ends)
+    _warn_of_odd_features(n)
+    weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
+    run = dgrad_launch(
+        rows, experts, n, k, grad.dtype, weight.layout == TILED, weight.global_scale.ndim == 2, grad.device,
+        _device_facts(grad.device),
+    )  # fmt: skip
+    return run(grad.detach().contiguous(), *_tensors(weight, weight.layout), offsets.contiguous())
+
+
+def _warn_of_odd_features(n: int) -> None:
+    if n % 8 != 0:
+        warn_once(
+            ("dgrad", n),
+            f"gradients of activations with out_features no multiple of 8 ({n}) are computed without tensor cores, many"
+            " times slower; pad the weight",
+        )
 
 
 def mm(
@@ -273,7 +281,7 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
     qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     pointers = map(pointer, (qdata, scale, global_scale, out))
-    argument = DequantizeArguments(*pointers, num_experts * n, 1 if global_scale.ndim == 2 else n, k)
+    argument = DequantizeArguments(*pointers, None, num_experts * n, 1 if global_scale.ndim == 2 else n, k, n)
     _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
     return out
 
@@ -313,8 +321,7 @@ def linear_router(
     """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
     shape = hidden.shape[0], weight.shape[0]
     if not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
-        logits = router_logits(hidden, weight, linear_bias, logits_dtype)
-        return *router(logits, bias, form, dtype), logits
+        return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     linear_bias, bias = (None if b is None else b.contiguous() for b in (linear_bias, bias))
     run = routers.linear_router_launch(
         shape, hidden.shape[1], form, hidden.dtype, linear_bias is not None, _dtype(bias), logits_dtype, dtype,
@@ -517,6 +524,8 @@ def _prepare_combine(
     summed = combine_launch(
         activation.shape[0], tokens, top_k, n, activation.dtype, _dtype(slot_weight), activation.device, n % 2 == 0
     )
+    if gemm.alone:
+        return CombinedLaunch(gemm, summed)
 
     def run(
         activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
@@ -646,11 +655,14 @@ def _prepare_dgrad(
     grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *, layout: str = LINEAR
 ) -> Callable[..., Tensor] | None:
     experts, half, n = fp4_weight.shape
-    unserved = grad.dtype != torch.bfloat16 or n % 8 != 0 or _device_facts(grad.device)[1] < (9, 0)
     operands = grad, fp4_weight.mT, scale, global_scale, offsets
-    if unserved or grad.shape[0] == 0 or layout not in (LINEAR, TILED) or not all(map(_is_read, operands)):
+    unserved = grad.dtype == torch.float32 or grad.numel() == 0 or half == 0 or layout not in (LINEAR, TILED)
+    if unserved or not all(map(_is_read, operands)):
         return None
-    multiply = dgrad_launch(grad.shape[0], experts, n, 2 * half, layout == TILED, global_scale.ndim == 2, grad.device)
+    multiply = dgrad_launch(
+        grad.shape[0], experts, n, 2 * half, grad.dtype, layout == TILED, global_scale.ndim == 2, grad.device,
+        _device_facts(grad.device),
+    )  # fmt: skip
     return lambda grad, fp4_weight, scale, global_scale, offsets, **_: multiply(
         grad, fp4_weight, scale, global_scale, offsets
     )

@@ -57,11 +57,10 @@ class Chain:
     Args:
         layer: without a gather kernel or a tensor map in its GEMMs, as plans for few rows have none.
         weights: addresses.
-        out: shape (T, H) of the result.
     """
 
-    def __init__(self, layer: LayerLaunch, weights: Weights, out: Sequence[int]) -> None:
-        self.layer, self._out = layer, out
+    def __init__(self, layer: LayerLaunch, weights: Weights) -> None:
+        self.layer, self._empty, self._out = layer, layer.combine.empty, layer.combine.result
         self._gate_up, self._down, self._gate_up_bias, self._down_bias = weights
         begins, end = [], 0  # bytes: gate_up's result and partial sums, those of down
         for gemm in (layer.gate_up, layer.down):
@@ -69,7 +68,7 @@ class Chain:
                 begins.append(end)
                 end += -(-size // _ALIGNED) * _ALIGNED
         self._inner, self._inner_sums, self._rows, self._rows_sums = begins
-        self._size = end // 2  # of 16-bit numbers
+        self._memory = ((end,), (1,), torch.uint8)
 
     def __call__(self, hidden_states: Tensor, expert_weights: Tensor, order: tuple[int, int, int]) -> Tensor:
         """Contiguous (T, H) and (T, A), and the addresses of row_slot, offsets and slot_row -> (T, H)."""
@@ -78,7 +77,7 @@ class Chain:
         row_slot, offsets, slot_row = order
         weight = expert_weights.data_ptr()
         on_input, on_output = (weight, 0) if layer.weight_on_input else (0, weight)
-        memory, out = hidden_states.new_empty(self._size), hidden_states.new_empty(self._out)
+        memory, out = self._empty(*self._memory), self._empty(*self._out)
         base = memory.data_ptr()
         inner, rows = base + self._inner, base + self._rows
         late = down.reads_early
@@ -152,7 +151,7 @@ class BoundExperts:
         layer = self._launches(hidden_states, expert_ids, expert_weights)
         if len(self._chains) >= _MAX_KINDS:
             self._chains.clear()
-        self._chains[kind] = None if layer is None else Chain(layer, self._weights, hidden_states.shape)
+        self._chains[kind] = None if layer is None else Chain(layer, self._weights)
 
 
 class BoundLinear:
@@ -177,20 +176,21 @@ class BoundLinear:
     ) -> None:
         self._launch_of, self._weight, self._bias = launch_of, weight, bias
         self._features, self._index = features, device.index
-        self._known: dict[Any, tuple[GemmLaunch, tuple[int, ...]] | None] = {}  # None: for the operator
+        self._known: dict[Any, tuple[GemmLaunch, Any, tuple[Any, ...]] | None] = {}  # None: for the operator
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """What the operator gives for (..., K), bit for bit; None where only it can tell, as in `BoundExperts`."""
         known = self._known.get((x.shape, x.dtype, x.device))
         if known is None or launch.current_device() != self._index or not x.is_contiguous():
             return None
-        gemm, shape = known
+        gemm, empty, result = known
         address = x.data_ptr()
         if address & 15:
             return None
-        out, workspace, sums = x.new_empty(shape), gemm.take_workspace(False), None
+        out: Tensor = empty(*result)
+        workspace, sums = gemm.take_workspace(False), None
         if gemm.sums_bytes:
-            sums = x.new_empty(gemm.sums_bytes // 2)  # of 16 bits each
+            sums = empty((gemm.sums_bytes,), (1,), torch.uint8)
         fields = gemm.fields(
             address, *self._weight, 0, 0, 0, self._bias, out.data_ptr(), 0 if sums is None else sums.data_ptr(),
             0 if workspace is None else workspace.data_ptr(), False,
@@ -206,7 +206,11 @@ class BoundLinear:
         gemm = self._launch_of(x)
         if len(self._known) >= _MAX_KINDS:
             self._known.clear()
-        self._known[kind] = None if gemm is None else (gemm, (*x.shape[:-1], self._features))
+        known = None
+        if gemm is not None:
+            shape = (*x.shape[:-1], self._features)
+            known = gemm, launch.allocator(x.device), (shape, torch.empty(shape, device="meta").stride(), x.dtype)
+        self._known[kind] = known
 
 
 def bind_linear(weight: NVFP4Weight, bias: Tensor | None) -> BoundLinear | None:

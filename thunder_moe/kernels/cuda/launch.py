@@ -11,20 +11,47 @@ import functools
 import struct
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from thunder_moe.kernels.cuda import nvrtc
 
-__all__ = ["Launcher", "capture_of", "current_device", "current_stream", "is_capturing", "launcher", "packer"]
+__all__ = [
+    "Launcher",
+    "allocator",
+    "capture_of",
+    "current_device",
+    "current_stream",
+    "is_capturing",
+    "launcher",
+    "packer",
+    "tensor_map",
+]
 
 # Of the calling thread, as torch has them (a torch without CUDA has none): the index of the current device, the address
 # of the current stream of a device, whether the current stream of the current device is being captured.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
+    """(shape, strides, dtype) -> an uninitialised tensor on the current device, in under half of `new_empty`'s time.
+
+    What inductor allocates with. `device`: of the type that is meant.
+    """
+    from torch._C._dynamo import guards
+
+    name = "_empty_strided_cuda" if device.type == "cuda" else "_empty_strided_cpu"
+
+    def plain(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return cast("Callable[..., Tensor]", getattr(guards, name, plain))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -109,6 +136,12 @@ def launcher(
     if multiprocessors is not None:
         blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
     return Launcher(kernel, blocks, argument)
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
+    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k. It depends on these alone."""
+    return nvrtc.tensor_map(address, rows, k, box_rows)
 
 
 @functools.cache

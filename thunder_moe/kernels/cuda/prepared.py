@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import launch, nvrtc
+from thunder_moe.kernels.cuda import launch
 from thunder_moe.kernels.cuda.arguments import (
     CombineArguments,
     DequantizeArguments,
@@ -27,11 +27,13 @@ from thunder_moe.kernels.cuda.arguments import (
     TmaGemmArguments,
 )
 from thunder_moe.kernels.cuda.configs import COMMON, GemmConfig
+from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch, torch_is_faster
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, plan_gemm
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 
 __all__ = [
     "CombineLaunch",
+    "CombinedLaunch",
     "DgradLaunch",
     "Gemm",
     "GemmLaunch",
@@ -48,6 +50,7 @@ DEQUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"))
 ROUTE = (COMMON, COMMON.with_name("route.cu"))
 _ROUTE_THREADS = 256
 _ROUTE_SLOTS = 2048  # of a block; a single block takes up to twice as many
+_ALIGNED = 256  # bytes: of the parts of a tensor that several kernels write
 _COMBINE_SLOTS = 8  # at most: slots that a thread of `combine` loads at once
 _FEW_SUMS = 1 << 18  # of `combine`: up to so many go to smaller blocks, which are spread over more multiprocessors
 
@@ -126,6 +129,7 @@ class GemmLaunch:
         self._device, self._index = device, device.index
         self._features = n if form is None else n // 2
         self._shape = rows, self._features + self._features % 2  # the kernels store pairs
+        self._empty, self._strides, self._dtype = launch.allocator(device), (self._shape[1], 1), dtype
         self.launcher = launch.launcher(
             plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
             self._index, None if plan.config.kernel == "tiled_cluster" else multiprocessors,
@@ -200,7 +204,7 @@ class GemmLaunch:
             # The kernels load 16 bytes at a time. The copies live until the kernel is launched, on the same stream.
             activation, qdata, scale, global_scale = map(_aligned, (activation, qdata, scale, global_scale))
             x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
-        out = activation.new_empty(self._shape)
+        out = self._empty(self._shape, self._strides, self._dtype)
         slots = 0 if row_slot is None else row_slot.data_ptr()
         partial_sums = tile_counter = 0
         sums = rows = gather = None
@@ -208,10 +212,10 @@ class GemmLaunch:
         if workspace is not None:
             tile_counter = workspace.data_ptr()
             if self._partial_sums:
-                sums = torch.empty(self._partial_sums, dtype=torch.float32, device=self._device)
+                sums = self._empty((self._partial_sums,), (1,), torch.float32)
                 partial_sums = sums.data_ptr()
         if self._gather is not None:
-            rows = activation.new_empty(self._gather_shape)
+            rows = self._empty(self._gather_shape, (self._gather_shape[1], 1), self._dtype)
             gather = x, slots, rows.data_ptr(), *self._gather_numbers
             x = rows.data_ptr()
         fields = self.fields(
@@ -233,7 +237,7 @@ class GemmLaunch:
         bias: int, out: int, partial_sums: int, workspace: int, late_x: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Of the GEMM's struct, from the addresses of what it reads and writes; 0 for none."""
-        first = () if self._map_rows is None else (_tensor_map(x, *self._map_rows),)
+        first = () if self._map_rows is None else (launch.tensor_map(x, *self._map_rows),)
         semaphores = workspace + 4 * CACHE_LINE if partial_sums else 0
         row_sums = workspace + self._row_sums if self._row_sums else 0
         return (
@@ -261,28 +265,36 @@ class CombineLaunch:
         slot_weight: the dtype of that operand; None for no operand.
         device: where the operands are.
         late_rows: the kernel that is launched right before wrote the rows, and none of the other operands.
+
+    Attributes:
+        launcher: of the kernel.
+        index: of the device.
+        result: its shape, strides and dtype.
+        empty: allocates it.
+        numbers: the last fields of the kernel's struct.
     """
 
     def __init__(
         self, rows: int, tokens: int, top_k: int, n: int, dtype: torch.dtype, slot_weight: torch.dtype | None,
         device: torch.device, late_rows: bool,
     ) -> None:  # fmt: skip
-        self._index, self._shape = device.index, (tokens, n)
+        self.index, self.result = device.index, ((tokens, n), (n, 1), dtype)
+        self.empty = launch.allocator(device)
         self.numbers = rows, tokens, top_k, n, _code(slot_weight), late_rows
         bf16, slots = str(dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
         threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
         self.launcher = launch.launcher(
             ROUTE, f"combine<{bf16}, {slots}>", threads, 0, tokens * -(-n // (8 * threads)), CombineArguments,
-            self._index,
+            self.index,
         )  # fmt: skip
 
     def __call__(self, rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
         """Rows (M, N), slot_row int32 (T, A) and slot_weight (T, A) -> (T, N)."""
-        index = self._index
+        index = self.index
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(rows, slot_row, slot_weight)
-        out = rows.new_empty(self._shape)
+        out = self.empty(*self.result)
         weight = 0 if slot_weight is None else slot_weight.data_ptr()
         self.launcher(
             launch.current_stream(index), rows.data_ptr(), slot_row.data_ptr(), weight, out.data_ptr(), *self.numbers
@@ -305,8 +317,10 @@ class RouteLaunch:
         whole = -(-slots // _ROUTE_THREADS) * _ROUTE_THREADS
         per_block = whole if whole <= 2 * _ROUTE_SLOTS else _ROUTE_SLOTS
         blocks = -(-slots // per_block)
-        self._device, self._index = device, device.index
-        self._slots, self._experts, self._shape = slots, num_experts, shape
+        self._index, self._empty = device.index, launch.allocator(device)
+        vectors = (((length,), (1,), torch.int32) for length in (slots, num_experts))
+        self._row_slot, self._offsets = vectors
+        self._slot_row = (shape, (shape[1], 1), torch.int32)
         self._counts = blocks * buckets if blocks > 1 else 0
         self._numbers = slots, num_experts, dtype == torch.int64, per_block
         shared_bytes = 4 * _ROUTE_THREADS // 32 * buckets
@@ -321,12 +335,11 @@ class RouteLaunch:
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(expert_ids)
-        row_slot = expert_ids.new_empty(self._slots, dtype=torch.int32)
-        offsets = expert_ids.new_empty(self._experts, dtype=torch.int32)
-        slot_row = expert_ids.new_empty(self._shape, dtype=torch.int32)
+        empty = self._empty
+        row_slot, offsets, slot_row = empty(*self._row_slot), empty(*self._offsets), empty(*self._slot_row)
         counts = 0
         if self._counts:
-            workspace = expert_ids.new_empty(self._counts, dtype=torch.int32)
+            workspace = empty((self._counts,), (1,), torch.int32)
             counts = workspace.data_ptr()
         stream = launch.current_stream(index)
         for launcher in self._launchers:
@@ -337,30 +350,83 @@ class RouteLaunch:
         return row_slot, offsets, slot_row
 
 
+class CombinedLaunch:
+    """A grouped GEMM and the weighted sum per token of its rows, from addresses, with one tensor for all between.
+
+    Args:
+        gemm: whose kernel is all there is of it (`alone`).
+        combine: of the GEMM's rows, with late_rows.
+    """
+
+    def __init__(self, gemm: GemmLaunch, combine: CombineLaunch) -> None:
+        self._gemm, self._combine = gemm, combine
+        self._index, self._empty, self._result = combine.index, combine.empty, combine.result
+        self._sums = -(-gemm.out_bytes // _ALIGNED) * _ALIGNED  # where the partial sums begin
+        self._memory = ((self._sums + gemm.sums_bytes,), (1,), torch.uint8)
+
+    def __call__(
+        self, activation: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+        slot_row: Tensor, slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """(M, K) rows -> (T, N); operands as in `GemmLaunch` and `CombineLaunch`."""
+        gemm, index = self._gemm, self._index
+        x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
+        globals_ = global_scale.data_ptr()
+        if (x | codes | scales | globals_) & 15 or launch.current_device() != index:
+            rows = gemm(activation, qdata, scale, global_scale, offsets, None, None, bias)
+            return self._combine(rows, slot_row, slot_weight)
+        memory, out = self._empty(*self._memory), self._empty(*self._result)
+        rows_at = memory.data_ptr()
+        workspace = gemm.take_workspace(False)
+        fields = gemm.fields(
+            x, codes, scales, globals_, offsets.data_ptr(), 0, 0, 0 if bias is None else bias.data_ptr(), rows_at,
+            gemm.sums_bytes and rows_at + self._sums, 0 if workspace is None else workspace.data_ptr(), False,
+        )  # fmt: skip
+        stream = launch.current_stream(index)
+        gemm.launcher(stream, *fields)
+        self._combine.launcher(
+            stream, rows_at, slot_row.data_ptr(), 0 if slot_weight is None else slot_weight.data_ptr(),
+            out.data_ptr(), *self._combine.numbers,
+        )  # fmt: skip
+        return out
+
+
 class DgradLaunch:
-    """The gradient of a grouped GEMM's bfloat16 rows: the weights are dequantized, torch multiplies.
+    """The gradient of a grouped GEMM's 16-bit rows: the weights of experts with rows are dequantized, then multiplied.
 
     Args:
         rows: M, positive.
         num_experts: E.
-        n: N, a multiple of 8.
+        n: N.
         k: K.
+        dtype: of the gradients.
         tiled: whether the weights are in layout "tiled_64x64", else in "linear".
         per_row: whether there is a global scale for each row of a weight.
         device: where the operands are.
+        facts: (multiprocessors, compute capability) of the device.
     """
 
     def __init__(
-        self, rows: int, num_experts: int, n: int, k: int, tiled: bool, per_row: bool, device: torch.device
-    ) -> None:
-        self._index, self._shape = device.index, (num_experts, n, k)
-        self._starts = num_experts, rows
-        self._numbers = num_experts * n, 1 if per_row else n, k
-        self._row_starts = launch.launcher(ROUTE, "row_starts", 32, 0, 1, RowStartsArguments, self._index)
+        self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, tiled: bool, per_row: bool,
+        device: torch.device, facts: tuple[int, tuple[int, int]],
+    ) -> None:  # fmt: skip
+        self._index, self._empty = device.index, launch.allocator(device)
+        self._weight, self._out = ((num_experts, n, k), (n * k, k, 1), dtype), ((rows, k), (k, 1), dtype)
+        self._numbers = num_experts * n, 1 if per_row else n, k, n
+        bf16 = str(dtype == torch.bfloat16).lower()
         self._dequantize = elementwise_launcher(
-            DEQUANTIZE, f"dequantize{'_tiled' * tiled}<true>", num_experts * n * k // 16, DequantizeArguments,
+            DEQUANTIZE, f"dequantize{'_tiled' * tiled}<{bf16}>", num_experts * n * k // 16, DequantizeArguments,
             self._index,
         )  # fmt: skip
+        self._row_starts = self._multiply = None
+        if n % 8 == 0 and torch_is_faster(dtype, facts[1], rows / num_experts):
+            self._starts = num_experts, rows
+            self._row_starts = launch.launcher(ROUTE, "row_starts", 32, 0, 1, RowStartsArguments, self._index)
+        else:
+            kernel = kernel_for(dtype, k, n, facts[1], 0)
+            self._multiply = linear_launch(
+                rows, num_experts, k, n, dtype, True, False, False, kernel, device, facts, None
+            )
 
     def __call__(self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor) -> Tensor:
         """(M, N) -> (M, K); qdata is contiguous as (E, N, K // 2), in whatever view."""
@@ -368,15 +434,22 @@ class DgradLaunch:
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(grad, qdata, scale, global_scale, offsets)
-        grad, qdata, scale, global_scale = map(_aligned, (grad.detach(), qdata, scale, global_scale))
-        stream = launch.current_stream(index)
+        rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
+        if (rows | codes | scales | global_scale.data_ptr()) & 15:
+            grad, qdata, scale, global_scale = map(_aligned, (grad, qdata, scale, global_scale))
+            rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
+        weight = self._empty(*self._weight)
+        address, stream = weight.data_ptr(), launch.current_stream(index)
+        ends = offsets.data_ptr()
+        self._dequantize(stream, codes, scales, global_scale.data_ptr(), address, ends, *self._numbers)
+        if self._multiply is not None:
+            out = self._empty(*self._out)
+            self._multiply(rows, address, ends, out.data_ptr())
+            return out
+        assert self._row_starts is not None
         starts = offsets.new_empty(self._starts[0] + 1)  # torch's grouped GEMM trusts its offsets: these are clamped
-        self._row_starts(stream, offsets.data_ptr(), starts.data_ptr(), *self._starts)
-        weight = grad.new_empty(self._shape)
-        self._dequantize(
-            stream, qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), weight.data_ptr(), *self._numbers
-        )
-        return torch._grouped_mm(grad, weight, starts[1:])
+        self._row_starts(stream, ends, starts.data_ptr(), *self._starts)
+        return torch._grouped_mm(grad.detach(), weight, starts[1:])
 
 
 gemm_launch = functools.lru_cache(maxsize=4096)(GemmLaunch)
@@ -396,12 +469,6 @@ def elementwise_launcher(
     """The launcher of a kernel whose threads loop over `items`."""
     blocks = elementwise_blocks(items)
     return launch.launcher(sources, expression, ELEMENTWISE_THREADS, 0, blocks, argument, device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
-    """`TensorMap` of ptx.cuh: a matrix (rows, K) in boxes of box_rows rows by 64 k. It depends on these alone."""
-    return nvrtc.tensor_map(address, rows, k, box_rows)
 
 
 def _aligned(tensor: Tensor) -> Tensor:

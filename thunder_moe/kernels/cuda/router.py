@@ -76,8 +76,8 @@ class RouterLaunch:
         scores: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         (tokens, experts), slots = shape, shape[0] * form.top_k
-        self._index, self._scores = device.index, scores
-        self._slots, self._experts, self._of_slots = slots, experts, (tokens, form.top_k)
+        self._index, self._experts, self._of_slots = device.index, experts, (tokens, form.top_k)
+        self._empty, self._results = launch.allocator(device), _results(tokens, experts, form.top_k, scores)
         per_lane, by = _kind_of_kernel(experts, form, dtype, bias)
         fits = slots <= _ONE_BLOCK_SLOTS
         one_block = next((threads for most, threads in _ONE_BLOCK if fits and tokens <= most), None)
@@ -107,14 +107,11 @@ class RouterLaunch:
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(logits, bias)
-        scores = logits.new_empty(self._of_slots, dtype=self._scores)
-        expert_ids = logits.new_empty(self._of_slots, dtype=torch.int64)
-        row_slot = logits.new_empty(self._slots, dtype=torch.int32)
-        offsets = logits.new_empty(self._experts, dtype=torch.int32)
-        slot_row = logits.new_empty(self._of_slots, dtype=torch.int32)
+        empty = self._empty
+        scores, expert_ids, row_slot, offsets, slot_row = [empty(*result) for result in self._results]
         counts = 0
         if self._counts:
-            workspace = logits.new_empty(self._counts, dtype=torch.int32)
+            workspace = empty((self._counts,), (1,), torch.int32)
             counts = workspace.data_ptr()
         stream = launch.current_stream(index)
         for launcher in self._launchers:
@@ -130,13 +127,13 @@ class RouterLaunch:
         index, (tokens, top_k) = self._index, self._of_slots
         if launch.current_device() != index:
             return None
-        scores = logits.new_empty(self._of_slots, dtype=self._scores)
-        expert_ids = logits.new_empty(self._of_slots, dtype=torch.int64)
+        empty = self._empty
+        scores, expert_ids = empty(*self._results[0]), empty(*self._results[1])
         order = PackedOrder(logits, tokens, top_k, self._experts)
         row_slot, offsets, slot_row = order.addresses
         counts = 0
         if self._counts:
-            workspace = logits.new_empty(self._counts, dtype=torch.int32)
+            workspace = empty((self._counts,), (1,), torch.int32)
             counts = workspace.data_ptr()
         stream = launch.current_stream(index)
         for launcher in self._launchers:
@@ -174,8 +171,9 @@ class LinearRouterLaunch:
         bias: torch.dtype | None, logits: torch.dtype, scores: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         (tokens, experts), threads = shape, _LINEAR_THREADS
-        self._device, self._index, self._scores, self._logits = device, device.index, scores, logits
-        self._shape, self._slots, self._of_slots = shape, tokens * form.top_k, (tokens, form.top_k)
+        self._device, self._index, self._of_slots, self._experts = device, device.index, (tokens, form.top_k), experts
+        self._empty, self._logits = launch.allocator(device), (shape, (experts, 1), logits)
+        self._results = _results(tokens, experts, form.top_k, scores)
         per_lane, by = _kind_of_kernel(experts, form, logits, bias)
         flags = f"{str(dtype == torch.bfloat16).lower()}, {per_lane}, {by}, {threads}, {tokens}"
         self._launcher = launch.launcher(
@@ -195,12 +193,9 @@ class LinearRouterLaunch:
                 return self(hidden, weight, linear_bias, bias)
         if (hidden.data_ptr() | weight.data_ptr()) & 15:  # the kernel loads 16 bytes at a time
             hidden, weight = hidden.clone(), weight.clone()
-        logits = hidden.new_empty(self._shape, dtype=self._logits)
-        scores = hidden.new_empty(self._of_slots, dtype=self._scores)
-        expert_ids = hidden.new_empty(self._of_slots, dtype=torch.int64)
-        row_slot = hidden.new_empty(self._slots, dtype=torch.int32)
-        offsets = hidden.new_empty(self._shape[1], dtype=torch.int32)
-        slot_row = hidden.new_empty(self._of_slots, dtype=torch.int32)
+        empty = self._empty
+        logits = empty(*self._logits)
+        scores, expert_ids, row_slot, offsets, slot_row = [empty(*result) for result in self._results]
         words = semaphore_pool(self._device).take(self._words)
         self._launcher(
             launch.current_stream(index), logits.data_ptr(), 0 if bias is None else bias.data_ptr(), scores.data_ptr(),
@@ -218,10 +213,9 @@ class LinearRouterLaunch:
         x, w, index = hidden.data_ptr(), weight.data_ptr(), self._index
         if launch.current_device() != index or (x | w) & 15:
             return None
-        logits = hidden.new_empty(self._shape, dtype=self._logits)
-        scores = hidden.new_empty(self._of_slots, dtype=self._scores)
-        expert_ids = hidden.new_empty(self._of_slots, dtype=torch.int64)
-        order = PackedOrder(hidden, *self._of_slots, self._shape[1])
+        empty = self._empty
+        logits, scores, expert_ids = empty(*self._logits), empty(*self._results[0]), empty(*self._results[1])
+        order = PackedOrder(hidden, *self._of_slots, self._experts)
         row_slot, offsets, slot_row = order.addresses
         words = semaphore_pool(self._device).take(self._words)
         self._launcher(
@@ -230,6 +224,15 @@ class LinearRouterLaunch:
             0 if linear_bias is None else linear_bias.data_ptr(), words.data_ptr(), self._hidden_size,
         )  # fmt: skip
         return scores, expert_ids, order, logits
+
+
+def _results(
+    tokens: int, experts: int, top_k: int, scores: torch.dtype
+) -> list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]:
+    """Shapes, strides and dtypes of scores, expert_ids, row_slot, offsets and slot_row."""
+    slots, strides = (tokens, top_k), (top_k, 1)
+    vectors = [((length,), (1,), torch.int32) for length in (tokens * top_k, experts)]
+    return [(slots, strides, scores), (slots, strides, torch.int64), *vectors, (slots, strides, torch.int32)]
 
 
 def _kind_of_kernel(experts: int, form: RouterForm, dtype: torch.dtype, bias: torch.dtype | None) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""The kernels of training on CUDA: grouped GEMMs of torch with zeros past the end, biases, activations, wgrad.
+"""The kernels of training on CUDA: grouped GEMMs with zeros past the end and their gradients, biases, activations.
 Called through kernels/training/select.py, with the functions of kernels/training/reference.py; calls the launches of
-backend.py for src/activation.cu and src/bias.cu, wgrad.py beside it, and torch._grouped_mm.
+backend.py for src/activation.cu and src/bias.cu, linear.py and wgrad.py beside it, and torch._grouped_mm.
 
-Nothing synchronizes with the host but torch's grouped GEMM in float32 and on devices before SM90. Nothing is added by
-atomics. Operands of any strides and alignment: what kernels cannot read as it is, is copied. Offsets are not trusted.
+Nothing synchronizes with the host: torch's grouped GEMM does in float16 and float32, and on some devices, where it is
+not called. Nothing is added by atomics. Operands of any strides and alignment: what kernels cannot read as it is, is
+copied. Offsets are not trusted.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, I features of an activation's output.
 """
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
-from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda import backend, launch
+from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArguments
 from thunder_moe.kernels.cuda.configs import COMMON
@@ -42,15 +44,33 @@ _THREADS = 256  # kRowThreads
 _CHUNK_ROWS, _COLUMNS = 128, 256  # kChunkRows, kColumns
 _BLOCK_FEATURES = 4096  # from so many on, a block computes a row, and a warp below
 _MOST_BLOCKS = 2**16
+# Rows of an expert, from which on torch's grouped GEMM is taken for the gradient of a bfloat16 weight whose K is a
+# multiple of 256; of others always. H200, us, torch's, "wgmma", equal shares. Qwen3-30B-A3B (1536, 2048): 8 rows 356,
+# 347; 64 rows 358, 337; 256 rows 494, 514. Mixtral (28672, 4096): 128 rows 766, 914. GPT-OSS-20B (5760, 2880): 32 rows
+# 412, 440.
+_TORCHS_ROWS_OF_WGRAD = 96
 _MANY_COLUMNS = 2**17  # of all experts, from which on a block of bias_grad_reduce takes more than 32
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
-    m, n = rows.shape[0], weight.shape[1]
-    if m == 0 or n == 0 or rows.shape[1] == 0 or offsets.shape[0] == 0:
+    (m, k), n, experts = rows.shape, weight.shape[1], offsets.shape[0]
+    if m == 0 or n == 0 or k == 0 or experts == 0:
         return rows.new_zeros(m, n) if out is None else out
-    product = _multiply(rows, weight, offsets)
+    rows, weight, offsets = rows.detach(), weight.detach(), offsets.contiguous()
+    padded = rows.dtype != torch.float32 and (n % 8 != 0 or k % 8 != 0)
+    if padded:
+        rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
+    if linears.torch_is_faster(rows.dtype, backend._device_facts(rows.device)[1], m / experts):
+        product = _multiply(rows, weight, offsets)
+    else:
+        given = None if padded else out
+        product = _linear(rows, weight, offsets, given)
+        if given is not None:
+            return given
+        if not padded:
+            return product
+    product = product[:, :n]
     return add_bias(product, offsets, out=out) if out is not None else _zero_past_end(product, offsets)
 
 
@@ -75,11 +95,16 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         return out
     if m == 0 or n == 0 or k == 0:
         return rows.new_zeros(experts, n, k)
-    of_rows, of_grad = (
-        _contiguous(F.pad(each, (0, -each.shape[1] % 8)) if each.shape[1] % 8 else each)  # a pad of nothing copies
-        for each in (rows.detach(), grad.detach())
-    )
-    result = torch._grouped_mm(of_grad.t(), of_rows, offs=_ends(offsets, m))
+    rows, grad = rows.detach(), grad.detach().to(rows.dtype)
+    if rows.dtype != torch.float32 and (n % 8 or k % 8):
+        rows, grad = (F.pad(each, (0, -each.shape[1] % 8)) for each in (rows, grad))
+    capability = backend._device_facts(rows.device)[1]
+    least = _TORCHS_ROWS_OF_WGRAD if k % 256 == 0 else 0
+    if linears.torch_is_faster(rows.dtype, capability, m / experts, least):
+        result = torch._grouped_mm(_contiguous(grad).t(), _contiguous(rows), offs=_ends(offsets, m))
+    else:
+        result = rows.new_empty(experts, grad.shape[1], rows.shape[1])
+        wgrads.wgrad(rows, grad, offsets, result, False)
     return result if result.shape[1:] == (n, k) else result[:, :n, :k].contiguous()
 
 
@@ -195,16 +220,36 @@ def scaled_srelu_gradient(
     return _backward(grad, y, scales, offsets, None, None, y.shape[1], needs)
 
 
+def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
+    """(M, K) x (E, N, K) -> (M, N) by the kernels of linear.py; past the last row end zeros, in `out` what was."""
+    rows = rows.contiguous()
+    transposed = not weight.is_contiguous() and weight.mT.is_contiguous()
+    weight = weight.mT if transposed else weight.contiguous()
+    (m, k), experts, n = rows.shape, offsets.shape[0], weight.shape[2 if transposed else 1]
+    result = rows.new_empty(m, n) if out is None else out
+    facts = backend._device_facts(rows.device)
+    if rows.dtype != torch.float32 and n % 8 == 0 and k % 8 == 0:
+        rows, weight = (_contiguous(operand) for operand in (rows, weight))
+    addresses = rows.data_ptr() | weight.data_ptr() | result.data_ptr()
+    kernel = linears.kernel_for(rows.dtype, n, k, facts[1], addresses)
+    run = linears.linear_launch(
+        m, experts, n, k, rows.dtype, transposed, _is_wide(offsets), out is None, kernel, rows.device, facts, None
+    )
+    operands = rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), result.data_ptr()
+    if launch.current_device() == rows.device.index:
+        run(*operands)
+    else:
+        with torch.cuda.device(rows.device):
+            run(*operands)
+    return result
+
+
 def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """(M, K) x (E, N, K) -> (M, N) by torch, whose rows are multiples of 16 bytes; rows past the end are undefined."""
-    n, (m, k) = weight.shape[1], rows.shape
-    rows, weight = rows.detach(), weight.detach()
-    if n % 8 or k % 8:
-        rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
     if weight.stride(2) != 1 and weight.stride(1) != 1:
         weight = weight.contiguous()
-    product = torch._grouped_mm(_contiguous(rows), weight.transpose(1, 2), offs=_ends(offsets, m))
-    return product if product.shape[1] == n else product[:, :n]
+    product: Tensor = torch._grouped_mm(_contiguous(rows), weight.transpose(1, 2), offs=_ends(offsets, rows.shape[0]))
+    return product
 
 
 def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:

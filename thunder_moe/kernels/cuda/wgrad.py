@@ -1,5 +1,5 @@
-"""The gradient of experts' weights into a float32 tensor, added or written, by the kernels of src/wgrad_*.cu.
-Called by kernels/training; calls launch.py and nvrtc.py beside it.
+"""The gradient of experts' weights, added to a float32 tensor or written, by the kernels of src/wgrad_*.cu.
+Called by kernels/cuda/training.py; calls launch.py and backend.py beside it.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
-from thunder_moe.kernels.cuda import backend, nvrtc
+from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.arguments import TmaWgradArguments, WgradArguments
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.slow_paths import warn_once
@@ -22,14 +22,15 @@ from thunder_moe.kernels.slow_paths import warn_once
 __all__ = ["KERNELS", "MMA", "WGMMA", "wgrad"]
 
 _PTX, _WGRAD = COMMON.with_name("ptx.cuh"), COMMON.with_name("wgrad.cuh")
-WGMMA = (COMMON, _PTX, COMMON.with_name("wgmma.cuh"), _WGRAD, COMMON.with_name("wgrad_wgmma.cu"))
+_WGMMA = (COMMON.with_name("wgmma.cuh"), COMMON.with_name("wgmma_shared.cuh"))
+WGMMA = (COMMON, _PTX, *_WGMMA, _WGRAD, COMMON.with_name("wgrad_wgmma.cu"))
 MMA = (COMMON, _PTX, _WGRAD, COMMON.with_name("wgrad_mma.cu"))
 KERNELS = ("wgmma", "mma", "any")
 MAX_EXPERTS = 1024  # kMostExperts
 _WGMMA_TILE, _STAGE_ROWS = 128, 64  # kTileN, kStageRows
 _STAGES = {256: 4, 192: 5, 128: 6}  # of a tile of so many columns of K
 _MMA_TILE, _MMA_SHARED = 128, 4 * 2 * 32 * 128 * 2  # kMmaTile; kMmaStages of both operands
-_ANY_TILE = 64
+_ANY_TILE = 128
 _FEW_ROWS = 384  # of an expert
 _Map = ctypes.c_byte * 128
 
@@ -38,12 +39,13 @@ def wgrad(
     x: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, accumulate: bool, *, kernel: str | None = None,
     columns: int | None = None,
 ) -> None:  # fmt: skip
-    """Rows (M, K), gradient (M, N), offsets (E,) -> out (E, N, K): adds each expert's grad.T @ x to it, or writes it.
+    """Rows (M, K), gradient (M, N), offsets (E,) -> out (E, N, K): adds each expert's grad.T @ x to it, or writes it,
+    rounded once.
 
     Args:
         x, grad: of one dtype, float32, bfloat16 or float16; M, N and K positive.
         offsets: int32 or int64 row ends.
-        out: float32, contiguous.
+        out: contiguous; float32, or of the rows' dtype where nothing is added.
         accumulate: add. Where nothing is added, `out` is not read, and experts without rows get zeros.
         kernel: of `KERNELS`, by default the fastest that takes the operands: "wgmma" (SM90) and "mma" take 16-bit rows
             of 16-byte multiples.
@@ -60,7 +62,7 @@ def wgrad(
     sources: tuple[Path, ...] = MMA
     name = f"wgrad_any<{DTYPE_CODES[x.dtype]}>"
     if kernel == "wgmma":
-        tile_n, tile_k = _WGMMA_TILE, columns or _columns(k, rows / offsets.shape[0])
+        tile_n, tile_k = _WGMMA_TILE, columns or _columns(k, rows / offsets.shape[0], out.dtype)
         stages = _STAGES[tile_k]
         sources, threads, name = WGMMA, 384, f"wgrad_wgmma<{bf16}, {tile_k}, {stages}>"
         shared = 1024 + stages * (tile_n + tile_k) * 2 * _STAGE_ROWS
@@ -72,7 +74,7 @@ def wgrad(
         experts = of_part.shape[0]
         argument: Any = WgradArguments(
             *map(pointer, (grad, x, offsets, of_part)), rows, first, experts, n, k, offsets.dtype == torch.int64,
-            accumulate,
+            accumulate, out.dtype != torch.float32,
         )  # fmt: skip
         if kernel == "wgmma":
             argument = TmaWgradArguments(_map(grad), _map(x), argument)
@@ -93,20 +95,20 @@ def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -
 
 
 def _map(rows: Tensor) -> Any:
-    return _Map.from_buffer_copy(nvrtc.tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
+    return _Map.from_buffer_copy(launch.tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
 
 
 def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def _columns(k: int, rows_per_expert: float) -> int:
-    """Of a tile: narrow ones for few rows, else those that waste least, of these the widest.
+def _columns(k: int, rows_per_expert: float, dtype: torch.dtype) -> int:
+    """Of a tile: narrow ones for few rows of a float32 result, else those that waste least, of these the widest.
 
     H200, adding, in us with 128, 192 and 256 columns. Qwen3 (1536, 2048): 64 rows per expert 1094, 1163, 1243, 256 rows
     1315, 1355, 1374. Mixtral (28672, 4096): 128 rows 2692, 2896, 3006, 1024 rows 5337, 5170, 4851. GPT-OSS (2880,
-    2880): 1024 rows 1565, 1376, 1421.
+    2880): 1024 rows 1565, 1376, 1421. Into 16 bits: Qwen3, 8 rows 434, 381, 347.
     """
-    if rows_per_expert <= _FEW_ROWS:
+    if rows_per_expert <= _FEW_ROWS and dtype == torch.float32:
         return 128
     return min((256, 192, 128), key=lambda tile: (-(-k // tile) * tile, -tile))

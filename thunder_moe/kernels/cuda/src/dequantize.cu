@@ -7,9 +7,17 @@ struct DequantizeArguments {
   const uint8_t* scale;       // (E, N, K / 16)
   const float* global_scale;  // (E,) or (E, N)
   uint16_t* out;              // (E, N, K)
+  const int* offsets;         // (E,) row ends: experts without rows are left out; null for none
   int64_t rows;               // E * N
-  int rows_per_global, k;     // rows that share a global scale
+  int rows_per_global, k, n;  // rows that share a global scale
 };
+
+// Whether a row of all weights is of an expert that is left out. (As `row_starts` and `count_tiles` take offsets: where they decrease, too.)
+DEVICE bool is_left_out(const DequantizeArguments& args, int64_t row) {
+  if (args.offsets == nullptr) return false;
+  const int expert = static_cast<int>(row / args.n);
+  return args.offsets[expert] <= (expert > 0 ? args.offsets[expert - 1] : 0);
+}
 
 // The bits moved under a float's exponent and mantissa, times the power of two that corrects the bias.
 DEVICE float e2m1(uint32_t code) {
@@ -26,6 +34,7 @@ __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args
   const int blocks_k = args.k / 16;
   const int64_t items = args.rows * blocks_k, step = static_cast<int64_t>(gridDim.x) * 256;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {
+    if (is_left_out(args, item / blocks_k)) continue;
     const float factor = e4m3(args.scale[item]) * args.global_scale[item / blocks_k / args.rows_per_global];
     const uint2 codes = *reinterpret_cast<const uint2*>(args.qdata + item * 8);
     alignas(16) uint16_t values[16];
@@ -49,6 +58,7 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
     const int within = static_cast<int>(item % 256), warp = within / 64, lane = within / 2 % 32, pair = within % 2;
     const int64_t first_row = block / blocks_k * 64 + 16 * warp + lane / 4;
     const int64_t k0 = block % blocks_k * 64 + 32 * pair + 2 * (lane % 4);
+    if (is_left_out(args, block / blocks_k * 64)) continue;
     const uint2 words = reinterpret_cast<const uint2*>(args.qdata)[item];
     const uint32_t scales = reinterpret_cast<const uint32_t*>(args.scale)[block * 64 + warp * 16 + lane / 4 * 2 + pair];
     uint32_t pairs[2][4];

@@ -5,9 +5,9 @@ struct WgradArguments {
   const uint16_t* grad;  // (M, N), of the output
   const uint16_t* x;     // (M, K), rows sorted by expert
   const void* offsets;   // row ends of all experts
-  float* out;            // (E, N, K)
+  void* out;             // (E, N, K)
   int rows, first_expert, num_experts, n, k;  // E experts from the first on
-  int wide_offsets, accumulate;  // offsets are int64; add to `out`, else write it
+  int wide_offsets, accumulate, narrow_out;  // offsets are int64; add to `out`, else write it; it has the operands' dtype, not float32
 };
 
 constexpr int kMostExperts = 1024;
@@ -67,40 +67,44 @@ DEVICE WgradTile wgrad_tile(const WgradArguments& args, const ExpertOrder& order
           static_cast<int64_t>(expert) * args.n * args.k};
 }
 
-// acc[i]: columns 8 i and 8 i + 1 of row n at `out` (of t = 0), and of row n + 8; k: the first column. Neighbouring lanes exchange
-// halves, so that each has four columns in a row: even ones of block i, odd ones of block i + 1.
-template <int C>
-DEVICE void store_sums(const WgradArguments& args, const float (&acc)[C][4], float* out, int n, int k) {
+// acc[i]: columns 8 i and 8 i + 1 of row n at element `first` of the result (of t = 0), and of row n + 8; k: the first column.
+// Neighbouring lanes exchange halves, so that each has four columns in a row: even ones of block i, odd ones of block i + 1.
+template <bool BF16, int C>
+DEVICE void store_sums(const WgradArguments& args, const float (&acc)[C][4], int64_t first, int n, int k) {
   constexpr int kPairs = C < 8 ? C / 2 : 4;  // whose loads are independent
   const int t = threadIdx.x % 4, odd = t % 2, at = odd ? 8 + 2 * (t - 1) : 2 * t;
 #pragma unroll
   for (int base = 0; base < C; base += 2 * kPairs) {
     float4 before[kPairs][2];
     const auto valid = [&](int i, int half) { return n + 8 * half < args.n && k + 8 * (base + 2 * i) + at < args.k; };
-    const auto place = [&](int i, int half) { return out + static_cast<int64_t>(8 * half) * args.k + 8 * (base + 2 * i) + at; };
+    const auto place = [&](int i, int half) { return first + static_cast<int64_t>(8 * half) * args.k + 8 * (base + 2 * i) + at; };
     if (args.accumulate) {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-          if (valid(i, half)) before[i][half] = *reinterpret_cast<const float4*>(place(i, half));
+          if (valid(i, half)) before[i][half] = *reinterpret_cast<const float4*>(static_cast<const float*>(args.out) + place(i, half));
     }
 #pragma unroll
     for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float(&first)[4] = acc[base + 2 * i];
-        const float(&second)[4] = acc[base + 2 * i + 1];
-        const float x = shuffle_xor(odd ? first[2 * half] : second[2 * half], 1);
-        const float y = shuffle_xor(odd ? first[2 * half + 1] : second[2 * half + 1], 1);
-        float4 sum = {x, y, second[2 * half], second[2 * half + 1]};
-        if (!odd) sum = {first[2 * half], first[2 * half + 1], x, y};
+        const float(&low)[4] = acc[base + 2 * i];
+        const float(&high)[4] = acc[base + 2 * i + 1];
+        const float x = shuffle_xor(odd ? low[2 * half] : high[2 * half], 1);
+        const float y = shuffle_xor(odd ? low[2 * half + 1] : high[2 * half + 1], 1);
+        float4 sum = {x, y, high[2 * half], high[2 * half + 1]};
+        if (!odd) sum = {low[2 * half], low[2 * half + 1], x, y};
         if (!valid(i, half)) continue;
+        if (args.narrow_out) {
+          *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.out) + place(i, half)) = make_uint2(narrow2<BF16>(sum.x, sum.y), narrow2<BF16>(sum.z, sum.w));
+          continue;
+        }
         if (args.accumulate) {
           const float4& old = before[i][half];
           sum = {sum.x + old.x, sum.y + old.y, sum.z + old.z, sum.w + old.w};
         }
-        *reinterpret_cast<float4*>(place(i, half)) = sum;
+        *reinterpret_cast<float4*>(static_cast<float*>(args.out) + place(i, half)) = sum;
       }
   }
 }

@@ -1,4 +1,4 @@
-// The gradient of the experts' weights, added to or written into float32 (E, N, K): by mma (SM80), and by float32 products.
+// The gradient of the experts' weights (E, N, K), added to float32 or written: by mma (SM80), and by float32 products.
 // Compiled at run time by kernels/cuda/wgrad.py behind ptx.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent, as wgrad_wgmma.cu. wgrad_mma: eight warps, each 64 by 32 of a tile of 128 by 128, copies of the threads into a ring of
@@ -63,47 +63,71 @@ __global__ void __launch_bounds__(256, 2) wgrad_mma(const WgradArguments args) {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const int n = tile.n + warp_n + 16 * m + g, k = tile.k + warp_k;
-      store_sums(args, acc[m], args.out + tile.out + static_cast<int64_t>(n) * args.k + k, n, k);
+      store_sums<BF16>(args, acc[m], tile.out + static_cast<int64_t>(n) * args.k + k, n, k);
     }
   }
 }
 
-// DTYPE of grad and x: 0 float32, 1 bfloat16, 2 float16. A thread computes 4 by 4 of a tile of 64 by 64.
+// DTYPE of grad and x: 0 float32, 1 bfloat16, 2 float16. A thread computes 8 by 8 of a tile of 128 by 128, four beside each other twice in
+// both directions, and loads the next 16 rows while it multiplies.
 template <int DTYPE>
 __global__ void __launch_bounds__(256) wgrad_any(const WgradArguments args) {
   await_previous_kernel();
-  constexpr int kTile = 64, kRows = 16;
+  constexpr int kTile = 128, kRows = 16, kLoads = kRows * kTile / 256;
   __shared__ ExpertOrder order;
-  __shared__ float grad[kRows][kTile], x[kRows][kTile];
-  const int tiles = order_experts(args, order) * tiles_of_expert<kTile, kTile>(args), column = threadIdx.x % 16, line = threadIdx.x / 16;
+  alignas(16) __shared__ float grad[kRows][kTile], x[kRows][kTile];
+  const int tiles = order_experts(args, order) * tiles_of_expert<kTile, kTile>(args), column = threadIdx.x % 16 * 4, line = threadIdx.x / 16 * 4;
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const WgradTile tile = wgrad_tile<kTile, kTile>(args, order, index);
-    float acc[4][4] = {};
+    float of_grad[kLoads], of_x[kLoads], acc[8][8] = {};
+    const auto load = [&](int begin) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int at = threadIdx.x + 256 * i, n = tile.n + at % kTile, k = tile.k + at % kTile;
+        const int64_t from = begin + at / kTile;
+        of_grad[i] = from < tile.end && n < args.n ? load_float(args.grad, from * args.n + n, DTYPE) : 0.0f;
+        of_x[i] = from < tile.end && k < args.k ? load_float(args.x, from * args.k + k, DTYPE) : 0.0f;
+      }
+    };
+    load(tile.row);
     for (int begin = tile.row; begin < tile.end; begin += kRows) {
-      __syncthreads();
-      for (int at = threadIdx.x; at < kRows * kTile; at += 256) {
-        const int row = at / kTile, i = at % kTile;
-        const int64_t from = begin + row;
-        const bool valid = from < tile.end;
-        grad[row][i] = valid && tile.n + i < args.n ? load_float(args.grad, from * args.n + tile.n + i, DTYPE) : 0.0f;
-        x[row][i] = valid && tile.k + i < args.k ? load_float(args.x, from * args.k + tile.k + i, DTYPE) : 0.0f;
+      __syncthreads();  // the numbers before are read
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int at = threadIdx.x + 256 * i;
+        grad[at / kTile][at % kTile] = of_grad[i], x[at / kTile][at % kTile] = of_x[i];
       }
       __syncthreads();
+      if (begin + kRows < tile.end) load(begin + kRows);
 #pragma unroll
-      for (int row = 0; row < kRows; ++row)
+      for (int row = 0; row < kRows; ++row) {
+        float4 a[2], b[2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half) {
+          a[half] = *reinterpret_cast<const float4*>(&grad[row][64 * half + line]);
+          b[half] = *reinterpret_cast<const float4*>(&x[row][64 * half + column]);
+        }
+        const float of_n[8] = {a[0].x, a[0].y, a[0].z, a[0].w, a[1].x, a[1].y, a[1].z, a[1].w};
+        const float of_k[8] = {b[0].x, b[0].y, b[0].z, b[0].w, b[1].x, b[1].y, b[1].z, b[1].w};
 #pragma unroll
-          for (int j = 0; j < 4; ++j) acc[i][j] += grad[row][line + 16 * i] * x[row][column + 16 * j];
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+          for (int j = 0; j < 8; ++j) acc[i][j] += of_n[i] * of_k[j];
+      }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 8; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int n = tile.n + line + 16 * i, k = tile.k + column + 16 * j;
+      for (int j = 0; j < 8; ++j) {
+        const int n = tile.n + (i < 4 ? line + i : 60 + line + i), k = tile.k + (j < 4 ? column + j : 60 + column + j);
         if (n >= args.n || k >= args.k) continue;
-        float* const to = args.out + tile.out + static_cast<int64_t>(n) * args.k + k;
-        *to = args.accumulate ? *to + acc[i][j] : acc[i][j];
+        const int64_t to = tile.out + static_cast<int64_t>(n) * args.k + k;
+        if (DTYPE != 0 && args.narrow_out) {
+          static_cast<uint16_t*>(args.out)[to] = narrow<DTYPE == 1>(acc[i][j]);
+          continue;
+        }
+        float* const sum = static_cast<float*>(args.out) + to;
+        *sum = args.accumulate ? *sum + acc[i][j] : acc[i][j];
       }
   }
 }

@@ -1,5 +1,5 @@
-// The gradient of the experts' weights, added to or written into float32 (E, N, K): grad^T x of each expert's rows, by wgmma (SM90).
-// Compiled at run time by kernels/cuda/wgrad.py behind wgmma.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+// The gradient of the experts' weights (E, N, K), added to float32 or written: grad^T x of each expert's rows, by wgmma (SM90).
+// Compiled at run time by kernels/cuda/wgrad.py behind wgmma_shared.cuh and wgrad.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Persistent. Rows are what is summed over, and both operands lie row by row: the tensor cores read both transposed. One warp has
 // the copy engine fill a ring of stages of 64 rows; two warpgroups each multiply 64 columns of grad by all TILE_K columns of x.
@@ -10,34 +10,6 @@ struct TmaWgradArguments {
   WgradArguments of;
 };
 
-#if !defined(CUDA_EMULATOR) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Like matrix_descriptor, of boxes [64 rows][64 columns] that are read transposed: 1024 bytes from 8 rows to the next 8, a box of
-// 8192 bytes from 64 columns to the next 64.
-DEVICE MatrixDescriptor row_descriptor(const uint8_t* box) {
-  return static_cast<uint64_t>((shared_address(box) & 0x3FFFF) >> 4) | static_cast<uint64_t>(8192 >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
-}
-
-#define WGMMA_ROWS_TYPED(N, TYPE, REGISTERS, A, B, FLAG, ...)                                                            \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " FLAG ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
-               " {" REGISTERS "}, " A ", " B ", add, 1, 1, 1, 1;\n}"                                                     \
-               : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-#define WGMMA_ROWS(N, REGISTERS, A, B, FLAG, ...)                                         \
-  do {                                                                                    \
-    if constexpr (BF16) WGMMA_ROWS_TYPED(N, "bf16.bf16", REGISTERS, A, B, FLAG, __VA_ARGS__); \
-    else WGMMA_ROWS_TYPED(N, "f16.f16", REGISTERS, A, B, FLAG, __VA_ARGS__);              \
-  } while (false)
-
-// acc += (add) or = 16 rows of 64 columns of `a`, transposed, times those of 8 C columns of `b`, asynchronously.
-template <bool BF16, int C>
-DEVICE void wgmma_rows(float (&acc)[C][4], MatrixDescriptor a, MatrixDescriptor b, bool add) {
-  if constexpr (C == 16) WGMMA_ROWS(128, R64, "%64", "%65", "%66", ACC16(0));
-  else if constexpr (C == 24) WGMMA_ROWS(192, R96, "%96", "%97", "%98", ACC16(0), ACC8(16));
-  else if constexpr (C == 32) WGMMA_ROWS(256, R128, "%128", "%129", "%130", ACC16(0), ACC16(16));
-  else static_assert(C < 0, "no wgmma instance for this number of columns");
-}
-#endif
-
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kStageRows = 64, kBox = kStageRows * 128;  // bytes of a box
 constexpr int kTileN = 128;
@@ -45,25 +17,13 @@ constexpr int kShortTile = 8;  // stages: shorter tiles' results are prefetched 
 
 DEVICE int stages_of(const WgradTile& tile) { return (tile.end - tile.row + kStageRows - 1) / kStageRows; }
 
-// What follows reads the sums from here: otherwise ptxas moves parts of the epilogue up, and has each product wait for the one
-// before it (Mixtral, 4096 rows per expert, H200: 15.8 ms for 12.6).
-template <int C>
-DEVICE void fence_sums(float (&acc)[C][4]) {
-#ifndef CUDA_EMULATOR
-#pragma unroll
-  for (int i = 0; i < C; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(acc[i][j])::"memory");
-#endif
-}
-
 // The warpgroup's 64 rows of a tile of the result.
 template <int TILE_K>
 DEVICE void prefetch_result(const WgradArguments& args, const WgradTile& tile, int warpgroup) {
   constexpr int kLines = TILE_K / 32;  // of 128 bytes
   for (int i = threadIdx.x % 128; i < 64 * kLines; i += 128) {
     const int n = tile.n + 64 * warpgroup + i / kLines, k = tile.k + i % kLines * 32;
-    if (n < args.n && k < args.k) prefetch(args.out + tile.out + static_cast<int64_t>(n) * args.k + k);
+    if (n < args.n && k < args.k) prefetch(static_cast<const float*>(args.out) + tile.out + static_cast<int64_t>(n) * args.k + k);
   }
 }
 
@@ -144,7 +104,7 @@ __global__ void __launch_bounds__(384, 1) wgrad_wgmma(const __grid_constant__ Tm
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < kStageRows / 16; ++step)
-        if (16 * step < valid) wgmma_rows<BF16>(acc, of_a + step * 128, of_b + step * 128, i > 0 || step > 0);
+        if (16 * step < valid) wgmma_shared<BF16, true, true>(acc, of_a + step * 128, of_b + step * 128, i > 0 || step > 0);
       wgmma_commit();
       wgmma_wait<1>();
       if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
@@ -156,8 +116,7 @@ __global__ void __launch_bounds__(384, 1) wgrad_wgmma(const __grid_constant__ Tm
     if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
 
     const int n = tile.n + 64 * warpgroup + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + g;
-    float* const out = args.out + tile.out + static_cast<int64_t>(n) * args.k + tile.k;
-    store_sums(args, acc, out, n, tile.k);
+    store_sums<BF16>(args, acc, tile.out + static_cast<int64_t>(n) * args.k + tile.k, n, tile.k);
   }
 }
 #endif

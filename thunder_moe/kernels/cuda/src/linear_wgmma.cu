@@ -1,0 +1,113 @@
+// Grouped GEMMs of 16-bit weights, rows of each expert times its weight or its transpose, by wgmma (SM90).
+// Compiled at run time by kernels/cuda/linear.py behind wgmma_shared.cuh and linear.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
+//
+// Persistent. The weight is the left operand, so that an expert with few rows wastes little: two warpgroups each multiply 64 of its
+// 128 columns of the result by TOKENS rows of x. One warp has the copy engine fill a ring of stages of 64 k. A weight that lies
+// transposed, as for the gradient of the rows, is read so by the tensor cores.
+
+struct TmaLinearArguments {
+  TensorMap weight, x;  // (E N, K), or transposed (E K, N), in boxes of 64 rows by 64 columns; (M, K) in boxes of TOKENS rows by 64 k
+  LinearArguments of;
+};
+
+#if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr int kStageK = 64, kBox = 64 * 128;  // bytes of a box of a weight
+constexpr int kTileN = 128;
+
+// The warpgroup's 64 columns of a tile. Neighbouring lanes exchange halves, so that each stores four columns in a row.
+template <bool BF16, int C>
+DEVICE void store_rows(const LinearArguments& args, const float (&acc)[C][4], const LinearTile& tile, int column) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, odd = t % 2;
+  const int n = column + static_cast<int>(threadIdx.x) % 128 / 32 * 16 + (odd ? 8 + 2 * (t - 1) : 2 * t);
+#pragma unroll
+  for (int i = 0; i < C; ++i) {
+    const uint32_t low = transpose8x8(narrow2<BF16>(acc[i][0], acc[i][1]));   // columns 2 t and 2 t + 1 of row 8 i + g
+    const uint32_t high = transpose8x8(narrow2<BF16>(acc[i][2], acc[i][3]));  // 8 columns further
+    const uint32_t other = float_to_bits(shuffle_xor(bits_to_float(odd ? low : high), 1));
+    const int row = tile.row + 8 * i + g;
+    if (row < tile.end && n < args.n)
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(args.out) + static_cast<int64_t>(row) * args.n + n) = odd ? make_uint2(other, high) : make_uint2(low, other);
+  }
+}
+
+template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
+__global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ TmaLinearArguments all) {
+  await_previous_kernel();
+  constexpr int kStage = 2 * kBox + TOKENS * 128;  // [2] boxes of the weight, one of x
+  const LinearArguments& args = all.of;
+  DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage]
+  __shared__ ExpertTiles experts;
+  __shared__ Mbarrier full[STAGES], empty[STAGES];
+  uint8_t* const stages = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
+  const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), 2);
+    fence_mbarrier_init();
+    prefetch_tensor_map(&all.weight), prefetch_tensor_map(&all.x);
+  }
+  count_tiles<TOKENS>(args, experts);
+  LinearTiles<TOKENS, kTileN> tiles(args, experts);
+  const int64_t count = tiles.count();
+
+  if (warpgroup < 0) {
+    shrink_registers<40>();
+    if (threadIdx.x / 32 == 0 && elect_one()) {
+      int stage = 0, parity = 0;
+      for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+        const LinearTile tile = tiles.at(index);
+        for (int k = 0; k < args.k; k += kStageK) {
+          const MbarrierAddress arrived = mbarrier_address(&full[stage]);
+          uint8_t* const to = stages + stage * kStage;
+          mbarrier_wait(mbarrier_address(&empty[stage]), parity ^ 1);
+          mbarrier_arrive_expect_tx(arrived, kStage);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (TRANSPOSED) tma_load_box(to + i * kBox, &all.weight, tile.n + 64 * i, tile.expert * args.k + k, arrived);
+            else tma_load_box(to + i * kBox, &all.weight, k, tile.expert * args.n + tile.n + 64 * i, arrived);
+          }
+          tma_load_box(to + 2 * kBox, &all.x, k, tile.row, arrived);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+      }
+    } else if (threadIdx.x >= 32) {
+      write_zeros<uint4>(args, experts, 2 * args.n, threadIdx.x - 32, 96);
+    }
+    return;
+  }
+
+  grow_registers<232>();
+  float acc[TOKENS / 8][4];
+  int stage = 0, parity = 0;
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const LinearTile tile = tiles.at(index);
+    int before = -1;  // the stage whose products may still be under way
+    for (int k = 0; k < args.k; k += kStageK) {
+      const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
+      const uint8_t* const b = stages + stage * kStage + 2 * kBox;
+      const int valid = args.k - k;
+      mbarrier_wait(mbarrier_address(&full[stage]), parity);
+      if (TRANSPOSED && valid < kStageK && valid % 16 != 0) {  // the 8 rows that follow are the next expert's, NaN perhaps
+        reinterpret_cast<uint2*>(const_cast<uint8_t*>(a) + valid * 128)[threadIdx.x % 128] = uint2{0, 0};
+        fence_proxy_async();
+        named_barrier_sync(1 + warpgroup, 128);
+      }
+      const MatrixDescriptor of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
+      const MatrixDescriptor of_a = TRANSPOSED ? row_descriptor(a) : matrix_descriptor(reinterpret_cast<const uint4*>(a));
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < kStageK / 16; ++step)
+        if (16 * step < valid)
+          wgmma_shared<BF16, TRANSPOSED, false>(acc, of_a + step * (TRANSPOSED ? 128 : 2), of_b + step * 2, k > 0 || step > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
+      before = stage;
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    fence_sums(acc);
+    if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
+    store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
+  }
+}
+#endif
