@@ -206,6 +206,15 @@ def test_several_adapters_are_switched():
         use_lora_(model, "default")
 
 
+def test_a_new_adapter_of_some_linears_is_the_only_active_one():
+    model, args = adapted("mlp")
+    add_lora_(model, 2, 2, adapter="other", filter=lambda module, name: name.endswith("down_proj"))
+    assert [linear.lora_active for linear in lora_linears(model).values()] == [(), ("other",)]
+    alone, _ = adapted("mlp")
+    use_lora_(alone, None)
+    assert relative_error(model["m"](*args), alone["m"](*args)) < 1e-6
+
+
 def test_merge_into_nvfp4_and_back():
     model, args = adapted("mlp")
     before, state = model["m"](*args), {name: value.clone() for name, value in model.state_dict().items()}

@@ -112,6 +112,8 @@ def add_lora_(
     for module in chosen.values():
         parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
         _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+    for linear in lora_linears(model).values():
+        linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
     if freeze:
         for name, parameter in model.named_parameters():
             if "lora_" not in name and "modules_to_save" not in name:
@@ -293,14 +295,14 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
     if not isinstance(module, LoRALinear):
         _set_class(module, _WITH_LORA[type(module)])
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        module.lora_specs, module.lora_merged, module.lora_unmerged = {}, (), None
+        module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
     experts, n, k, rank = module.num_experts, module.out_features, module.in_features, spec.rank
     tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
     options: dict[str, Any] = dict(dtype=dtype, device=tensor.device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
     b = torch.zeros(1 if share == "B" else experts, n, rank, **options)
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
-    module.lora_specs[adapter], module.lora_active = spec, (adapter,)
+    module.lora_specs[adapter] = spec
 
 
 def _strip(linear: Any) -> None:
