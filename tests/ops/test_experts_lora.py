@@ -93,6 +93,8 @@ def test_no_tokens():
 def test_opcheck(opcheck):
     args, _, _ = make(torch.float32)
     opcheck(torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora.default, args, GPT_OSS)
+    basic = ("test_schema", "test_faketensor", "test_autograd_registration")
+    opcheck(torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora_kept.default, args, GPT_OSS, test_utils=basic)
     _, offsets, slot_row = moe_route(args[1], E)
     opcheck(torch.ops.thunder_moe.moe_combine.default, (torch.randn(T * A, 4, requires_grad=True), offsets, slot_row))
 

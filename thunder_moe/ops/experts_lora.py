@@ -4,8 +4,8 @@ ops.combine, in both directions.
 
 route -> gather -> gate_up GEMM + (x A^T) B^T -> activation times router's weights -> down GEMM + (h A^T) B^T -> combine
 
-The operator keeps nothing between hidden_states and the result for its backward, which computes gate and up again;
-`moe_experts_lora` keeps these two.
+The operator keeps nothing between hidden_states and the result for its backward, which computes gate and up again; its
+other form and `moe_experts_lora` keep these two.
 
 Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size, R rank.
 """
@@ -264,6 +264,68 @@ def _compute(
     return ops.moe_combine(out, offsets, slot_row), order, (pre, inner)
 
 
+def _kept_shapes(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, *rest: Any, **_: Any
+) -> tuple[tuple[int, ...], ...]:
+    gate_up_a = rest[5] if len(rest) > 5 else None
+    rows, rank = expert_ids.shape[0] * expert_ids.shape[1], 0 if gate_up_a is None else gate_up_a.shape[1]
+    return tuple(hidden_states.shape), (rows, gate_up.shape[2]), (rows if rank else 0, rank)
+
+
+def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tuple[Tensor | None, ...]:
+    *args, pre, inner = saved
+    return _gradient(grad, *args, needs=needs, kept=(pre, inner), **options)
+
+
+@operator(
+    shapes=_kept_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_kept_gradient,
+    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
+    saved_results=slice(1, 3),
+    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
+)
+def f16a_nvfp4weight_moe_experts_lora_kept(
+    hidden_states: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_global_scale: Tensor,
+    down: Tensor,
+    down_scale: Tensor,
+    down_global_scale: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    row_slot: Tensor | None = None,
+    offsets: Tensor | None = None,
+    slot_row: Tensor | None = None,
+    *,
+    weight_on_input: bool = False,
+    gate_up_layout: str = LINEAR,
+    down_layout: str = LINEAR,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`f16a_nvfp4weight_moe_experts_lora`, and what its backward uses: gate and up (M, 2I), rows x gate_up_a (M, R).
+
+    For compiled graphs, which keep these; the third is empty without gate_up_a. Only the first has a gradient.
+    """
+    order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
+    packed = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
+    inputs, adapters = (hidden_states, expert_ids, expert_weights), (gate_up_a, gate_up_b, down_a, down_b)
+    layouts, form = (gate_up_layout, down_layout), dict(alpha=alpha, limit=limit, up_shift=up_shift)
+    biases = gate_up_bias, down_bias
+    out, _, (pre, inner) = _compute(inputs, packed, layouts, adapters, biases, order, weight_on_input, form)
+    return out, pre, hidden_states.new_empty(0, 0) if inner is None else inner
+
+
 class _Keeping(torch.autograd.Function):
     """The operator's autograd where gate and up are kept: (options, *arguments of the operator) -> its result."""
 
@@ -294,10 +356,13 @@ _OPERATOR = OPERATORS["f16a_nvfp4weight_moe_experts_lora"]
 
 
 def moe_experts_lora(*args: Tensor | None, keep: bool, **options: Any) -> Tensor:
-    """The operator, with all of its arguments; eager, with `keep`, gate and up stay for the backward.
+    """The operator, with all of its arguments; with `keep`, gate and up stay for the backward.
 
     That is 2I values for each row, and a GEMM less.
     """
+    if keep and torch.is_grad_enabled() and torch.compiler.is_compiling():
+        kept: tuple[Tensor, ...] = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora_kept(*args, **options)
+        return kept[0]
     if keep and torch.is_grad_enabled():
         _OPERATOR.check(*args, **options)
         _OPERATOR.check_values(*args, **options)

@@ -59,7 +59,8 @@ _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
     getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
 }
 _QUANTIZED[_EXPERTS] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
-_QUANTIZED[_OPS.f16a_nvfp4weight_moe_experts_lora.default] = ((3, "nvfp4"), (6, "nvfp4"))
+for _with_lora in (_OPS.f16a_nvfp4weight_moe_experts_lora, _OPS.f16a_nvfp4weight_moe_experts_lora_kept):
+    _QUANTIZED[_with_lora.default] = ((3, "nvfp4"), (6, "nvfp4"))
 
 
 @dataclass(frozen=True, eq=False)
