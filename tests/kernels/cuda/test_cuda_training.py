@@ -316,3 +316,23 @@ def test_gemms(device, monkeypatch, capability, dtype, n, k):
     wild = torch.tensor([-3, 50, 2, 2**31 - 1], device=device)
     assert training.grouped_mm(x, weight, wild).shape == (20, n)
     assert training.wgrad(x, grad, wild).shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(emulated, dtype):
+    x, weight, offsets = torch.zeros(4, 8).to(dtype), torch.zeros(1, 8, 8).to(dtype), torch.tensor([4])
+    for call in (training.grouped_mm, training.dgrad, lambda *args: training.wgrad(x, x, offsets)):
+        with pytest.raises(ValueError, match="x: got .*wanted dtype float32, bfloat16 or float16"):
+            call(x, weight, offsets)
+
+
+def test_operands_that_do_not_fit_are_refused(emulated):
+    x, weight, offsets = torch.zeros(4, 8), torch.zeros(2, 16, 8), torch.tensor([1, 4])
+    for bad in (weight.half(), weight[:1], weight[:, :, :4]):
+        with pytest.raises(ValueError, match=r"weight: got .*wanted torch.float32 \(2, 16, 8\), for rows"):
+            training.grouped_mm(x, bad, offsets)
+    for bad in (torch.zeros(4, 15), torch.zeros(4, 16).half(), torch.zeros(16, 4).t()):
+        with pytest.raises(ValueError, match=r"out: got .*wanted contiguous torch.float32 \(4, 16\)"):
+            training.grouped_mm(x, weight, offsets, bad)
+    with pytest.raises(ValueError, match="grad: got .*wanted 4 rows"):
+        training.wgrad(x, torch.zeros(3, 16), offsets)

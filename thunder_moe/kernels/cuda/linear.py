@@ -58,6 +58,7 @@ class LinearLaunch:
         self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, transposed: bool, wide_offsets: bool,
         zero_tail: bool, kernel: str, device: torch.device, facts: tuple[int, tuple[int, int]], tile: int | None,
     ) -> None:  # fmt: skip
+        assert dtype in DTYPE_CODES
         tile = tile or _tile(kernel, rows / num_experts)
         bf16, flipped = str(dtype == torch.bfloat16).lower(), str(transposed).lower()
         sources: tuple[Path, ...] = MMA

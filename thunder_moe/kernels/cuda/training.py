@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_moe.activations import GLU
+from thunder_moe.formats.checks import require
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda import linear as linears
@@ -55,6 +56,12 @@ _MANY_COLUMNS = 2**17  # of all experts, from which on a block of bias_grad_redu
 def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
     """(M, K) x (E, N, K) -> (M, N) in the rows' dtype, contiguous; `out` is returned where it is given."""
     (m, k), n, experts = rows.shape, weight.shape[1], offsets.shape[0]
+    _check_dtype(rows)
+    fits = weight.dtype == rows.dtype and (weight.shape[0], weight.shape[2]) == (experts, k)
+    require(fits, "weight", weight, f"{rows.dtype} ({experts}, {n}, {k}), for rows {tuple(rows.shape)}")
+    if out is not None:
+        fits = out.dtype == rows.dtype and tuple(out.shape) == (m, n) and out.is_contiguous()
+        require(fits, "out", out, f"contiguous {rows.dtype} ({m}, {n})")
     if m == 0 or n == 0 or k == 0 or experts == 0:
         return rows.new_zeros(m, n) if out is None else out
     rows, weight, offsets = rows.detach(), weight.detach(), offsets.contiguous()
@@ -88,6 +95,8 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
             of what `out` holds, whatever that is.
     """
     (m, k), n, experts = rows.shape, grad.shape[1], offsets.shape[0]
+    _check_dtype(rows)
+    require(grad.shape[0] == m, "grad", grad, f"{m} rows, as x has")
     if out is not None:
         if m == 0 or out.numel() == 0:
             return out if accumulate else out.zero_()
@@ -218,6 +227,10 @@ def scaled_srelu_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
     return _backward(grad, y, scales, offsets, None, None, y.shape[1], needs)
+
+
+def _check_dtype(rows: Tensor) -> None:
+    require(rows.dtype in DTYPE_CODES, "x", rows, "dtype float32, bfloat16 or float16 on a CUDA device")
 
 
 def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -> Tensor:
