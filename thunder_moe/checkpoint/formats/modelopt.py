@@ -55,7 +55,9 @@ class ModelOpt(NVFP4Format):
             if weights.get("num_bits") not in (8, "8"):
                 check_group_size(weights.get("group_size"))
 
-    def encode(self, path: str, weights: ExpertWeights, layout: ExpertsLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    def encode(
+        self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a block of experts as ModelOpt names them; reading them back gives the same bits.
 
         The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
@@ -67,20 +69,21 @@ class ModelOpt(NVFP4Format):
             path: of the block, "model.layers.0.mlp.experts".
             weights: what to write, in any layout of formats.layouts.
             layout: the architecture's.
+            warns: False for tensors that are not to be written.
 
         Raises:
             ValueError: the rows of one projection of one expert have several global scales.
         """
         weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
         if not layout.fused:
-            yield from _encode_per_expert(path, weights, layout.projections)
+            yield from _encode_per_expert(path, weights, layout.projections, warns)
             return
         scales = {"gate_up": _shared_scale(weights.gate_up), "down": _shared_scale(weights.down)}
         plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
         if plain and any(scale.ndim for scale in scales.values()):
-            yield from _encode_per_expert(path, weights, layout.projections)
+            yield from _encode_per_expert(path, weights, layout.projections, warns)
             return
-        yield from _encode_fused(path, weights, layout, scales)
+        yield from _encode_fused(path, weights, layout, scales, warns)
 
     def encode_dense(self, path: str, weight: NVFP4Weight) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a dense layer's weight (1, N, K) as ModelOpt names them; read again they have the same bits.
@@ -120,7 +123,7 @@ MODELOPT = ModelOpt()
 
 
 def _encode_per_expert(
-    path: str, weights: ExpertWeights, projections: tuple[str, str, str]
+    path: str, weights: ExpertWeights, projections: tuple[str, str, str], warns: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     experts, n, _ = weights.gate_up.shape
     gate, up, down = projections
@@ -131,7 +134,7 @@ def _encode_per_expert(
     parts.append((down, whole, weights.down, weights.down_bias))
     scales = weights.gate_up.row_global_scale()
     apart = int((scales[:, 0] != scales[:, -1]).sum()) if weights.gated else 0
-    if apart:
+    if apart and warns:
         words = "other engines take the gate's for both, which changes their results"
         logger.warning("%s: gate and up of %d experts have different global scales; %s", path, apart, words)
     for expert in range(experts):
@@ -148,7 +151,7 @@ def _encode_per_expert(
 
 
 def _encode_fused(
-    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor]
+    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor], warns: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if not weights.gated:
         raise ValueError(f"weights: {path} has no gate, which the fused layout has beside the up projection")
@@ -156,7 +159,7 @@ def _encode_fused(
     for part, weight, bias in parts:
         name, global_scale = f"{path}.{part}_proj", scales[part]
         qdata, scale = weight.qdata, weight.scale.view(torch.uint8)
-        if global_scale.ndim:
+        if global_scale.ndim and warns:
             logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
         if part == "gate_up" and layout.interleaved:
             qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)

@@ -82,7 +82,7 @@ def _experts(
     """The tensors of a block of experts, of which `left` has some."""
     biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
     weights = ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
-    tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout)), left)
+    tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout, warns=False)), left)
     if tensors is None:
         return {}
     weights = decode_experts(tensors, sort_modules(tensors).experts[source], layout.interleaved)  # type: ignore[arg-type]
