@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self._dense: dict[str, nn.Module] = {}
         self._linears: dict[str, NVFP4Linear] = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._shapes: dict[str, torch.Size] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if isinstance(device_map, dict) and "disk" in device_map.values():
@@ -137,8 +139,10 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(f"checkpoint_files: got {checkpoint_files}, wanted safetensors files")
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._shapes = {name: t.shape for name, t in chain(model.named_parameters(), model.named_buffers())}
         names = _ModelNames(model)
         self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
+        self.checkpoint.require_4_bit_experts()
         if any(".lora_A." in name for name in self.checkpoint.others):
             logger.warning(
                 "%s holds adapters of experts beside the weights, which are not loaded: add_lora_(model, ...) as before"
@@ -225,6 +229,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
                 weight.data.copy_(self.checkpoint.read_dense(source, weight.dtype, weight.device))
                 module.register_parameter("weight", weight)
                 bar.update()
+        self._check_shapes(model)
         for name, parameter in model.named_parameters():
             # transformers 5.7 leaves what it renames in the checkpoint's dtype; float32 may be on purpose.
             if parameter.dtype in (torch.bfloat16, torch.float16):
@@ -232,8 +237,20 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self.checkpoint.files.close()
         if self._linears:
             join_read_together(model)
-        self._places, self._linears, self._dense, self._dtypes = {}, {}, {}, {}
+        self._places, self._linears, self._dense, self._dtypes, self._shapes = {}, {}, {}, {}, {}
         mark_quantized(model)
+
+    def _check_shapes(self, model: Any) -> None:
+        """Raises where a tensor of the file took the place of one of another shape, which some versions of transformers
+        let pass when a model has a quantizer."""
+        if getattr(model, "_tp_size", None) not in (None, 1):
+            return  # parameters are parts of those of the file
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            wanted = self._shapes.get(name, tensor.shape)
+            if tensor.shape != wanted:
+                raise ValueError(
+                    f"{self.checkpoint.path}: {name} has shape {tuple(tensor.shape)}, the model wants {tuple(wanted)}"
+                )
 
 
 class _ModelNames:
