@@ -74,7 +74,7 @@ build/nvfuser-venv/installed: pyproject.toml
 VLLM_PYTHON ?= python3.11
 .PHONY: test-vllm
 test-vllm: build/vllm-venv/installed
-	build/vllm-venv/bin/python -m pytest --durations=10 tests/integrations/vllm
+	OMP_NUM_THREADS=1 build/vllm-venv/bin/python -m pytest --durations=10 tests/integrations/vllm
 
 VLLM_PIP := build/vllm-venv/bin/python -m pip --disable-pip-version-check
 build/vllm-venv/installed: pyproject.toml
