@@ -71,6 +71,17 @@ def test_forms(form, qwen3_moe, tmp_path):
         assert their_tokens(llm) == expected
 
 
+CONVENTIONS = ["mixtral", "deepseek_v3", "ernie4_5_moe", "gemma4", "glm4_moe", "olmoe", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("name", [CONVENTIONS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in CONVENTIONS[1:])])
+def test_compressed_tensors(name, tmp_path):
+    """Other names of experts, heads that are tied, and layers without experts."""
+    path = forms.rewrite(export(name, tmp_path / "export"), tmp_path / "form", forms.compressed_tensors)
+    with engine(path) as llm:
+        assert their_tokens(llm) == our_tokens(path)
+
+
 def test_bfloat16(tmp_path):
     """In 16 bits two programs round differently: most tokens are the same until two are nearly as probable."""
     path = export("qwen3_moe", tmp_path / "bfloat16", torch.bfloat16)
