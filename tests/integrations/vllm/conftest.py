@@ -6,9 +6,6 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-if find_spec("vllm") is None:
-    collect_ignore_glob = ["test_*.py"]
-
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines run in the process of the test
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
@@ -19,5 +16,8 @@ SETTINGS = {
     # Processes that vLLM starts import what the tests do.
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)]),
 }
-for name, value in SETTINGS.items():
-    os.environ.setdefault(name, value)
+if find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
