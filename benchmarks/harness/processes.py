@@ -369,7 +369,8 @@ def cores() -> int:
 def _capacity(device: str) -> float:
     """Bytes that the processes of one moment may need together."""
     if device != "cuda":
-        return float("inf")
+        known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if known else math.inf
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:  # a CUDA context of this process would take memory
         return float(subprocess.run(query, capture_output=True, text=True).stdout.split()[0]) * 2**20
@@ -378,7 +379,7 @@ def _capacity(device: str) -> float:
 
 
 def _bytes(spec: Spec) -> float:
-    if spec.column == "limits" or spec.device == "cpu":
+    if spec.column == "limits":
         return 0.0
     weights, keys, squares, layers = _model_bytes(spec.model, spec.layers)
     form = COLUMNS[spec.column]
@@ -387,7 +388,7 @@ def _bytes(spec: Spec) -> float:
     prompt = max(spec.prompts, default=0)
     work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 2e5 * prompt + 0.9e9
     if spec.part == "all":
-        return loaded + packed + work + 8e9
+        return loaded + packed + work + (8e9 if spec.device == "cuda" else 1e9)
     return {"load": loaded, "check": 3 * weights / layers + 2e9, "measure": packed + work}[spec.part]
 
 

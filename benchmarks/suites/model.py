@@ -135,8 +135,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--jobs", type=positive,
         help="processes that compile at the same time, as far as memory allows; nothing is measured meanwhile. On CUDA "
-        "with more than one each graph of a column is a process (default: on CUDA one a core, at most 16; on a CPU two "
-        "a core, at most 5)",
+        "with more than one each graph of a column is a process (default: on CUDA one a core, at most 16; on a CPU 5)",
     )  # fmt: skip
     result.add_argument(
         "--profile",
@@ -162,7 +161,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.batch = sorted(batches if args.batch is None else args.batch)
     args.prompts = prompts if args.prompts is None else args.prompts
     args.context = args.context or context
-    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else min(len(COLUMNS), 2 * cores()))
+    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else len(COLUMNS))
     args.generate = generate if args.generate is None else args.generate
     if len(args.generate) not in (0, 2):
         result.error(
