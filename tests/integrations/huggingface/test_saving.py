@@ -171,6 +171,31 @@ def test_a_model_in_quantization_aware_training(tmp_path, name):
     assert relative_error(logits(back), trained) < KERNEL_TOLERANCE[torch.float32]
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_of_16_bits_in_shards(tmp_path, name, prepared):
+    """More than ten, whose names are not in the order of their numbers; those of a layer are in several shards."""
+    config = tiny_config(name)
+    config.num_experts = config.num_local_experts = 12
+
+    def make():
+        model = tiny_model(name, BF16, config=config)
+        return prepare_qat_(model) if prepared else quantize_(model, filter=lambda module, path: "layers.1" in path)
+
+    model, whole, parts = make(), make(), make()
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    with torch.no_grad():
+        for parameter in (*whole.parameters(), *parts.parameters()):
+            parameter.zero_()
+    assert not whole.load_state_dict(load_tensors(tmp_path), strict=False).unexpected_keys
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 4
+    for shard in shards:
+        assert not parts.load_state_dict(load_file(shard), strict=False).unexpected_keys
+    for other in (whole, parts):
+        assert_same(model, other)
+
+
 def test_the_dtype_is_that_of_the_model(tmp_path, quantized):
     """Not that of the config, by which from_pretrained goes."""
     model = quantized.to(torch.float32)

@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from thunder_moe.checkpoint.decode import decode_dense_weight, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
@@ -53,7 +59,7 @@ def load_by_checkpoint_names(
     Raises:
         ValueError: a tensor of a 4-bit module has another dtype or shape.
     """
-    own = {name for name, _ in chain(model.named_parameters(remove_duplicate=False), _buffers(model))}
+    own = dict(chain(model.named_parameters(remove_duplicate=False), _buffers(model)))
     if all(name in own for name in state_dict):
         return state_dict
     left = {name: tensor for name, tensor in state_dict.items() if name not in own}
@@ -67,7 +73,7 @@ def load_by_checkpoint_names(
         elif isinstance(module, NVFP4Linear):
             given = _dense(linear_source(model, name), module.nvfp4_weight, module.bias, left)
             new |= {} if given is None else _set(name, module, *given)
-    others = _others(model, left, own | prepared.keys())
+    others = _others(model, left, own | {name: own[key] for name, key in prepared.items()})
     new |= {prepared.get(name, name): tensor for name, tensor in others.items()}
     new |= {name: tensor for name, tensor in state_dict.items() if name in own}
     for name, source in model.all_tied_weights_keys.items():
@@ -140,8 +146,9 @@ def _set(name: str, module: NVFP4Module, weight: NVFP4Weight, bias: Tensor | Non
     return state | ({} if bias is None else {f"{name}.bias": bias})
 
 
-def _others(model: Any, left: dict[str, Tensor], own: set[str]) -> dict[str, Tensor]:
-    """What is not 4-bit, by transformers' own renaming and merging of weights."""
+def _others(model: Any, left: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What is not 4-bit, by transformers' own renaming and merging of weights; what is not given of a tensor that is
+    merged (16-bit experts of which a shard has some) is the model's own."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model)
@@ -149,16 +156,25 @@ def _others(model: Any, left: dict[str, Tensor], own: set[str]) -> dict[str, Ten
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = dict.fromkeys(own)
-    new: dict[str, Tensor] = {}
-    merged: dict[str, Any] = {}
-    for key, tensor in left.items():
+
+    def rename(key: str) -> tuple[str, str | None]:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        return name, pattern
+
+    new: dict[str, Tensor] = {}
+    merged: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in left.items():
+        name, pattern = rename(key)
         if pattern is None or name not in own:
             new[name if name in own else key] = tensor
-            continue
-        converter = merged.setdefault(name, copy.deepcopy(known[pattern]))
-        converter.add_tensor(name, key, pattern, tensor)
-    for name, converter in merged.items():
+        else:
+            merged.setdefault(name, {})[key] = tensor
+    for name, given in merged.items():
+        converter: Any = copy.deepcopy(known[str(rename(next(iter(given)))[1])])
+        if any("*" in pattern for pattern in converter.source_patterns):
+            given = revert_weight_conversion(model, {name: own[name].detach()}) | given
+        for key in sorted(given, key=dot_natural_key):  # by the numbers of experts
+            converter.add_tensor(name, key, rename(key)[1], given[key])
         for target, tensors in converter.convert(name, model=model, config=model.config).items():
             new[target] = tensors[0] if isinstance(tensors, list) else tensors
     return new
