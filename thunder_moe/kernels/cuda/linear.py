@@ -59,7 +59,7 @@ class LinearLaunch:
         zero_tail: bool, kernel: str, device: torch.device, facts: tuple[int, tuple[int, int]], tile: int | None,
     ) -> None:  # fmt: skip
         assert dtype in DTYPE_CODES
-        tile = tile or _tile(kernel, rows / num_experts)
+        tile = tile or _tile(kernel, rows / num_experts, transposed)
         bf16, flipped = str(dtype == torch.bfloat16).lower(), str(transposed).lower()
         sources: tuple[Path, ...] = MMA
         argument: type[ctypes.Structure] = LinearArguments
@@ -116,10 +116,12 @@ def torch_is_faster(
     return rows_per_expert >= least or capability != (9, 0)
 
 
-def _tile(kernel: str, rows_per_expert: float) -> int:
+def _tile(kernel: str, rows_per_expert: float, transposed: bool) -> int:
     """Rows of a tile. Of "wgmma" more than the mean of an expert's, for shares that differ: GPT-OSS-20B (5760, 2880),
     32 rows, gradient of the rows, H200, us with 32, 64 and 128: 294, 292, 293, with shares of 1/i 343, 321, 295."""
     if kernel == "wgmma":
         return 64 if rows_per_expert <= 16 else 128 if rows_per_expert < 512 else 256
     sizes = ROWS[kernel]
+    if kernel == "any" and transposed:  # float32, 256 rows, H200, us with 64 and 128: 6184, 7006, else 6648, 5601
+        sizes = sizes[:2]
     return next((size for size in sizes if size >= rows_per_expert), sizes[-1])
