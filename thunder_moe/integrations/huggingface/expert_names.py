@@ -19,7 +19,7 @@ try:
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError as error:
     raise ImportError(
-        "integrations.huggingface.expert_names needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
+        "thunder_moe.integrations needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
 __all__ = ["expert_source"]
