@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 from checkpoint_files import DATA, bits, edit_json, edit_tensors
+from oracle import relative_error
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -251,6 +252,11 @@ def test_the_sizes_that_transformers_plans_with(saved, monkeypatch):
     assert 0.99 * (packed + plain) < sum(sizes.values()) < 1.01 * (packed + plain)
 
 
+def assert_close(got, wanted, *, exactly):
+    """Linears that are stacked in one model and apart in the other may be summed in another order."""
+    assert torch.equal(got, wanted) if exactly else relative_error(got, wanted) < 2e-2
+
+
 @pytest.mark.parametrize("linears", [False, "*_proj"])
 @pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
 def test_a_layer_on_disk(saved, tmp_path, name, linears):
@@ -268,7 +274,7 @@ def test_a_layer_on_disk(saved, tmp_path, name, linears):
         assert type(layers[0].self_attn.q_proj) is NVFP4LinearPart
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+            assert_close(loaded(tokens()).logits, model(tokens()).logits, exactly=not linears)
     with pytest.raises(ValueError, match="meta"):
         loaded.save_pretrained(tmp_path / "saved")
     if not linears and name == "llama4":
@@ -289,7 +295,7 @@ def test_a_layer_in_main_memory_beside_an_accelerator(saved, tmp_path, monkeypat
     model = quantized(saved("qwen3_moe"), linears=lambda module, path: path.endswith("_proj"))
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+            assert_close(loaded(tokens()).logits, model(tokens()).logits, exactly=False)
 
 
 @torch.inference_mode()
