@@ -262,7 +262,8 @@ def join_read_together(model: nn.Module) -> None:
             for name in names:
                 child = children[name]
                 dtype = None if child.bias is None else child.bias.dtype
-                alike[child.in_features, child.qdata.device, child.auto_layout, child.layout, dtype].append(name)
+                layout = "auto" if child.auto_layout else child.layout  # the stack has one of its own then
+                alike[child.in_features, child.qdata.device, layout, dtype].append(name)
             for group in alike.values():
                 if len(group) > 1 and len({children[name] for name in group}) == len(group):
                     _join(parent, group, [children[name] for name in group])

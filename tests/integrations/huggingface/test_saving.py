@@ -196,6 +196,17 @@ def test_experts_of_16_bits_in_shards(tmp_path, name, prepared):
         assert_same(model, other)
 
 
+def test_layers_read_together_where_each_alone_has_another_layout(tmp_path, tiles):
+    """q has rows enough for tiles, k and v do not; all three have."""
+    config = tiny_config("qwen3_moe")
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
+    model = quantize_(tiny_model("qwen3_moe", BF16, config=config), linears=everything)
+    model.save_pretrained(tmp_path)
+    back = load_checkpoint(tmp_path)
+    assert back.model.layers[0].self_attn.qkv_proj.layout == "tiled_64x64"
+    assert_same(model, back)
+
+
 def test_the_dtype_is_that_of_the_model(tmp_path, quantized):
     """Not that of the config, by which from_pretrained goes."""
     model = quantized.to(torch.float32)
