@@ -146,6 +146,27 @@ def test_parts_and_ties(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("linears", [False, everything])
+def test_a_head_that_is_tied_by_the_configuration_alone(tmp_path, linears):
+    model = tiny_model("cohere2_moe", BF16)
+    model.lm_head.weight = torch.nn.Parameter(-1.5 * model.lm_head.weight.detach())
+    model.save_pretrained(tmp_path / "plain")
+    quantize_(model, linears=linears)
+    loaded = quantize_(from_pretrained(tmp_path / "plain"), linears=linears)
+    for number, each in enumerate((model, loaded)):
+        each.save_pretrained(tmp_path / str(number))
+        assert json.loads((tmp_path / str(number) / "config.json").read_text())["tie_word_embeddings"] is False
+        assert_same(model, from_pretrained(tmp_path / str(number)))
+    assert model.config.tie_word_embeddings
+
+
+def test_layers_that_share_their_experts(tmp_path, quantized):
+    layers = quantized.model.layers
+    layers[1].mlp = layers[0].mlp
+    quantized.save_pretrained(tmp_path / "saved")
+    assert_same(quantized, from_pretrained(tmp_path / "saved"))
+
+
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "llama4"])
 def test_a_model_in_quantization_aware_training(tmp_path, name):
     """Its parameters are saved as transformers saves them, and loaded; afterwards the numbers training saw."""

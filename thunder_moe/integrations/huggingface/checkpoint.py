@@ -203,13 +203,39 @@ def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:
     """config.json of a model, as it is now; what it says of a quantization is that of the files it came from."""
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
     dtype = str(model.dtype).removeprefix("torch.")
+    if _has_untied_head(model):
+        config["tie_word_embeddings"] = False
+        if isinstance(text_config := config.get("text_config"), dict):
+            text_config["tie_word_embeddings"] = False
     return config | {"architectures": [type(model).__name__], "dtype": dtype}
+
+
+def _has_untied_head(model: Any) -> bool:
+    """Whether the configuration ties the head to the embeddings, and the model has other weights there."""
+    head: Any = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if head is None or name is None:
+        return False
+    source = model.all_tied_weights_keys.get(f"{name}.weight")
+    if source is None:  # transformers forgets the ties that a checkpoint does not keep
+        config = model.config
+        if not any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config())):
+            return False
+    if isinstance(head, NVFP4Linear):
+        return True
+    embeddings = model.get_input_embeddings().weight if source is None else model.get_parameter(source)
+    return head.weight is not embeddings
 
 
 def expert_sources(model: transformers.PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
     """Path of each block of 4-bit experts in the model -> its path and layout in a checkpoint."""
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    return {name: _source(model, name, module) for name, module in blocks.items()}
+    return {name: _source(model, name, module) for name, module in _blocks(model).items()}
+
+
+def _blocks(model: transformers.PreTrainedModel) -> dict[str, NVFP4Experts]:
+    """The blocks of 4-bit experts by their paths; one that several layers share has several."""
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, NVFP4Experts)}
 
 
 def model_tensors(
@@ -218,7 +244,7 @@ def model_tensors(
     """The experts and 4-bit dense layers by their paths in the checkpoint, then everything else by its name there."""
     inside: set[str] = set()
     sources = expert_sources(model)
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+    blocks = _blocks(model)
     for name, module in blocks.items():
         inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
         biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
@@ -234,7 +260,7 @@ def model_tensors(
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
         elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
-    tied = model.all_tied_weights_keys
+    tied = {} if _has_untied_head(model) else model.all_tied_weights_keys
     state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
     state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
     yield from revert_weight_conversion(model, state).items()

@@ -169,12 +169,12 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             if self._stays_4_bit(model, source, name, module):
                 self._linears[source] = _put_linear(model, name, module)
                 missing.append(rf"{re.escape(name)}\.(qdata|scale|global_scale)$")
-                unexpected.append(rf"{re.escape(name)}\.weight(_packed)?$")
+                unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]
                 continue
             module.register_parameter(_WAITING, module._parameters.pop("weight"))
             _mark_initialized(module)  # or transformers would look for its weight
             self._dense[source] = module
-            unexpected.append(rf"{re.escape(name)}\.weight(_packed)?$")
+            unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]
         for attribute, patterns in (("unexpected", unexpected), ("missing", missing)):
             attribute = f"_keys_to_ignore_on_load_{attribute}"
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
