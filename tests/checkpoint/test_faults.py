@@ -369,7 +369,7 @@ def test_what_goes_along(tmp_path, source):
     wanted = ["LICENSE", "vocab.bpe", "merges.txt", "modeling_own.py", "tokenizer.model", "figures/a.png",
               "templates/chat.jinja", "deep/er/config.json"]  # fmt: skip
     left = ["weights.bin", "flax_model.msgpack", "original/consolidated.00.pth", "original/params.json", ".git/HEAD",
-            "pytorch_model.bin.index.json", "__pycache__/x.pyc", ".gitattributes"]  # fmt: skip
+            "pytorch_model.bin.index.json", "adapter_config.json", "__pycache__/x.pyc", ".gitattributes"]  # fmt: skip
     for name in (*wanted, *left):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(name.encode())

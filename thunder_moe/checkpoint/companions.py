@@ -17,7 +17,7 @@ _WEIGHTS = (
 )  # fmt: skip
 _LEFTOVERS = (".incomplete", ".unfinished", ".lock", ".tmp")
 # What the conversion writes itself, or what tells of the source's weights.
-_OWN = ("config.json", "hf_quant_config.json")
+_OWN = ("config.json", "hf_quant_config.json", "adapter_config.json")
 
 
 def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] = ()) -> list[str]:
