@@ -275,11 +275,31 @@ def test_a_layer_on_disk(saved, tmp_path, name, linears):
     with torch.no_grad():
         for _ in range(2):
             assert_close(loaded(tokens()).logits, model(tokens()).logits, exactly=not linears)
-    with pytest.raises(ValueError, match="meta"):
-        loaded.save_pretrained(tmp_path / "saved")
+    loaded.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved", dtype=BF16).state_dict()
+    assert again.keys() == model.state_dict().keys()
+    assert all(torch.equal(bits(tensor), bits(again[name])) for name, tensor in model.state_dict().items())
     if not linears and name == "llama4":
         del where["offload_folder"]
         refused(saved(name), "provide an `offload_folder`", **where)
+
+
+def test_a_layer_on_disk_is_laid_out_for_where_it_computes(tmp_path, tiles):
+    pytest.importorskip("accelerate")
+    config = tiny_config("qwen3_moe")
+    config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 128, 64, 64
+    model = tiny_model("qwen3_moe", BF16, config=config)
+    model.save_pretrained(tmp_path / "source")
+    here = type(model), tmp_path / "source"
+    parts = dict.fromkeys(["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0"], "cpu")
+    loaded = load(here, ThunderMoeConfig(), device_map={**parts, "model.layers.1": "disk"}, offload_folder=tmp_path)
+    assert {module.layout for module in loaded.modules() if isinstance(module, NVFP4Module)} == {"tiled_64x64"}
+    wanted = quantized(here)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens()).logits, wanted(tokens()).logits)
+    loaded.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved", dtype=BF16).state_dict()
+    assert all(torch.equal(bits(tensor), bits(again[name])) for name, tensor in wanted.state_dict().items())
 
 
 def test_a_layer_in_main_memory_beside_an_accelerator(saved, tmp_path, monkeypatch):
