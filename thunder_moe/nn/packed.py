@@ -57,6 +57,7 @@ class NVFP4Module(nn.Module):
     global_scale: Tensor
     auto_layout: bool = False  # of modules pickled before there was a choice
     _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
+    _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
     _of_experts = True  # whether the buffers have the dimension of experts
 
@@ -120,6 +121,8 @@ class NVFP4Module(nn.Module):
             tensors = self.qdata, self.scale, self.global_scale
         qdata, scale, global_scale = tensors if self._of_experts else self._grouped(*tensors)
         layout = layout_of_blocks(qdata, scale)
+        if torch.compiler.is_compiling():
+            assert self._relaid >= 0
         if layout != LINEAR:
             if torch.compiler.is_compiling():
                 # An identity that fails for buffers of another rank: an exported program keeps these calls, and the
@@ -229,6 +232,8 @@ class NVFP4Module(nn.Module):
 
     def _replace(self, field: str, tensor: Tensor) -> Tensor:
         buffer: Tensor = getattr(self, field)
+        if buffer.shape != tensor.shape:
+            self._relaid += 1
         if torch._has_compatible_shallow_copy_type(buffer, tensor):
             buffer.data = tensor
             return buffer
