@@ -324,7 +324,7 @@ def plot_lines(
     colors = {label: f"C{index}" for index, label in enumerate(labels)}
     columns = min(4, len(panels))
     lines_of_panels = -(-len(panels) // columns)
-    legend_columns = 2 * columns
+    legend_columns = max(1, min(2 * columns, int(70 * columns / max(map(len, labels), default=1) / 1.4)))
     size = (4.6 * columns, 3.8 * lines_of_panels + 0.2 * -(-len(labels) // legend_columns))
     figure, axes = plt.subplots(
         lines_of_panels, columns, figsize=size, squeeze=False, sharey=True, layout="constrained"

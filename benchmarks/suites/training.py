@@ -399,14 +399,15 @@ CELLS: dict[str, Callable[[MoEShape, int, Tensor], Iterator[Cell]]] = {
 
 
 def _plot(path: Any, rows: list[dict[str, Any]], device: torch.device) -> Any:
-    """Times faster than torch, a panel for each part."""
+    """Times faster than torch, a panel for each part and model."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
-        lines = panels.setdefault(row["part"], {})
+        lines = panels.setdefault(f"{row['part']}, {row['model']}", {})
         for name, ratio in row["times_faster"].items():
             if "interleave" not in name and row["routing"] == "even":
-                lines.setdefault(f"{row['model']} {row['of']}, {name}", []).append((row["rows"], ratio))
+                label = name if row["part"] == "step" else f"{row['of']}, {name}"
+                lines.setdefault(label, []).append((row["rows"], ratio))
     return plot_lines(
         path.with_suffix(".png"), panels, x="rows", y="times faster than torch", reference=1.0,
-        title=f"Training, {device.type}, even routing",
+        title=f"Training, {device.type}, even routing", log=False,
     )  # fmt: skip
