@@ -24,7 +24,7 @@ from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
 from thunder_moe.kernels.select import lay_out, quantize, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.replaceable import wrapped
+from thunder_moe.replaceable import has_hook, wrapped
 
 __all__ = [
     "Chosen",
@@ -192,7 +192,8 @@ def dequantize_(model: Model) -> Model:
     """The inverse of `quantize_`: 16-bit modules with the dequantized weights (the rounding to 4 bits remains).
 
     Each weight has the dtype (or that of a later ``model.to(dtype)``) and the requires_grad that it had. Modules that
-    have anything of their own (hooks, wrapped projections, ..., as in `quantize_`) stay 4-bit, which is logged.
+    have anything of their own (hooks, wrapped projections, ..., as in `quantize_`) stay 4-bit, which is logged, and so
+    do those that are offloaded.
 
     Raises:
         ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
@@ -209,6 +210,9 @@ def dequantize_(model: Model) -> Model:
         return family is not None
 
     _walk(model, take)
+    for module in list(chosen):
+        if has_hook(module) and any(buffer.is_meta for buffer in module.buffers()):
+            left[module] = chosen.pop(module).name, "its weights are offloaded"
     for whole, (where, reason) in list(left.items()):
         for module in whole.modules():
             if module in chosen:

@@ -14,7 +14,7 @@ from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import ThunderMoeConfig, dense_linears, quantize_  # noqa: E402
+from thunder_moe import ThunderMoeConfig, dense_linears, dequantize_, quantize_  # noqa: E402
 from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
 from thunder_moe.integrations.huggingface import on_load  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
@@ -279,6 +279,11 @@ def test_a_layer_on_disk(saved, tmp_path, name, linears):
     again = type(model).from_pretrained(tmp_path / "saved", dtype=BF16).state_dict()
     assert again.keys() == model.state_dict().keys()
     assert all(torch.equal(bits(tensor), bits(again[name])) for name, tensor in model.state_dict().items())
+    if not linears:
+        before = loaded(tokens()).logits
+        with pytest.raises(ValueError, match="its weights are offloaded"):
+            dequantize_(loaded)
+        assert torch.equal(loaded(tokens()).logits, before)
     if not linears and name == "llama4":
         del where["offload_folder"]
         refused(saved(name), "provide an `offload_folder`", **where)
