@@ -223,8 +223,10 @@ def _has_untied_head(model: Any) -> bool:
             return False
     if isinstance(head, NVFP4Linear):
         return True
-    embeddings = model.get_input_embeddings().weight if source is None else model.get_parameter(source)
-    return head.weight is not embeddings
+    path, _, key = (source or "").rpartition(".")  # a given state dict puts plain tensors there: no get_parameter
+    embeddings = model.get_input_embeddings().weight if source is None else getattr(model.get_submodule(path), key)
+    # Offloading keeps a tensor for each of two tied weights.
+    return head.weight is not embeddings and not torch.equal(head.weight, embeddings.to(head.weight.device))
 
 
 def expert_sources(model: transformers.PreTrainedModel) -> dict[str, tuple[str, ExpertsLayout]]:
