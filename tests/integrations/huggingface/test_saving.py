@@ -3,8 +3,11 @@ architecture; state dicts, folders, copies, Trainer; and the way back to 16 bits
 """
 
 import copy
+import errno
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,6 +161,12 @@ def test_a_head_that_is_tied_by_the_configuration_alone(tmp_path, linears):
         assert json.loads((tmp_path / str(number) / "config.json").read_text())["tie_word_embeddings"] is False
         assert_same(model, from_pretrained(tmp_path / str(number)))
     assert model.config.tie_word_embeddings
+    # A state dict may have a tensor for each of two tied weights.
+    tied = quantize_(tiny_model("cohere2_moe", BF16))
+    state = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    tied.save_pretrained(tmp_path / "tied", state_dict=state)
+    assert "lm_head.weight" not in load_tensors(tmp_path / "tied")
+    assert_same(tied, from_pretrained(tmp_path / "tied"))
 
 
 def test_layers_that_share_their_experts(tmp_path, quantized):
@@ -326,6 +335,22 @@ def test_a_folder_is_used_again(tmp_path, quantized):
                           else {"model.safetensors"})  # fmt: skip
         assert (path / "tokenizer.json").exists()
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_folder_that_is_a_mount_point(tmp_path, quantized, monkeypatch):
+    replace = os.replace
+
+    def within(source, target):
+        if (tmp_path / "saved" in Path(source).parents) != (tmp_path / "saved" in Path(target).parents):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(source, target)
+
+    (tmp_path / "saved").mkdir()
+    for name in ("replace", "rename"):
+        monkeypatch.setattr(os, name, within)
+    quantized.save_pretrained(tmp_path / "saved")
+    assert_same(quantized, from_pretrained(tmp_path / "saved"))
+    assert not [file for file in (tmp_path / "saved").iterdir() if file.is_dir()]
 
 
 def test_what_is_refused(tmp_path, quantized, monkeypatch):

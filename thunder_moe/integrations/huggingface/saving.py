@@ -93,7 +93,7 @@ class QuantizedModel:
         """Writes the model as `thunder_moe.save_checkpoint` does: ModelOpt's form, which `from_pretrained` (after
         ``import thunder_moe``), `load_checkpoint` and other engines read, every tensor bit for bit.
 
-        Everything is written beside the directory first and moved there when whole. Weights of an earlier save there
+        Everything is written into a hidden folder there first and moved when whole. Weights of an earlier save there
         are replaced, other files stay. A model with adapters of transformers' own saves these alone, as it always does.
         Of a model that `prepare_qat_` has prepared transformers writes the parameters themselves, by their plain names.
 
@@ -286,14 +286,16 @@ def _offloaded(model: Any, name: str) -> Tensor | None:
 
 @contextmanager
 def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
-    """A directory beside `directory` with the model's checkpoint, removed afterwards."""
+    """A directory in `directory`, or beside one that does not exist, with the checkpoint; removed afterwards."""
     from thunder_moe.integrations.huggingface.checkpoint import write_model
 
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")
-    directory.absolute().parent.mkdir(parents=True, exist_ok=True)
-    around = Path(mkdtemp(prefix=f".{directory.name}.", dir=directory.absolute().parent))
+    # One that exists may be a mount point: files can be moved within it alone.
+    place = directory if directory.exists() else directory.absolute().parent
+    place.mkdir(parents=True, exist_ok=True)
+    around = Path(mkdtemp(prefix=f".{directory.name}.", dir=place))
     try:
         yield write_model(model, around / "whole", max_shard_size, None)
     finally:
