@@ -9,6 +9,7 @@ import torch
 from oracle import relative_error
 from router_forms import FORMS, make_router
 
+from thunder_moe import routing
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda import workspace
@@ -102,7 +103,7 @@ def check_linear(tokens, hidden_size, options, dtype, experts=16, linear_bias=Fa
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypatch):
     monkeypatch.setattr(routers, "_LINEAR_TOKENS", 4)
-    monkeypatch.setattr(cuda, "router_logits", None)
+    monkeypatch.setattr(routing, "router_logits", None)
     check_linear(tokens, 264, dict(top_k=4), dtype)
     check_linear(tokens, 64, dict(top_k=3), dtype, experts=37, linear_bias=True, logits_dtype=torch.float32)
     form = dict(top_k=2, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
