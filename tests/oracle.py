@@ -1,4 +1,4 @@
-"""The independent oracle: NVFP4 decoding by arithmetic on the bits, and fp32 loops over experts and tokens.
+"""The independent oracle: NVFP4 and MXFP8 decoding by arithmetic on the bits, and fp32 loops over experts and tokens.
 Called by the tests; calls plain torch and nothing of the package, so that an error cannot be on both sides.
 """
 
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 KERNEL_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 2e-3}
 # Relative Frobenius error of NVFP4 itself on normally distributed weights.
 FORMAT_ERROR = 0.095
+# The same of MXFP8: the roundings of E4M3 alone, to three bits behind the leading one.
+MXFP8_FORMAT_ERROR = 0.0266
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -46,6 +48,34 @@ def dequantize(qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Ten
     row_scale = global_scale.reshape(experts, -1, 1).expand(experts, n, 1)
     factors = scales[scale.view(torch.uint8).long()] * row_scale
     return values[codes] * factors.repeat_interleave(16, -1)
+
+
+def decode_e8m0(bits: int) -> float:
+    """The value of a float8_e8m0fnu bit pattern, a power of two; 255 is NaN."""
+    return float("nan") if bits == 255 else 2.0 ** (bits - 127)
+
+
+def dequantize_mxfp8(qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e4m3 (E, N, K), e8m0 (E, N, K // 32) linear -> fp32 (E, N, K)."""
+    values = torch.tensor([decode_e4m3(bits) for bits in range(256)], dtype=torch.float64)
+    powers = torch.tensor([decode_e8m0(bits) for bits in range(256)], dtype=torch.float64)
+    factors = powers[scale.view(torch.uint8).long()].repeat_interleave(32, -1)
+    return (values[qdata.view(torch.uint8).long()] * factors).float()
+
+
+def quantize_mxfp8(block: list[float]) -> tuple[list[int], int]:
+    """32 floats -> their E4M3 bytes and the E8M0 byte, by trying: the least power of two whose multiple 448 holds all,
+    then the nearest of all codes, at a tie the even one."""
+    largest = max(map(abs, block))
+    scale = next(byte for byte in range(255) if largest <= 448 * 2.0 ** (byte - 127))
+    if scale == 0:
+        return [128 if math.copysign(1.0, value) < 0 else 0 for value in block], 0
+    codes = []
+    for value in block:
+        wanted = abs(value) / 2.0 ** (scale - 127)
+        nearest = min(range(127), key=lambda code: (abs(decode_e4m3(code) - wanted), code & 1))
+        codes.append(nearest | (128 if math.copysign(1.0, value) < 0 else 0))
+    return codes, scale
 
 
 def groups(offsets: torch.Tensor) -> list[tuple[int, int, int]]:

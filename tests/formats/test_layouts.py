@@ -10,7 +10,15 @@ import pytest
 import torch
 from oracle import decode_e4m3
 
-from thunder_moe.formats.layouts import MODULE_LAYOUTS, REGISTRY, block_shapes, layout_of_blocks, preferred_on
+from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.layouts import (
+    MODULE_LAYOUTS,
+    REGISTRY,
+    block_shapes,
+    layout_of_blocks,
+    layouts_of,
+    preferred_on,
+)
 from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, dequantize, quantize
 from thunder_moe.formats.swizzled_128x4 import swizzle_scale
 
@@ -177,7 +185,8 @@ def test_unknown_layout():
 
 
 def test_the_registry_tells_layouts_by_the_shapes_that_modules_keep():
-    assert LAYOUTS == tuple(REGISTRY) == ("linear", "swizzled_128x4", "tiled_64x64")
+    assert LAYOUTS == layouts_of(NVFP4) == ("linear", "swizzled_128x4", "tiled_64x64")
+    assert all(key == (layout.format.name, layout.name) for key, layout in REGISTRY.items())
     assert MODULE_LAYOUTS == ("linear", "tiled_64x64")
     packed = quantize(torch.randn(2, 128, 64))
     for layout in MODULE_LAYOUTS:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import BLOCK_SIZE, LAYOUTS, LINEAR, scale_shape
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = [
     "BLOCK_SIZE",
@@ -24,8 +24,10 @@ __all__ = [
     "check_quantizable",
     "dequantize",
     "dequantize_expert",
+    "expert_amax",
     "quantize",
     "quantize_unchecked",
+    "row_chunks",
     "scale_shape",
 ]
 
@@ -75,9 +77,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     check_quantizable(weight, scale_search)
     experts, n, k = weight.shape
     weight = weight.detach()
-    amax = torch.zeros(experts, dtype=torch.float32, device=weight.device)
-    if n > 0:
-        amax = torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
+    amax = expert_amax(weight)
     # Below 2688 * tiny (3e-35) the multiplier would leave the normal floats: hold it there.
     tiny = torch.finfo(torch.float32).tiny
     # The divisor is a tensor because torch multiplies by the rounded reciprocal of a scalar on CUDA.
@@ -85,13 +85,13 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=weight.device)
     scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device=weight.device)
     for expert in range(experts):
-        for rows in _row_chunks(weight):
+        for rows in row_chunks(weight):
             packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
             qdata[expert, rows], scale[expert, rows] = packed
     return NVFP4Weight(qdata, scale, global_scale), amax
 
 
-def check_quantizable(weight: Tensor, scale_search: str | None) -> None:
+def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int = BLOCK_SIZE) -> None:
     """Raises the ValueError of `quantize` for what can be seen without data."""
     if scale_search is not None and scale_search not in SCALE_SEARCHES:
         raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
@@ -99,7 +99,14 @@ def check_quantizable(weight: Tensor, scale_search: str | None) -> None:
     require(weight.dtype in WEIGHT_DTYPES, "weight", weight, "dtype float32, bfloat16 or float16")
     experts, _, k = weight.shape
     require(experts > 0, "weight", weight, "at least one expert in dim 0")
-    require(k > 0 and k % BLOCK_SIZE == 0, "weight", weight, f"in_features a positive multiple of {BLOCK_SIZE}")
+    require(k > 0 and k % block_size == 0, "weight", weight, f"in_features a positive multiple of {block_size}")
+
+
+def expert_amax(weight: Tensor) -> Tensor:
+    """(E, N, K) -> the largest magnitude (E,) of each expert, float32; 0 without rows."""
+    if weight.shape[1] == 0:
+        return torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device)
+    return torch.maximum(-weight.amin((1, 2)), weight.amax((1, 2))).float()
 
 
 def check_finite(amax: Tensor) -> None:
@@ -133,7 +140,7 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
 def dequantize_expert(weight: NVFP4Weight, expert: int, out: Tensor) -> None:
     """Dequantizes one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
     global_scale = weight.row_global_scale()
-    for rows in _row_chunks(weight):
+    for rows in row_chunks(weight):
         _dequantize_rows(weight.qdata[expert, rows], weight.scale[expert, rows], global_scale[expert, rows], out[rows])
 
 
@@ -225,7 +232,7 @@ def _pair_table(device: torch.device) -> Tensor:
     return table
 
 
-def _row_chunks(weight: Tensor | NVFP4Weight) -> list[slice]:
+def row_chunks(weight: Tensor | PackedWeight) -> list[slice]:
     """Slices that cover the N rows of an expert of (E, N, K), of about `_CHUNK_WEIGHTS` weights each."""
     _, n, k = weight.shape
     step = max(1, _CHUNK_WEIGHTS.get(weight.device.type, _CHUNK_WEIGHTS["cuda"]) // k)

@@ -1,5 +1,5 @@
 """The number formats that weights can be quantized to, by name.
-Called by benchmarks; calls the modules of the formats.
+Called by kernels, nn, quantize and benchmarks; calls the modules of the formats.
 
 A new format is one entry of `FORMATS`. MXFP4, which checkpoints hold, is none: mxfp4 makes NVFP4 of it, exactly.
 """
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from thunder_moe.formats import nvfp4
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats import mxfp8, nvfp4
+from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["FORMATS", "NumberFormat"]
+__all__ = ["FORMATS", "NumberFormat", "dequantize", "find_format"]
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,46 @@ class NumberFormat:
 
     Attributes:
         name: of the format.
-        quantize: (E, N, K) of 16 or 32 bits -> the packed weight.
+        quantize: (E, N, K) of 16 or 32 bits -> the packed weight; also takes scale_search.
+        quantize_unchecked: the same without the check for NaN and Inf, and the largest magnitude (E,) of each expert.
+        check_quantizable: raises the ValueError of `quantize` for what can be seen without data.
         dequantize: the inverse; also takes the dtype of the result.
+        dequantize_expert: (weight in layout "linear", expert, out): one expert into `out` (N, K).
         block_size: weights along K that share a scale.
         bits_per_weight: with its share of the block scale.
     """
 
     name: str
-    quantize: Callable[..., NVFP4Weight]
+    quantize: Callable[..., Any]
+    quantize_unchecked: Callable[..., tuple[Any, Tensor]]
+    check_quantizable: Callable[[Tensor, str | None], None]
     dequantize: Callable[..., Tensor]
+    dequantize_expert: Callable[[Any, int, Tensor], None]
     block_size: int
     bits_per_weight: float
 
 
 FORMATS = {
-    format.name: format
-    for format in (NumberFormat("nvfp4", nvfp4.quantize, nvfp4.dequantize, nvfp4.BLOCK_SIZE, 4 + 8 / nvfp4.BLOCK_SIZE),)
-}
+    name: NumberFormat(
+        name, module.quantize, module.quantize_unchecked, module.check_quantizable, module.dequantize,
+        module.dequantize_expert, BLOCK_FORMATS[name].block_size, BLOCK_FORMATS[name].bits_per_weight,
+    )
+    for name, module in (("nvfp4", nvfp4), ("mxfp8", mxfp8))
+}  # fmt: skip
+
+
+def find_format(name: str) -> NumberFormat:
+    """The number format of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = FORMATS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise ValueError(f"format: got {name!r}, wanted one of {tuple(FORMATS)}")
+    return found
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The 16-bit (or float32) weight (E, N, K) that a packed weight of any format stands for."""
+    return FORMATS[weight.format.name].dequantize(weight, dtype)

@@ -1,29 +1,157 @@
-"""`NVFP4Weight`: the packed weight of experts, its layout, and what can be done to it without decoding.
-Called by nvfp4, kernels, ops, nn, checkpoint and integrations; calls layouts and checks.
+"""The packed weights of experts, `NVFP4Weight` and `MXFP8Weight`: their layout, and what needs no decoding.
+Called by the formats' modules, kernels, ops, nn, checkpoint and integrations; calls block_format, layouts and checks.
 
-A weight value is ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]``: 4-bit floats (E2M1) in
-blocks of 16 along K, one E4M3 scale per block, one float32 multiplier per expert (or per row of an expert).
+Values are ``w[e, n, k] = e2m1(qdata) * scale[e, n, k // 16] * global_scale[e]`` in NVFP4, 4-bit floats (E2M1) in blocks
+of 16 along K with one E4M3 scale per block and one float32 multiplier per expert (or per row of an expert); and
+``w[e, n, k] = e4m3(qdata) * 2**(scale[e, n, k // 32] - 127)`` in MXFP8, 8-bit floats (E4M3) in blocks of 32.
 
 Legend: E experts, N output features, K input features of the GEMM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, block_shapes, find_layout
+from thunder_moe.formats.layouts import LINEAR, block_shapes, find_layout
 
-__all__ = ["NVFP4Weight", "check_weight"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "check_weight"]
+
+
+class PackedWeight:
+    """What the packed weights (E, N, K) of all number formats have.
+
+    Attributes:
+        format: the number format, by class.
+        qdata: the codes.
+        scale: the block scales.
+        global_scale: a float32 multiplier, or None where the format has none.
+        layout: how `qdata` and `scale` lie in memory, a name of `layouts.REGISTRY`.
+    """
+
+    format: ClassVar[BlockFormat]
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    layout: str
+
+    def __post_init__(self) -> None:
+        for name, tensor in zip(self.format.fields, self.tensors(), strict=True):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"{name}: got {type(tensor).__name__}, wanted a tensor")
+        check_weight(self.qdata, self.scale, self.global_scale, self.layout, format=self.format)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K), the shape of the 16-bit weight."""
+        experts, n, codes = self.qdata.shape
+        return experts, n, self.format.codes_per_byte * codes
+
+    @property
+    def device(self) -> torch.device:
+        return self.qdata.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of `format.fields`."""
+        raise NotImplementedError
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """A weight in the same layout of other tensors, in the order of `format.fields`."""
+        weight: Any = self
+        return cast("Self", replace(weight, **dict(zip(self.format.fields, tensors, strict=True))))
+
+    @cached_property
+    def blocks(self) -> tuple[Tensor, ...]:
+        """The tensors in the shapes that tell their layout (`layouts.block_shapes`), always the same objects."""
+        if self.layout == LINEAR:
+            return self.tensors()
+        codes, scales = block_shapes(*self.shape, self.layout, self.format)
+        return self.qdata.reshape(codes), self.scale.reshape(scales), *self.tensors()[2:]
+
+    @cached_property
+    def dense_blocks(self) -> tuple[Tensor, ...]:
+        """`blocks` of a single weight (1, N, K) without the dimension of experts, always the same objects."""
+        return tuple(tensor[0].detach() for tensor in self.blocks)
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same weight on another device."""
+        return self.with_tensors(tensor.to(device) for tensor in self.tensors())
+
+    def to_layout(self, layout: str) -> Self:
+        """The same weight in another layout, exact both ways ("tiled_64x64" clears codes of NVFP4 whose block scale is
+        0: they have the value 0 whatever they are).
+
+        Raises:
+            ValueError: the layout is unknown, or its kernels cannot take this shape.
+        """
+        if layout == self.layout:
+            return self
+        target, (_, n, k) = find_layout(layout, self.format), self.shape
+        needs = target.fits(n, k)
+        if needs is not None:
+            raise ValueError(f"layout: got {layout!r} for a weight of shape {self.shape}, which needs {needs}")
+        linear = find_layout(self.layout, self.format).to_linear(self.qdata, self.scale, n, k)
+        qdata, scale = target.from_linear(*linear)
+        weight: Any = self
+        return cast("Self", replace(weight, qdata=qdata, scale=scale, layout=layout))
+
+    def rows(self, rows: slice) -> Self:
+        """Some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
+        assert self.layout == LINEAR
+        return self.with_tensors(tensor[:, rows] for tensor in self.tensors())
+
+    @staticmethod
+    def concatenate(*weights: Weight) -> Weight:
+        """Stacks the rows of "linear" weights of one format, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ...,
+        K).
+
+        The global scales of NVFP4 become one per row, since each weight has its own. One weight alone comes back as it
+        is.
+
+        Raises:
+            TypeError: one of them is no packed weight of the first one's format.
+            ValueError: there are none, a layout is not "linear", or the experts or in_features differ.
+        """
+        if not weights:
+            raise ValueError("weights: got none, wanted one NVFP4Weight or more")
+        first = weights[0]
+        wanted = type(first) if isinstance(first, PackedWeight) else NVFP4Weight
+        for position, weight in enumerate(weights):
+            if not isinstance(weight, wanted):
+                kind = type(weight).__name__
+                raise TypeError(f"weights: got a {kind} at position {position}, wanted {wanted.__name__}")
+        experts, _, k = first.shape
+        for weight in weights:
+            if weight.layout != LINEAR:
+                raise ValueError(f"weights: got layout {weight.layout!r}, wanted 'linear'; use to_layout('linear')")
+            if (weight.shape[0], weight.shape[2]) != (experts, k):
+                raise ValueError(f"weights: got shape {weight.shape}, wanted experts and in_features of {first.shape}")
+        if len(weights) == 1:
+            return first
+        return first.with_tensors(map(_stacked, zip(*(weight._per_row() for weight in weights), strict=True)))
+
+    def _per_row(self) -> tuple[Tensor, ...]:
+        """The tensors of a "linear" weight, each with the rows in dim 1."""
+        return self.tensors()
 
 
 @dataclass(frozen=True, eq=False)
-class NVFP4Weight:
+class NVFP4Weight(PackedWeight):
     """The 4-bit weights of E experts.
 
     Attributes:
@@ -39,16 +167,11 @@ class NVFP4Weight:
         ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
     """
 
+    format: ClassVar[BlockFormat] = NVFP4
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
     layout: str = LINEAR
-
-    def __post_init__(self) -> None:
-        for name, tensor in zip(("qdata", "scale", "global_scale"), self.tensors(), strict=True):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(f"{name}: got {type(tensor).__name__}, wanted a tensor")
-        check_weight(self.qdata, self.scale, self.global_scale, self.layout)
 
     @classmethod
     def unchecked(cls, qdata: Tensor, scale: Tensor, global_scale: Tensor, layout: str) -> NVFP4Weight:
@@ -61,144 +184,142 @@ class NVFP4Weight:
         object.__setattr__(weight, "layout", layout)
         return weight
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(E, N, K), the shape of the 16-bit weight."""
-        experts, n, half = self.qdata.shape
-        return experts, n, 2 * half
-
-    @property
-    def device(self) -> torch.device:
-        return self.qdata.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three tensors."""
-        return self.qdata.nbytes + self.scale.nbytes + self.global_scale.nbytes
-
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """(qdata, scale, global_scale)."""
         return self.qdata, self.scale, self.global_scale
 
-    @cached_property
-    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors in the shapes that tell their layout (`layouts.block_shapes`), always the same objects."""
-        if self.layout == LINEAR:
-            return self.tensors()
-        codes, scales = block_shapes(*self.shape, self.layout)
-        return self.qdata.reshape(codes), self.scale.reshape(scales), self.global_scale
-
-    @cached_property
-    def dense_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`blocks` of a single weight (1, N, K) without the dimension of experts, always the same objects."""
-        qdata, scale, global_scale = (tensor[0].detach() for tensor in self.blocks)
-        return qdata, scale, global_scale
-
-    def to(self, device: torch.device | str) -> NVFP4Weight:
-        """The same weight on another device."""
-        qdata, scale, global_scale = (tensor.to(device) for tensor in self.tensors())
-        return replace(self, qdata=qdata, scale=scale, global_scale=global_scale)
-
-    def to_layout(self, layout: str) -> NVFP4Weight:
-        """The same weight in another layout, exact both ways ("tiled_64x64" clears codes whose block scale is 0: they
-        have the value 0 whatever they are).
-
-        Raises:
-            ValueError: the layout is unknown, or its kernels cannot take this shape.
-        """
-        if layout == self.layout:
-            return self
-        target, (_, n, k) = find_layout(layout), self.shape
-        needs = target.fits(n, k)
-        if needs is not None:
-            raise ValueError(f"layout: got {layout!r} for a weight of shape {self.shape}, which needs {needs}")
-        linear = find_layout(self.layout).to_linear(self.qdata, self.scale, n, k)
-        qdata, scale = target.from_linear(*linear)
-        return replace(self, qdata=qdata, scale=scale, layout=layout)
-
-    @staticmethod
-    def concatenate(*weights: NVFP4Weight) -> NVFP4Weight:
-        """Stacks the rows of "linear" weights, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ..., K).
-
-        The global scales become one per row, since each weight has its own. One weight alone comes back as it is.
-
-        Raises:
-            TypeError: one of them is no `NVFP4Weight`.
-            ValueError: there are none, a layout is not "linear", or the experts or in_features differ.
-        """
-        if not weights:
-            raise ValueError("weights: got none, wanted one NVFP4Weight or more")
-        for position, weight in enumerate(weights):
-            if not isinstance(weight, NVFP4Weight):
-                kind = type(weight).__name__
-                raise TypeError(f"weights: got a {kind} at position {position}, wanted NVFP4Weight")
-        experts, _, k = weights[0].shape
-        for weight in weights:
-            if weight.layout != LINEAR:
-                raise ValueError(f"weights: got layout {weight.layout!r}, wanted 'linear'; use to_layout('linear')")
-            if (weight.shape[0], weight.shape[2]) != (experts, k):
-                raise ValueError(
-                    f"weights: got shape {weight.shape}, wanted experts and in_features of {weights[0].shape}"
-                )
-        if len(weights) == 1:
-            return weights[0]
-        qdata = torch.cat([weight.qdata for weight in weights], 1)
-        scale = torch.cat([weight.scale.view(torch.uint8) for weight in weights], 1).view(torch.float8_e4m3fn)
-        return NVFP4Weight(qdata, scale, torch.cat([weight.row_global_scale() for weight in weights], 1))
+    def rows(self, rows: slice) -> NVFP4Weight:
+        """Some of the rows of a "linear" weight, of all experts: (E, those rows, K), views."""
+        assert self.layout == LINEAR
+        of_rows = self.global_scale if self.global_scale.ndim == 1 else self.global_scale[:, rows]
+        return NVFP4Weight(self.qdata[:, rows], self.scale[:, rows], of_rows)
 
     def row_global_scale(self) -> Tensor:
         """The global scale as (E, N), a view."""
         experts, n, _ = self.shape
         return (self.global_scale[:, None] if self.global_scale.ndim == 1 else self.global_scale).expand(experts, n)
 
+    def _per_row(self) -> tuple[Tensor, ...]:
+        return self.qdata, self.scale, self.row_global_scale()
 
-QDATA_DTYPES = (torch.uint8, torch.float4_e2m1fn_x2)
+
+@dataclass(frozen=True, eq=False)
+class MXFP8Weight(PackedWeight):
+    """The 8-bit weights of E experts.
+
+    Attributes:
+        qdata: float8_e4m3fn (E, N, K).
+        scale: float8_e8m0fnu block scales (E, N, K // 32), powers of two.
+        layout: how they lie in memory, a name of `layouts.REGISTRY`.
+
+    Raises:
+        TypeError: one of the two is no tensor.
+        ValueError: a tensor has the wrong rank, shape, dtype or device, or the layout is unknown or not for the shape.
+    """
+
+    format: ClassVar[BlockFormat] = MXFP8
+    global_scale: ClassVar[None] = None  # type: ignore[misc]
+    qdata: Tensor
+    scale: Tensor
+    layout: str = LINEAR
+
+    @classmethod
+    def unchecked(cls, qdata: Tensor, scale: Tensor, layout: str) -> MXFP8Weight:
+        """A weight without the checks, for callers that have made them: the operators do so at every call."""
+        weight = object.__new__(cls)
+        object.__setattr__(weight, "qdata", qdata)
+        object.__setattr__(weight, "scale", scale)
+        object.__setattr__(weight, "layout", layout)
+        return weight
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """(qdata, scale)."""
+        return self.qdata, self.scale
+
+
+Weight = TypeVar("Weight", bound=PackedWeight)
+WEIGHTS: dict[str, type[PackedWeight]] = {NVFP4.name: NVFP4Weight, MXFP8.name: MXFP8Weight}
+
+
+def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Concatenated along the rows; 8-bit floats as bytes, which every device can."""
+    first = tensors[0]
+    if first.itemsize > 1 or not first.is_floating_point():
+        return torch.cat(tensors, 1)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors], 1).view(first.dtype)
+
+
+QDATA_DTYPES = NVFP4.code_dtypes
 
 
 def check_weight(
     qdata: Tensor,
     scale: Tensor,
-    global_scale: Tensor,
-    layout: str,
+    global_scale: Tensor | None = None,
+    layout: str = LINEAR,
     *,
-    names: Sequence[str] = ("qdata", "scale", "global_scale"),
+    format: BlockFormat = NVFP4,
+    names: Sequence[str] | None = None,
     transposed: bool = False,
 ) -> None:
     """Checks the tensors of a weight: rank, dtypes, shapes, layout and devices, nothing that needs their data.
 
     Args:
-        qdata: uint8 (E, N, K // 2); when transposed uint8 or float4_e2m1fn_x2 (E, K // 2, N), as operators take it.
-        scale, global_scale: as in `NVFP4Weight`.
-        layout: of the three.
-        names: of the tensors, for the message.
+        qdata: (E, N, K // codes_per_byte), of the format's first dtype; when transposed of any of them, (E, K //
+            codes_per_byte, N), as operators take it.
+        scale: as in the weight.
+        global_scale: likewise; None of a format without.
+        layout: of the weight.
+        format: of the weight.
+        names: of the tensors, for the message; by default those of the weight's attributes.
         transposed: see qdata.
 
     Raises:
         ValueError: names the tensor, what it was and what is wanted.
     """
     # No message is formatted before a check has failed: the operators run this at every call.
-    known, (name, scale_name, global_name) = find_layout(layout), names
+    known, (name, scale_name, *global_name) = find_layout(layout, format), names or format.fields
+    per_byte, dtypes = format.codes_per_byte, format.code_dtypes
     if transposed:
-        require(qdata.dtype in QDATA_DTYPES, name, qdata, "a dtype of (torch.uint8, torch.float4_e2m1fn_x2)")
-        require(qdata.ndim == 3, name, qdata, "shape (experts, in_features // 2, out_features)")
-        experts, half, n = qdata.shape
+        if qdata.dtype not in dtypes:
+            raise mismatch(name, qdata, f"a dtype of {dtypes}")
+        if qdata.ndim != 3:
+            raise mismatch(name, qdata, f"shape (experts, {_packed_features(format)}, out_features)")
+        experts, codes, n = qdata.shape
     else:
-        require(qdata.dtype == torch.uint8, name, qdata, "dtype uint8")
-        require(qdata.ndim == 3, name, qdata, "shape (experts, out_features, in_features // 2)")
-        experts, n, half = qdata.shape
-    k = 2 * half
+        if qdata.dtype != dtypes[0]:
+            raise mismatch(name, qdata, f"dtype {_plain(dtypes[0])}")
+        if qdata.ndim != 3:
+            raise mismatch(name, qdata, f"shape (experts, out_features, {_packed_features(format)})")
+        experts, n, codes = qdata.shape
+    k = per_byte * codes
     require(experts > 0, name, qdata, "at least one expert in dim 0")
-    require(k % BLOCK_SIZE == 0 and k > 0, name, qdata, "in_features a positive multiple of 16")
+    if k % format.block_size or k == 0:
+        raise mismatch(name, qdata, f"in_features a positive multiple of {format.block_size}")
     needs = known.fits(n, k)
     if needs is not None:
         raise mismatch(name, qdata, f"{needs} in layout {layout!r}")
-    require(scale.dtype == torch.float8_e4m3fn, scale_name, scale, "dtype float8_e4m3fn")
+    if scale.dtype != format.scale_dtype:
+        raise mismatch(scale_name, scale, f"dtype {_plain(format.scale_dtype)}")
     wanted = known.scale_shape(experts, n, k)
     if scale.shape != wanted:
         raise mismatch(scale_name, scale, f"shape {wanted} in layout {layout!r}")
-    require(global_scale.dtype == torch.float32, global_name, global_scale, "dtype float32")
+    if scale.device != qdata.device:
+        raise mismatch(scale_name, scale, f"device {qdata.device}, that of {name}")
+    if global_scale is None:
+        assert not global_name
+        return
+    (other,) = global_name
+    require(global_scale.dtype == torch.float32, other, global_scale, "dtype float32")
     if global_scale.shape != (experts,) and global_scale.shape != (experts, n):
-        raise mismatch(global_name, global_scale, f"a shape of {((experts,), (experts, n))}")
-    for other, tensor in ((scale_name, scale), (global_name, global_scale)):
-        if tensor.device != qdata.device:
-            raise mismatch(other, tensor, f"device {qdata.device}, that of {name}")
+        raise mismatch(other, global_scale, f"a shape of {((experts,), (experts, n))}")
+    if global_scale.device != qdata.device:
+        raise mismatch(other, global_scale, f"device {qdata.device}, that of {name}")
+
+
+def _packed_features(format: BlockFormat) -> str:
+    return "in_features" if format.codes_per_byte == 1 else f"in_features // {format.codes_per_byte}"
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -98,7 +98,7 @@ class NVFP4Module(nn.Module):
         """(E, N, K)."""
         raise NotImplementedError
 
-    def _own(self, weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
+    def _own(self, weight: NVFP4Weight) -> tuple[Tensor, ...]:
         """The tensors of a weight as this module keeps them, always the same objects."""
         return weight.blocks if self._of_experts else weight.dense_blocks
 
@@ -109,7 +109,8 @@ class NVFP4Module(nn.Module):
     @property
     def layout(self) -> str:
         """The layout of the weights, by the shapes of the buffers."""
-        return layout_of_blocks(*self._grouped(self.qdata, self.scale))
+        qdata, scale = self._grouped(self.qdata, self.scale)
+        return layout_of_blocks(qdata, scale)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
@@ -188,7 +189,7 @@ class NVFP4Module(nn.Module):
         self._buffers.update(zip(_FIELDS, self._own(self.nvfp4_weight.to_layout(LINEAR)), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            loaded = self.qdata, self.scale, self.global_scale
+            loaded: tuple[Tensor, ...] = (self.qdata, self.scale, self.global_scale)
             qdata, scale, global_scale = self._grouped(*loaded)
             weight = NVFP4Weight.unchecked(qdata, scale, global_scale, LINEAR)
             parted = "qdata" in given and "scale" not in given and _would_lose_codes(weight, layout)

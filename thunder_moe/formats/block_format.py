@@ -1,0 +1,55 @@
+"""`BlockFormat`: what a block-scaled number format is made of, as one object; `NVFP4` and `MXFP8`.
+Called by weight, layouts, the formats' modules, and whoever serves several formats; calls nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BLOCK_FORMATS", "MXFP8", "NVFP4", "BlockFormat"]
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A number format whose weights along K share a scale in blocks.
+
+    Attributes:
+        name: what the option `format` of `quantize_` and of the compilers says.
+        block_size: weights along K that share a scale.
+        codes_per_byte: codes in an element of qdata, which takes a byte.
+        code_dtypes: of qdata; the first is what a packed weight has, operators take all.
+        scale_dtype: of the block scales.
+        fields: the names of a packed weight's tensors.
+        operands: the names of the same as operators call them.
+    """
+
+    name: str
+    block_size: int
+    codes_per_byte: int
+    code_dtypes: tuple[torch.dtype, ...]
+    scale_dtype: torch.dtype
+    fields: tuple[str, ...]
+    operands: tuple[str, ...]
+
+    @property
+    def bytes_of_scale(self) -> int:
+        """Bytes of codes that share one byte of scale."""
+        return self.block_size // self.codes_per_byte
+
+    @property
+    def bits_per_weight(self) -> float:
+        """With its share of the block scale."""
+        return 8 / self.codes_per_byte + 8 / self.block_size
+
+
+NVFP4 = BlockFormat(
+    "nvfp4", 16, 2, (torch.uint8, torch.float4_e2m1fn_x2), torch.float8_e4m3fn, ("qdata", "scale", "global_scale"),
+    ("fp4_weight", "weight_scaling_factor", "weight_global_scale"),
+)  # fmt: skip
+MXFP8 = BlockFormat(
+    "mxfp8", 32, 1, (torch.float8_e4m3fn,), torch.float8_e8m0fnu, ("qdata", "scale"),
+    ("fp8_weight", "weight_scaling_factor"),
+)  # fmt: skip
+BLOCK_FORMATS = {known.name: known for known in (NVFP4, MXFP8)}

@@ -1,0 +1,129 @@
+"""The MXFP8 number format: `quantize`, `dequantize`, 8-bit floats (E4M3) with a power-of-two scale per 32 along K.
+Called by kernels, weight_cache, quantize and the registry; calls plain torch, weight, checks and what nvfp4 shares.
+
+`weight` has the formula of a value. Legend: E experts, N output features, K input features of the GEMM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.block_format import MXFP8
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, check_finite, expert_amax, row_chunks
+from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
+from thunder_moe.formats.weight import MXFP8Weight
+
+__all__ = [
+    "BLOCK_SIZE",
+    "MXFP8Weight",
+    "check_quantizable",
+    "dequantize",
+    "dequantize_expert",
+    "quantize",
+    "quantize_unchecked",
+]
+
+BLOCK_SIZE = MXFP8.block_size
+E8M0_NAN = 255
+# The largest E4M3 number is 448 = 1.75 * 2**8. Of a float32 the upper bits are its exponent, the lower 23 its mantissa.
+_E4M3_MAX_EXPONENT = 8
+_E4M3_MAX_MANTISSA = 0x600000
+_MANTISSA_BITS = 23
+
+
+def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
+    """Quantizes expert weights to MXFP8, a chunk at a time (little memory beyond the result).
+
+    Per block of 32 along K ``scale`` is the smallest power of two with which its largest magnitude is at most 448, but
+    at least 2**-127; ``code = e4m3(x / scale)``, rounded to nearest even. This is the arithmetic of TransformerEngine,
+    cuBLAS and torchao (its mode RCEIL). As there a block whose scale is 2**-127 (magnitudes up to 2.6e-36) is all
+    zeros, which keep their signs.
+
+    Args:
+        weight: (E, N, K), float32, bfloat16 or float16, any strides; K a multiple of 32.
+        scale_search: None: MXFP8 has no other scales to try.
+
+    Returns:
+        MXFP8Weight in layout "linear". The relative Frobenius error on normally distributed weights is about 2.6%.
+
+    Raises:
+        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or a scale_search.
+    """
+    packed, amax = quantize_unchecked(weight, scale_search)
+    check_finite(amax)
+    return packed
+
+
+def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple[MXFP8Weight, Tensor]:
+    """`quantize` without the check of data, and the largest magnitude (E,) of each expert, float32.
+
+    Where that is NaN or Inf, the expert's codes and scales are arbitrary.
+    """
+    check_quantizable(weight, scale_search)
+    experts, n, k = weight.shape
+    weight = weight.detach()
+    qdata = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.uint8, device=weight.device)
+    for expert in range(experts):
+        for rows in row_chunks(weight):
+            qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows])
+    return MXFP8Weight(qdata, scale.view(torch.float8_e8m0fnu)), expert_amax(weight)
+
+
+def check_quantizable(weight: Tensor, scale_search: str | None) -> None:
+    """Raises the ValueError of `quantize` for what can be seen without data."""
+    if scale_search is not None:
+        raise ValueError(f"scale_search: got {scale_search!r}, wanted None: MXFP8 has one scale for a block")
+    check_quantizable_in(weight, None, BLOCK_SIZE)
+
+
+def dequantize(weight: MXFP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The 16-bit (or float32) weight that an `MXFP8Weight` stands for.
+
+    ``(e4m3 * 2**(scale - 127)).to(dtype)``, the product in float32.
+
+    Args:
+        weight: any layout.
+        dtype: float32, bfloat16 or float16.
+
+    Returns:
+        (E, N, K) of `dtype`, contiguous, on the weight's device.
+    """
+    if dtype not in WEIGHT_DTYPES:
+        raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
+    weight = weight.to_layout(LINEAR)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for expert in range(weight.shape[0]):
+        dequantize_expert(weight, expert, out[expert])
+    return out
+
+
+def dequantize_expert(weight: MXFP8Weight, expert: int, out: Tensor) -> None:
+    """Dequantizes one expert of a "linear" weight into `out` (N, K), a chunk of its rows at a time."""
+    scale = weight.scale.view(torch.uint8)
+    for rows in row_chunks(weight):
+        factor = _powers_of_two(scale[expert, rows])  # [R, K // 32]
+        blocks = (*factor.shape, BLOCK_SIZE)
+        torch.mul(weight.qdata[expert, rows].float().view(blocks), factor[..., None], out=out[rows].view(blocks))
+
+
+def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """(R, K) -> float8_e4m3fn (R, K), uint8 (R, K // 32): E8M0, the exponent plus 127."""
+    blocks = rows.float().reshape(len(rows), -1, BLOCK_SIZE)  # [R, K // 32, 32]
+    bits = blocks.abs().amax(-1).view(torch.int32)
+    above = (bits & (1 << _MANTISSA_BITS) - 1) > _E4M3_MAX_MANTISSA
+    scale = ((bits >> _MANTISSA_BITS) - _E4M3_MAX_EXPONENT + above).clamp_min_(0)
+    # 2**(127 - scale), by its bits; 1 where the scale is the least. Exact: powers of two, and what leaves the normal
+    # floats is 0 as E4M3.
+    inverse = torch.where(scale == 0, 127, 254 - scale).int() << _MANTISSA_BITS
+    codes = (blocks * inverse.view(torch.float32)[..., None]).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), scale.to(torch.uint8)
+
+
+def _powers_of_two(scale: Tensor) -> Tensor:
+    """E8M0 bytes -> float32: 2**(scale - 127), of which the least is subnormal; 255 is NaN."""
+    values = (scale.int() << _MANTISSA_BITS).view(torch.float32)
+    values = torch.where(scale == 0, 2.0**-127, values)
+    return torch.where(scale == E8M0_NAN, torch.nan, values)
