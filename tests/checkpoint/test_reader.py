@@ -23,6 +23,8 @@ from checkpoint_files import (
 from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertWeights, convert
+from thunder_moe.checkpoint.files import TensorFiles
+from thunder_moe.checkpoint.part import ExpertsPart
 
 
 @pytest.mark.parametrize("export", EXPORTS)
@@ -391,3 +393,47 @@ def test_a_model_in_the_local_hub_cache(tmp_path, monkeypatch):
         FileNotFoundError, match="someone/else is not a directory, and the local Hugging Face cache has no"
     ):
         Checkpoint("someone/else")
+
+
+PARTS = [
+    ExpertsPart(expert_rank=1, expert_ranks=3),
+    ExpertsPart(feature_rank=0, feature_ranks=2),
+    ExpertsPart(expert_rank=2, expert_ranks=3, feature_rank=1, feature_ranks=2),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("export", EXPORTS)
+def test_reads_a_part_of_the_experts_and_nothing_else(export, part, monkeypatch):
+    checkpoint = Checkpoint(DATA / export)
+    whole = checkpoint.read_experts(checkpoint.experts[0])
+    read = []
+    own_read = TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda *args: read.append(own_read(*args)) or read[-1])
+    got = checkpoint.read_experts(checkpoint.experts[0], part=part)
+
+    experts, features = part.experts(whole.down.shape[0]), part.features(whole.down.shape[2])
+    size = whole.down.shape[2]
+    rows = [*range(features.start, features.stop), *range(size + features.start, size + features.stop)]
+    gate_up, down = decoded(whole.gate_up)[experts][:, rows], decoded(whole.down)[experts][..., features]
+    assert torch.equal(decoded(got.gate_up), gate_up)
+    assert torch.equal(decoded(got.down), down)
+    if whole.down_bias is not None:
+        assert torch.equal(got.gate_up_bias, whole.gate_up_bias[experts][:, rows])
+        assert torch.equal(got.down_bias, whole.down_bias[experts] if part.feature_rank == 0 else 0 * got.down_bias)
+    codes = sum(tensor.nbytes for tensor in read if tensor.dtype == torch.uint8)
+    assert codes <= (got.gate_up.nbytes + got.down.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (ExpertsPart(expert_ranks=2), "ep_size: got 2 for 3 experts, wanted a size that divides"),
+        (ExpertsPart(feature_ranks=8), "tp_size: got 8 for experts of 64 intermediate features, wanted a size whose"),
+    ],
+)
+def test_refuses_ranks_that_cannot_share_evenly(part, message):
+    for export in ("modelopt_qwen3_moe", "modelopt_llama4"):
+        checkpoint = Checkpoint(DATA / export)
+        with pytest.raises(ValueError, match=message):
+            checkpoint.read_experts(checkpoint.experts[0], part=part)

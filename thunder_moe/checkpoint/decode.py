@@ -6,6 +6,8 @@ Legend: E experts, N output features, K input features, I intermediate_size, H h
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertWeights
@@ -13,6 +15,7 @@ from thunder_moe.checkpoint.files import TensorFiles
 from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
+from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
@@ -20,29 +23,40 @@ from thunder_moe.formats.weight import NVFP4Weight
 __all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
 
 
-def decode_experts(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> ExpertWeights:
+def decode_experts(
+    files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart = WHOLE
+) -> ExpertWeights:
     """The experts of one layer, on the CPU, in memory of their own.
 
     Args:
         files: where the tensors are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
+        part: what to read of them. Of ranks that share the features the first one has down's bias, the others zeros.
 
     Raises:
-        ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor.
+        ValueError: a tensor is missing or has the wrong dtype, shape or values; names file and tensor. Or the ranks
+            cannot share the experts evenly.
     """
     experts = block.experts()
     if block.is_fused:
-        weights = _decode_fused(files, block, interleaved)
+        weights, sizes = _decode_fused(files, block, interleaved, part)
     else:
-        gate_up, gate_up_bias = _stack(files, block, ("gate", "up") if block.gated else ("up",), experts)
-        down, down_bias = _stack(files, block, ("down",), experts)
-        weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
-    num_experts, n, k = weights.gate_up.shape
-    wanted = (num_experts, k, n // 2 if block.gated else n)
-    if weights.down.shape != wanted:
-        (info, *_) = (module.any() for (part, _), module in block.modules.items() if part == "down")
-        raise info.error(f"belongs to down projections of shape {weights.down.shape}, gate and up want {wanted}")
+        experts = experts[part.experts(len(experts))]
+        first = ("gate", "up") if block.gated else ("up",)
+        gate_up, gate_up_bias, gate_up_sizes = _stack(files, block, first, experts, part)
+        down, down_bias, down_sizes = _stack(files, block, ("down",), experts, part)
+        weights, sizes = ExpertWeights(gate_up, down, gate_up_bias, down_bias), (gate_up_sizes, down_sizes)
+    (n, k), down_size = sizes
+    wanted = (k, n // 2 if block.gated else n)
+    if down_size != wanted or weights.down.shape[0] != weights.gate_up.shape[0]:
+        (info, *_) = (module.any() for (name, _), module in block.modules.items() if name == "down")
+        down_shape = (weights.down.shape[0], *down_size)
+        raise info.error(
+            f"belongs to down projections of shape {down_shape}, gate and up want {(weights.gate_up.shape[0], *wanted)}"
+        )
+    if weights.down_bias is not None and part.feature_rank:
+        weights = replace(weights, down_bias=torch.zeros_like(weights.down_bias))
     return weights
 
 
@@ -59,56 +73,67 @@ def decode_dense_weight(files: TensorFiles, module: Module, device: torch.device
 
 
 def _stack(
-    files: TensorFiles, block: ExpertBlock, parts: tuple[str, ...], experts: range
-) -> tuple[NVFP4Weight, torch.Tensor | None]:
-    """The stacked rows of these projections, for all experts: (E, len(parts) * N, K), and their biases."""
-    form = format_of(block.modules[parts[0], 0])
-    first = form.infos(block.modules[parts[0], 0], 2)[0]
+    files: TensorFiles, block: ExpertBlock, projections: tuple[str, ...], experts: range, part: ExpertsPart
+) -> tuple[NVFP4Weight, torch.Tensor | None, tuple[int, int]]:
+    """A part of the stacked rows of these projections: (E, len(projections) * N, K), their biases, and the whole size.
+
+    The size is that of all features, (len(projections) * N, K).
+    """
+    form = format_of(block.modules[projections[0], experts[0]])
+    first = form.infos(block.modules[projections[0], experts[0]], 2)[0]
     n, half = first.shape
-    shape = (len(experts), len(parts), n)
-    qdata = torch.empty(*shape, half, dtype=torch.uint8)
-    scale = torch.empty(*shape, 2 * half // BLOCK_SIZE, dtype=torch.uint8)
+    rows, columns = slice(0, n), slice(0, 2 * half)
+    if part.feature_ranks > 1:
+        rows, columns = (rows, part.features(2 * half)) if projections == ("down",) else (part.features(n), columns)
+    own_rows, own_k = rows.stop - rows.start, columns.stop - columns.start
+    shape = (len(experts), len(projections), own_rows)
+    qdata = torch.empty(*shape, own_k // 2, dtype=torch.uint8)
+    scale = torch.empty(*shape, own_k // BLOCK_SIZE, dtype=torch.uint8)
     global_scale = torch.empty(shape[:2], dtype=torch.float32)
     biases: list[torch.Tensor] = []
-    for expert in experts:
-        for index, part in enumerate(parts):
-            module = block.modules[part, expert]
+    for index, expert in enumerate(experts):
+        for number, projection in enumerate(projections):
+            module = block.modules[projection, expert]
             infos = form.infos(module, 2)
             infos[0].require(("U8",), (n, half), f", as {first.name!r} has")
-            at = (expert, index)
-            qdata[at], scale[at], row_scale = form.read(files, infos)
+            at = (index, number)
+            source = files if part.feature_ranks == 1 else form.cut(files, infos, None, [rows], columns)
+            qdata[at], scale[at], row_scale = form.read(source, infos)
             global_scale[at] = row_scale.reshape(())
             if "bias" in module.fields:
                 module.fields["bias"].require(FLOATS, (n,))
-                biases.append(files.read(module.fields["bias"].name))
-    if len(biases) not in (0, len(experts) * len(parts)):
+                biases.append(files.read(module.fields["bias"].name)[rows])
+    if len(biases) not in (0, len(experts) * len(projections)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
-    rows = len(parts) * n
+    total = len(projections) * own_rows
     alike = bool((global_scale == global_scale[:, :1]).all())
-    global_scale = global_scale[:, 0].clone() if alike else global_scale.repeat_interleave(n, 1)
-    scale = scale.view(torch.float8_e4m3fn).view(len(experts), rows, -1)
-    weight = NVFP4Weight(qdata.view(len(experts), rows, half), scale, global_scale)
-    return weight, torch.stack(biases).view(len(experts), rows) if biases else None
+    global_scale = global_scale[:, 0].clone() if alike else global_scale.repeat_interleave(own_rows, 1)
+    scale = scale.view(torch.float8_e4m3fn).view(len(experts), total, -1)
+    weight = NVFP4Weight(qdata.view(len(experts), total, -1), scale, global_scale)
+    bias = torch.stack(biases).view(len(experts), total) if biases else None
+    return weight, bias, (len(projections) * n, 2 * half)
 
 
-def _decode_fused(files: TensorFiles, block: ExpertBlock, interleaved: bool) -> ExpertWeights:
-    """One tensor per projection holds all experts."""
+def _decode_fused(
+    files: TensorFiles, block: ExpertBlock, interleaved: bool, part: ExpertsPart
+) -> tuple[ExpertWeights, tuple[tuple[int, int], tuple[int, int]]]:
+    """One tensor per projection holds all experts. Also returns the whole sizes (N, K) of gate_up and down."""
     _check_orders(block)
     weights: dict[str, NVFP4Weight] = {}
     biases: dict[str, torch.Tensor] = {}
-    for (part, _), module in block.modules.items():
-        alternates = interleaved and part == "gate_up"
-        weights[part] = _decode_fused_weight(files, module, alternates)
-        if "bias" in module.fields:
-            info = module.fields["bias"]
-            info.require(FLOATS, weights[part].shape[:2])
-            bias = files.read(info.name)
-            biases[part] = deinterleave(bias) if alternates else bias.clone()
+    sizes: dict[str, tuple[int, int]] = {}
+    for (name, _), module in block.modules.items():
+        alternates = interleaved and name == "gate_up"
+        weights[name], bias, sizes[name] = _decode_fused_weight(files, module, name, alternates, part)
+        if bias is not None:
+            biases[name] = bias
     if "gate_up" not in weights:
         weights["gate_up"] = NVFP4Weight.concatenate(weights["gate"], weights["up"])
+        sizes["gate_up"] = (sizes["gate"][0] + sizes["up"][0], sizes["gate"][1])
         if "gate" in biases and "up" in biases:
             biases["gate_up"] = torch.cat([biases["gate"], biases["up"]], 1)
-    return ExpertWeights(weights["gate_up"], weights["down"], biases.get("gate_up"), biases.get("down"))
+    decoded = ExpertWeights(weights["gate_up"], weights["down"], biases.get("gate_up"), biases.get("down"))
+    return decoded, (sizes["gate_up"], sizes["down"])
 
 
 def _check_orders(block: ExpertBlock) -> None:
@@ -122,21 +147,42 @@ def _check_orders(block: ExpertBlock) -> None:
         raise orders[False].error(message)
 
 
-def _decode_fused_weight(files: TensorFiles, module: Module, alternates: bool) -> NVFP4Weight:
-    """One projection of all experts, (E, N, K), the gate's rows first."""
+def _decode_fused_weight(
+    files: TensorFiles, module: Module, name: str, alternates: bool, part: ExpertsPart
+) -> tuple[NVFP4Weight, torch.Tensor | None, tuple[int, int]]:
+    """A part of one projection of all experts, (E, N, K), the gate's rows first; its bias, and the whole size (N, K)."""
     form = format_of(module)
     infos = form.infos(module, 3)
-    qdata, scale, global_scale = form.read(files, infos)
+    (n, k, _), experts = form.sizes(infos, 3), infos[0].shape[0]
+    own, rows, columns = part.experts(experts), [slice(0, n)], slice(0, k)
+    if part.feature_ranks > 1 and name == "down":
+        columns = part.features(k, form.block)
+    elif part.feature_ranks > 1:
+        halves = 2 if name == "gate_up" else 1
+        share = part.features(n // halves, form.block)
+        # Rows of gate and up in turns: those of a share of the features lie together.
+        rows = [slice(2 * share.start, 2 * share.stop)] if alternates else part.rows(n, halves)
+    source = files if part.is_whole else form.cut(files, infos, own, rows, columns)
+    qdata, scale, global_scale = form.read(source, infos)
     if qdata.shape[1] == 8 * scale.shape[1]:  # (E, K // 2, N): the scales are an eighth of the bytes along K
         qdata, scale = qdata.mT, scale.mT
-    experts, n, _ = qdata.shape
-    if global_scale.numel() in (1, experts):
-        global_scale = global_scale.reshape(-1).expand(experts)
-    elif global_scale.shape != (experts, n):
+    if len(infos) == 2:
+        pass  # made of what was read
+    elif global_scale.numel() in (1, experts):
+        global_scale = global_scale.reshape(-1).expand(experts)[own]
+    elif global_scale.shape == (experts, n):
+        global_scale = torch.cat([global_scale[own, each] for each in rows], 1)
+    else:
         raise infos[-1].error(f"has shape {infos[-1].shape}, wanted (), {(experts,)} or {(experts, n)}")
+    bias = None
+    if "bias" in module.fields:
+        info = module.fields["bias"]
+        info.require(FLOATS, (experts, n))
+        bias = torch.cat([files.read(info.name)[own, each] for each in rows], 1)
+        bias = deinterleave(bias) if alternates else bias
     if alternates:
         qdata, scale = deinterleave(qdata), deinterleave(scale)
         global_scale = deinterleave(global_scale) if global_scale.ndim == 2 else global_scale
     # Until here views of the mapped file, or one projection at most.
     qdata, scale, global_scale = (t.clone(memory_format=torch.contiguous_format) for t in (qdata, scale, global_scale))
-    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale)
+    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale), bias, (n, k)

@@ -91,15 +91,20 @@ class TensorFiles:
     def __getitem__(self, name: str) -> TensorInfo:
         return self.infos[name]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor on the CPU; a view of the mapped file, so copy what is to be kept or changed.
+
+        Args:
+            name: of the tensor.
+            index: of a part of it, in the place of all; nothing else is read.
 
         Raises:
             ValueError: safetensors cannot read it; names file and tensor.
         """
         info = self.infos[name]
         try:
-            tensor: torch.Tensor = self._file(info.file).get_tensor(name)
+            file = self._file(info.file)
+            tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         except import_safetensors().SafetensorError as error:
             raise info.error(f"cannot be read: {error}") from error
         return tensor

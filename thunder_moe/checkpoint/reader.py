@@ -23,6 +23,7 @@ from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.fp8 import find_fp8
 from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization, format_of
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
+from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.formats.weight import NVFP4Weight
 
 __all__ = ["Checkpoint"]
@@ -114,13 +115,16 @@ class Checkpoint:
         """For each of `dense`, one of its tensors."""
         return {name: module.any() for name, module in self._dense.items()}
 
-    def read_experts(self, name: str, device: torch.device | str = "cpu") -> ExpertWeights:
-        """The experts of one layer, by their path.
+    def read_experts(
+        self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = WHOLE
+    ) -> ExpertWeights:
+        """The experts of one layer, by their path, or a part of them, of which nothing else is read.
 
         Raises:
-            ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor.
+            ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor. Or the ranks of
+                `part` cannot share the experts evenly.
         """
-        return decode_experts(self.files, self.blocks[name], self.interleaved).to(device)
+        return decode_experts(self.files, self.blocks[name], self.interleaved, part).to(device)
 
     def is_4_bit(self, name: str) -> bool:
         """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""

@@ -13,6 +13,7 @@ import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.modules import Module
+from thunder_moe.checkpoint.part import CutFiles
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.nvfp4 import dequantize
 from thunder_moe.formats.weight import NVFP4Weight
@@ -29,10 +30,12 @@ class CheckpointFormat(ABC):
     Attributes:
         method: the quant_method of its config.
         marker: the field that shows that a module is of this format.
+        block: weights that share a scale.
     """
 
     method: str
     marker: str
+    block: int = BLOCK_SIZE
 
     @abstractmethod
     def check(self, quantization: dict[str, Any]) -> None:
@@ -51,7 +54,40 @@ class CheckpointFormat(ABC):
         """
 
     @abstractmethod
-    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
+        """(N, K, whether K comes ahead of N) of the weight of `infos`."""
+
+    def cut(
+        self,
+        files: TensorFiles,
+        infos: list[TensorInfo],
+        experts: slice | None,
+        rows: list[slice],
+        columns: slice,
+    ) -> CutFiles:
+        """The files with the codes and block scales of a weight cut.
+
+        Args:
+            files: the files.
+            infos: of the weight.
+            experts: of the weight of all experts; None for that of one module.
+            rows: stacked, of its output features.
+            columns: of its input features; whole blocks.
+        """
+        ahead = () if experts is None else (experts,)
+        n, k, k_first = self.sizes(infos, 2 + len(ahead))
+        cuts = {}
+        for info in infos[:2]:
+            each = k // info.shape[len(ahead) + (not k_first)]  # input features of one number
+            own = slice(columns.start // each, columns.stop // each)
+            pairs = [(own, part) if k_first else (part, own) for part in rows]
+            cuts[info.name] = [(*ahead, *pair) for pair in pairs], len(ahead) + k_first
+        return CutFiles(files, cuts)
+
+    @abstractmethod
+    def read(
+        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(codes, bits of the block scales, float32 decode scale), views of the file where that is possible.
 
         The codes are uint8 (N, K // 2), or of all experts (E, N, K // 2) or (E, K // 2, N); the scales are an eighth
@@ -96,7 +132,14 @@ class NVFP4Format(CheckpointFormat):
             raise scale.error(f"has shape {scale.shape}, wanted {words}")
         return infos
 
-    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
+        codes, scales = infos[0].shape, infos[1].shape
+        k_first = rank == 3 and codes[1] == 8 * scales[1]  # the scales are an eighth along K
+        return (codes[2], 2 * codes[1], True) if k_first else (codes[-2], 2 * codes[-1], False)
+
+    def read(
+        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weight, scale, global_scale = (files.read(info.name) for info in infos)
         bits = scale.view(torch.uint8)
         if bool((bits >= _E4M3_NAN).any()):  # from here on NaN, and behind it the negative numbers

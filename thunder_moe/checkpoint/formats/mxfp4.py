@@ -11,6 +11,7 @@ import torch
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.formats.interface import CheckpointFormat
 from thunder_moe.checkpoint.modules import Module
+from thunder_moe.checkpoint.part import CutFiles
 from thunder_moe.formats.mxfp4 import mxfp4_to_nvfp4
 
 __all__ = ["MXFP4"]
@@ -21,6 +22,7 @@ class MXFP4(CheckpointFormat):
 
     method = "mxfp4"
     marker = "blocks"
+    block = 32
 
     def check(self, quantization: dict[str, Any]) -> None:
         """Accepts every config: it has no options."""
@@ -31,7 +33,13 @@ class MXFP4(CheckpointFormat):
         scales.require(("U8", "F8_E8M0"), blocks.shape[:rank])
         return infos
 
-    def read(self, files: TensorFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
+        n, blocks = infos[1].shape[-2:]
+        return n, self.block * blocks, False
+
+    def read(
+        self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         blocks, scales = (files.read(info.name) for info in infos)
         try:
             exact = mxfp4_to_nvfp4(blocks, scales.view(torch.uint8))

@@ -217,5 +217,5 @@ class _InMemory:
             {name: (given[name] if name in given else _valid(name, tensor)).cpu() for name, tensor in own.items()}
         )
 
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name]
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        return self.tensors[name] if index is None else self.tensors[name][index]
