@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
+from processes import Ranks
 
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import quantize
@@ -103,3 +104,18 @@ def tiles(monkeypatch):
 
     monkeypatch.setattr(select, "preferred_layout", preferred)
     return asked
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Processes of a gloo group by their number, `ranks(2)(function, *args)`; they live as long as the tests."""
+    groups = {}
+
+    def of(size):
+        if size not in groups or not groups[size].alive:
+            groups[size] = Ranks(size)
+        return groups[size]
+
+    yield of
+    for group in groups.values():
+        group.close()

@@ -102,7 +102,7 @@ def _stack(
             global_scale[at] = row_scale.reshape(())
             if "bias" in module.fields:
                 module.fields["bias"].require(FLOATS, (n,))
-                biases.append(files.read(module.fields["bias"].name)[rows])
+                biases.append(files.read(module.fields["bias"].name, (rows,)))
     if len(biases) not in (0, len(experts) * len(projections)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
     total = len(projections) * own_rows
@@ -150,7 +150,7 @@ def _check_orders(block: ExpertBlock) -> None:
 def _decode_fused_weight(
     files: TensorFiles, module: Module, name: str, alternates: bool, part: ExpertsPart
 ) -> tuple[NVFP4Weight, torch.Tensor | None, tuple[int, int]]:
-    """A part of one projection of all experts, (E, N, K), the gate's rows first; its bias, and the whole size (N, K)."""
+    """A part of one projection of all experts, (E, N, K), the gate's rows first; its bias, and the size of all."""
     form = format_of(module)
     infos = form.infos(module, 3)
     (n, k, _), experts = form.sizes(infos, 3), infos[0].shape[0]
@@ -178,7 +178,7 @@ def _decode_fused_weight(
     if "bias" in module.fields:
         info = module.fields["bias"]
         info.require(FLOATS, (experts, n))
-        bias = torch.cat([files.read(info.name)[own, each] for each in rows], 1)
+        bias = torch.cat([files.read(info.name, (own, each)) for each in rows], 1)
         bias = deinterleave(bias) if alternates else bias
     if alternates:
         qdata, scale = deinterleave(qdata), deinterleave(scale)

@@ -115,9 +115,7 @@ class Checkpoint:
         """For each of `dense`, one of its tensors."""
         return {name: module.any() for name, module in self._dense.items()}
 
-    def read_experts(
-        self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = WHOLE
-    ) -> ExpertWeights:
+    def read_experts(self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = WHOLE) -> ExpertWeights:
         """The experts of one layer, by their path, or a part of them, of which nothing else is read.
 
         Raises:

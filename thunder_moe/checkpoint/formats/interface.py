@@ -75,7 +75,7 @@ class CheckpointFormat(ABC):
             columns: of its input features; whole blocks.
         """
         ahead = () if experts is None else (experts,)
-        n, k, k_first = self.sizes(infos, 2 + len(ahead))
+        _, k, k_first = self.sizes(infos, 2 + len(ahead))
         cuts = {}
         for info in infos[:2]:
             each = k // info.shape[len(ahead) + (not k_first)]  # input features of one number

@@ -22,6 +22,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
+from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 try:
@@ -59,13 +60,15 @@ def load_checkpoint(
         linears: whether 4-bit dense layers stay so; False dequantizes them.
         trust_remote_code: whether to run Python files of the checkpoint, where its config.json names some; False: the
             classes of transformers.
-        **options: for ``from_pretrained``.
+        **options: for ``from_pretrained``; with a ``distributed_config`` each process reads its part of the experts
+            alone, onto its own device (transformers >= 5.23).
 
     Raises:
         FileNotFoundError: no checkpoint there.
         TypeError: `linears` is no bool.
         ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, the
-            checkpoint is not quantized, or lacks a tensor of the model.
+            checkpoint is not quantized, or lacks a tensor of the model; a distributed_config with a device, pipeline
+            parallelism or an older transformers, or of sizes that do not divide the experts or their blocks of 16.
         ImportError: a device is given and accelerate is missing.
     """
     if not isinstance(linears, bool):
@@ -83,7 +86,14 @@ def load_checkpoint(
     text_config = config.get_text_config()
     if text_config is not config and hasattr(text_config, "quantization_config"):
         del text_config.quantization_config
+    distributed = options.get("distributed_config") is not None
+    if distributed:
+        require_available()
     if device is not None:
+        if distributed:
+            raise ValueError(
+                f"device: got {device!r} with a distributed_config, wanted None: each process has its own device"
+            )
         _require_accelerate()
         options["device_map"] = device
     model_class = _model_class(config, trust_remote_code)
@@ -144,7 +154,8 @@ def save_checkpoint(
     Raises:
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
-        ValueError: the model has no NVFP4 experts or dense layers, or a tensor is on the "meta" device (offloaded).
+        ValueError: the model has no NVFP4 experts or dense layers, a tensor is on the "meta" device (offloaded), or
+            this process has a part of the experts alone (distributed_config).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
@@ -156,6 +167,7 @@ def write_model(
 ) -> Path:
     """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+    refuse_part(blocks, "saved by one process that loads it whole")
     if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.families import weight_key
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import NVFP4Weight
@@ -61,12 +62,14 @@ class NVFP4Experts(nn.Module):
         down_bias: parameter (E, H), or None.
         experts_class: the class that it stands for.
         form: how that class keeps its weights, and which activation it has.
+        part: what it has of the layer's experts, where several processes share them.
     """
 
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
     _bound: Bound | None = None
+    part: ExpertsPart = WHOLE
 
     def __init__(
         self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
@@ -33,9 +33,11 @@ from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, mark_quantized
+from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, register_styles
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4Linear
+from thunder_moe.replaceable import has_own_forward
 
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -135,7 +137,11 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         finally:
             torch.set_default_dtype(dtype)
 
+    def update_parallel_plan(self, model: Any, plan: dict[str, str]) -> None:
+        add_rules(model, plan)
+
     def _prepare(self, model: nn.Module, checkpoint_files: list[str] | None) -> None:
+        refuse_parallel(model)
         if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
             raise ValueError(f"checkpoint_files: got {checkpoint_files}, wanted safetensors files")
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -213,6 +219,8 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self.layouts[name] = (source, self.checkpoint.layout(source))
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        refuse_parallel(model)
+        self._refuse_sharded_linears(model)
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._linears) + len(self._dense)
@@ -226,25 +234,38 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             for source, module in self._dense.items():
                 weight = module._parameters.pop(_WAITING)
                 assert weight is not None
-                weight.data.copy_(self.checkpoint.read_dense(source, weight.dtype, weight.device))
+                _fill_dense(weight, self.checkpoint.read_dense(source, weight.dtype, weight.device))
                 module.register_parameter("weight", weight)
                 bar.update()
         self._check_shapes(model)
         for name, parameter in model.named_parameters():
             # transformers 5.7 leaves what it renames in the checkpoint's dtype; float32 may be on purpose.
-            if parameter.dtype in (torch.bfloat16, torch.float16):
-                parameter.data = parameter.data.to(self._dtypes.get(name, parameter.dtype))
+            wanted = self._dtypes.get(name, parameter.dtype)
+            if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.dtype != wanted:
+                parameter.data = parameter.data.to(wanted)
         self.checkpoint.files.close()
         if self._linears:
             join_read_together(model)
         self._places, self._linears, self._dense, self._dtypes, self._shapes = {}, {}, {}, {}, {}
         mark_quantized(model)
 
+    def _refuse_sharded_linears(self, model: Any) -> None:
+        """Raises for what tensor parallelism or FSDP would have of dense layers that are 4-bit in the file."""
+        for source, linear in self._linears.items():
+            if not has_own_forward(linear):
+                raise ValueError(
+                    f"linears: {source} is 4-bit in the checkpoint and the tp_plan shards it, wanted linears=False"
+                    " (dense layers in 16 bits, of which each rank has its part) or a tp_plan without it"
+                )
+        if self._dense and getattr(model, "_is_fsdp_managed_module", False):
+            raise ValueError(
+                f"linears: {next(iter(self._dense))} would be dequantized into a parameter of FSDP, wanted linears=True"
+                " (each rank has the 4-bit dense layers whole) or fsdp_size 1"
+            )
+
     def _check_shapes(self, model: Any) -> None:
         """Raises where a tensor of the file took the place of one of another shape, which some versions of transformers
         let pass when a model has a quantizer."""
-        if getattr(model, "_tp_size", None) not in (None, 1):
-            return  # parameters are parts of those of the file
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             wanted = self._shapes.get(name, tensor.shape)
             if tensor.shape != wanted:
@@ -337,10 +358,23 @@ def _fill_linear(source: str, linear: NVFP4Linear, checkpoint: Checkpoint) -> No
     linear.set_weight(lay_out(weight, "auto"))
 
 
+def _fill_dense(parameter: Any, weight: Tensor) -> None:
+    """Gives a parameter, or the part of it that this rank has, its values."""
+    if not hasattr(parameter, "device_mesh"):
+        parameter.data.copy_(weight)
+        return
+    from torch.distributed.tensor import distribute_tensor
+
+    whole: Any = distribute_tensor(  # without communication
+        weight.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+    parameter.to_local().data.copy_(whole.to_local())
+
+
 def _fill(place: _Place, checkpoint: Checkpoint) -> None:
     """Reads the experts of a layer onto the device where transformers put the module, in the layout it reads best."""
     module = place.module
-    weights = checkpoint.read_experts(place.source, module.down_proj.qdata.device)
+    weights = checkpoint.read_experts(place.source, module.down_proj.qdata.device, module.part)
     for name, linear, weight in (
         ("up", module.gate_up_proj, weights.gate_up),
         ("down", module.down_proj, weights.down),
@@ -356,7 +390,7 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
             continue
         if parameter is None or bias is None:
             raise ValueError(f"{checkpoint.path}: {place.source} has biases where the model has none, or lacks its own")
-        parameter.data.copy_(bias)
+        _fill_dense(parameter, bias)
 
 
 class _CompressedTensors:
@@ -390,6 +424,7 @@ def register() -> None:
     if current is not _CompressedTensors:
         _CompressedTensors.original = current
         AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = _CompressedTensors
+    register_styles()
 
 
 register()

@@ -30,6 +30,7 @@ from thunder_moe.checkpoint.modules import sort_modules
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.packed import NVFP4Module
@@ -65,6 +66,8 @@ def load_by_checkpoint_names(
     left = {name: tensor for name, tensor in state_dict.items() if name not in own}
     new: dict[str, Any] = {}
     sources = expert_sources(model)
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+    refuse_part(blocks, "whose experts are whole: a checkpoint's names number all of them")
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts):
             new |= _experts(name, module, *sources[name], left)

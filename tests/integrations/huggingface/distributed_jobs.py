@@ -1,0 +1,102 @@
+"""What each process does in test_distributed.py. Called through tests/processes.py; calls the package."""
+
+import torch
+
+from thunder_moe.checkpoint.files import TensorFiles
+from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+
+
+def tokens(count=9):
+    return torch.randint(0, 64, (2, count), generator=torch.Generator().manual_seed(0))
+
+
+def load(path, config, **options):
+    """A checkpoint in this process's part; a bare dictionary has the options of a `DistributedConfig`."""
+    from transformers.distributed import DistributedConfig
+
+    config = None if config is None else DistributedConfig(**config)
+    return load_checkpoint(path, dtype=torch.float32, distributed_config=config, **options)
+
+
+def experts_of(model):
+    return [module for module in model.modules() if isinstance(module, NVFP4Experts)]
+
+
+def expert_bytes(model):
+    linears = [linear for block in experts_of(model) for linear in (block.gate_up_proj, block.down_proj)]
+    return sum(linear.nvfp4_weight.nbytes for linear in linears)
+
+
+def logits_of(model, count=9):
+    with torch.no_grad():
+        return model(tokens(count)).logits
+
+
+def logits(path, config, count=9, options=None):
+    """The logits of a checkpoint, and shapes of what this process has of the first experts."""
+    model = load(path, config, **(options or {}))
+    first = experts_of(model)[0]
+    return logits_of(model, count), first.gate_up_proj.nvfp4_weight.shape, first.down_proj.nvfp4_weight.shape
+
+
+def generated(path, config):
+    """Greedy tokens."""
+    model = load(path, config)
+    return model.generate(tokens(), do_sample=False, max_new_tokens=6)
+
+
+def bytes_read(path, config):
+    """Bytes of the tensors that this package reads of the files, and of the experts that this process has then."""
+    read, own = [], TensorFiles.read
+
+    def counted(*args):
+        tensor = own(*args)
+        read.append(tensor.nbytes)
+        return tensor
+
+    TensorFiles.read = counted
+    try:
+        model = load(path, config)
+    finally:
+        TensorFiles.read = own
+    return sum(read), max(read), expert_bytes(model)
+
+
+def refusal(path, config, options=None):
+    """What loading raises."""
+    try:
+        load(path, config, **(options or {}))
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def refusals_of_saving(path, config, where):
+    """What saving, and loading a checkpoint's tensors into the model, raise."""
+    from safetensors.torch import load_file
+
+    model, messages = load(path, config), []
+    tensors = load_file(path / "model.safetensors")
+    for attempt in (
+        lambda: save_checkpoint(model, where),
+        lambda: model.save_pretrained(where),
+        lambda: model.load_state_dict(tensors, strict=False),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def refusal_of_tp_plan(path):
+    """What the quantizer raises where an older transformers has a mesh."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    try:
+        AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(tp_size=2))
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None

@@ -1,0 +1,149 @@
+"""transformers' DistributedConfig with 4-bit experts: processes of a gloo group compute what one process does, and read
+their part of a checkpoint alone; what is refused. Called by pytest; distributed_jobs has what the processes run.
+"""
+
+import importlib.util
+
+import distributed_jobs as jobs
+import pytest
+import torch
+from tiny_models import tiny_config, tiny_model
+
+transformers = pytest.importorskip("transformers")
+
+from thunder_moe import quantize_  # noqa: E402
+from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from thunder_moe.integrations.huggingface.sharding import AVAILABLE  # noqa: E402
+
+needs_sharding = pytest.mark.skipif(not AVAILABLE, reason="transformers < 5.23 cannot shard 4-bit experts")
+
+EP, TP = dict(tp_size=2, ep_size=2), dict(tp_size=2)
+ALL_REDUCE, ALL_TO_ALL = dict(EP, ep_implementation="all_reduce"), dict(EP, ep_implementation="all_to_all")
+FSDP = dict(fsdp_size=2, ep_size=2)
+LAYOUTS = dict(all_reduce=ALL_REDUCE, all_to_all=ALL_TO_ALL, tp=TP, fsdp=FSDP)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of tiny models by architecture, with the logits of one process."""
+    known = {}
+
+    def of(name, change=None):
+        if (name, change) not in known:
+            path = tmp_path_factory.mktemp(name) / "checkpoint"
+            model = tiny_model(name)
+            if change is not None:
+                change(model)
+            save_checkpoint(quantize_(model), path)
+            known[name, change] = path, load_checkpoint(path, dtype=torch.float32)
+        return known[name, change]
+
+    return of
+
+
+def close(actual, expected):
+    # The same 4-bit weights, summed in another order.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_sharding
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3"])
+def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
+    path, model = saved(name)
+    expected = jobs.logits_of(model)
+    answers = ranks(2)(jobs.logits, path, LAYOUTS[layout])
+    experts, features = (8, 16) if layout == "tp" else (4, 32)
+    for actual, gate_up, down in answers:
+        close(actual, expected)
+        assert gate_up == (experts, 2 * features, 64)
+        assert down == (experts, 64, features)
+
+
+def one_expert_for_all(model):
+    """All tokens go to the first two experts, which are the first rank's."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data.zero_()
+
+
+@needs_sharding
+@pytest.mark.parametrize("count", [9, 1])  # a single token per sequence: fewer than ranks behind the TP slicing of 4
+@pytest.mark.parametrize("layout", ["all_reduce", "all_to_all"])
+def test_a_rank_without_tokens(layout, count, saved, ranks):
+    path, model = saved("qwen3_moe", one_expert_for_all)
+    for actual, *_ in ranks(2)(jobs.logits, path, LAYOUTS[layout], count):
+        close(actual, jobs.logits_of(model, count))
+
+
+@needs_sharding
+@pytest.mark.parametrize("ep_size", [2, 4])
+def test_four_processes(ep_size, saved, ranks):
+    """Attention is tensor parallel, the batches are two; with ep_size 2 there are two copies of each expert."""
+    path, model = saved("qwen3_moe")
+    config = dict(tp_size=2, fsdp_size=2, ep_size=ep_size)
+    for actual, gate_up, _ in ranks(4)(jobs.logits, path, config):
+        close(actual, jobs.logits_of(model))
+        assert gate_up == (8 // ep_size, 64, 64)
+
+
+@needs_sharding
+@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+def test_the_same_tokens(layout, saved, ranks):
+    path, model = saved("qwen3_moe")
+    expected = model.generate(jobs.tokens(), do_sample=False, max_new_tokens=6)
+    for actual in ranks(2)(jobs.generated, path, LAYOUTS[layout]):
+        assert torch.equal(actual, expected)
+
+
+@needs_sharding
+@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])  # per expert, and one tensor for all experts
+def test_a_process_reads_its_part_alone(name, layout, saved, ranks):
+    path, model = saved(name)
+    whole = jobs.expert_bytes(model)
+    for read, largest, own in ranks(2)(jobs.bytes_read, path, LAYOUTS[layout]):
+        assert own <= whole // 2 + 512  # TP: all global scales
+        assert own <= read <= own + 6144  # biases, and global scales of gate and up apart
+        assert largest <= own // len(jobs.experts_of(model))
+
+
+@needs_sharding
+def test_refused(saved, ranks, tmp_path):
+    path, _ = saved("qwen3_moe")
+    odd = tiny_config("qwen3_moe")
+    odd.num_experts = odd.num_local_experts = 7
+    save_checkpoint(quantize_(tiny_model("qwen3_moe", config=odd)), tmp_path / "odd")
+    for where, options, message in (
+        (path, dict(tp_size=4, ep_size=4), "4 processes, but world_size is 2"),
+        (tmp_path / "odd", EP, "ep_size: got 2 for 7 experts, wanted a size that divides their number"),
+        (path, dict(EP, pp_size=2), "pp_size 2, wanted 1|4 processes"),
+    ):
+        for kind, text in ranks(2)(jobs.refusal, where, options):
+            assert any(each in text for each in message.split("|")), (kind, text)
+    for _, text in ranks(2)(jobs.refusal, path, EP, dict(device="cpu")):
+        assert "device: got 'cpu' with a distributed_config, wanted None" in text
+    close(ranks(2)(jobs.logits, path, EP)[1][0], jobs.logits_of(saved("qwen3_moe")[1]))  # nobody waits for anybody
+
+
+@needs_sharding
+@pytest.mark.parametrize("layout", ["all_reduce", "fsdp"])
+def test_a_part_is_not_saved(layout, saved, ranks, tmp_path):
+    path, _ = saved("qwen3_moe")
+    for messages in ranks(2)(jobs.refusals_of_saving, path, LAYOUTS[layout], tmp_path / "saved"):
+        assert len(messages) == 3
+        assert "is a part of its experts" in messages[0]
+        assert "is a part of its experts" in messages[1] or "is sharded (a DTensor)" in messages[1]
+        assert "is a part of its experts" in messages[2]
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.skipif(AVAILABLE, reason="of an older transformers")
+def test_older_transformers_are_refused_by_name(saved, ranks):
+    path, _ = saved("qwen3_moe")
+    answers = ranks(2)(jobs.refusal, path, TP)
+    if importlib.util.find_spec("accelerate"):  # without it transformers has an error of its own
+        answers += ranks(2)(jobs.refusal_of_tp_plan, path)
+    for kind, text in answers:
+        assert kind == "ValueError"
+        assert "wanted transformers >= 5.23 for 4-bit experts on several processes" in text

@@ -1,0 +1,180 @@
+"""4-bit experts under transformers' expert and tensor parallelism (`DistributedConfig`): what a rank has of them.
+Called by quantizer, families and saving; calls experts, and registers with transformers' parallel styles.
+
+Transformers shards a module by the style that a plan names for it: "ep_dispatch_experts" gives each rank whole experts,
+"moe_tp_experts" a share of the intermediate features of all. Its own styles know DTensor parameters; those registered
+here in their place cut `NVFP4Experts` first and leave every other module to transformers.
+
+Legend: T tokens, A = top_k, H hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.nn import NVFP4GroupedLinear
+
+try:
+    import transformers
+    from transformers.distributed.expert_parallel import AllReduceEP, EpDispatchExpertsParallel
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel
+except ImportError:  # transformers < 5.22 has it elsewhere or not at all
+    AVAILABLE = False
+else:
+    from transformers.distributed import expert_parallel
+
+    AVAILABLE = hasattr(expert_parallel, "EPImplementationInterface")  # transformers 5.23
+
+__all__ = ["AVAILABLE", "add_rules", "cut_", "refuse_parallel", "refuse_part", "register_styles", "require_available"]
+
+_EP_STYLE, _TP_STYLE = "ep_dispatch_experts", "moe_tp_experts"
+
+
+def refuse_parallel(model: Any) -> None:
+    """Raises a ValueError for a load over several processes of a kind, or by a version of transformers, that does not
+    shard 4-bit experts."""
+    config = getattr(model.config, "distributed_config", None)
+    if config is None and getattr(model, "_device_mesh", None) is None:
+        return
+    require_available()
+    if config is not None and config.pp_size > 1:
+        raise ValueError(
+            f"distributed_config: got pp_size {config.pp_size}, wanted 1: 4-bit experts are loaded by expert and tensor"
+            " parallelism (ep_size, tp_size, fsdp_size)"
+        )
+
+
+def require_available() -> None:
+    """Raises a ValueError where transformers is too old to load 4-bit experts on several processes."""
+    if not AVAILABLE:
+        raise ValueError(
+            f"distributed_config: got one (or a tp_plan) with transformers {transformers.__version__}, wanted"
+            " transformers >= 5.23 for 4-bit experts on several processes"
+        )
+
+
+def refuse_part(blocks: Mapping[str, NVFP4Experts], wanted: str) -> None:
+    """Raises a ValueError where this process has a part of some block of experts."""
+    for name, module in blocks.items():
+        if not module.part.is_whole:
+            raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
+
+
+def add_rules(model: Any, plan: dict[str, str]) -> None:
+    """Adds a rule for 4-bit experts to a model's tp_plan or ep_plan where transformers has none for the architecture:
+    those of Llama 4 are dispatched, as the 4-bit form routes, and those of GPT-OSS have shares of the features. Removes
+    rules of parameters that only the 16-bit form has."""
+    style = _EP_STYLE if plan is model.ep_plan else _TP_STYLE
+    own = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
+    names = {replace_layer_number_by_wildcard(name) for name in own}
+    for path, module in model.named_modules():
+        if isinstance(module, NVFP4Experts):
+            name = replace_layer_number_by_wildcard(path)
+            plan.setdefault(name, style)
+            for rule in [rule for rule in plan if rule.startswith(f"{name}.") and rule not in names]:
+                del plan[rule]
+
+
+def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
+    """Reduces 4-bit experts, on "meta" or with weights, to a part of them.
+
+    Raises:
+        ValueError: the ranks cannot share them evenly, or the experts compute something that is of all features.
+    """
+    assert experts.part is WHOLE
+    form, first, second = experts.form, experts.gate_up_proj, experts.down_proj
+    if part.feature_ranks > 1 and (form.post_norm or (form.gated and form.swiglu is None)):
+        raise ValueError(
+            f"tp_plan: {experts.experts_class.__name__} ({form}) computes with all features of an expert, wanted"
+            " expert parallelism: ep_size"
+        )
+    own, features = part.experts(first.num_experts), part.features(second.in_features)
+    rows = part.rows(first.out_features, 2 if form.gated else 1)
+    everything = slice(0, second.out_features), slice(0, first.in_features)
+    for name, linear, kept, columns in (
+        ("gate_up_proj", first, rows, everything[1]),
+        ("down_proj", second, [everything[0]], features),
+    ):
+        options: dict[str, Any] = dict(weight_dtype=linear.weight_dtypes, auto_layout=linear.auto_layout)
+        options["weight_requires_grad"] = linear.weights_require_grad
+        new = NVFP4GroupedLinear(_cut_weight(linear.nvfp4_weight, own, kept, columns), **options)
+        setattr(experts, name, new.train(linear.training))
+    for name, kept in (("gate_up_bias", rows), ("down_bias", [everything[0]])):
+        bias = getattr(experts, name)
+        if bias is not None:
+            value = torch.cat([bias.detach()[own, each] for each in kept], 1)
+            value = torch.zeros_like(value) if name == "down_bias" and part.feature_rank else value
+            experts.register_parameter(name, nn.Parameter(value, requires_grad=bias.requires_grad))
+    if part.expert_ranks > 1:
+        experts.num_experts = own.stop - own.start
+    experts.part = part
+
+
+def _cut_weight(weight: NVFP4Weight, own: slice, rows: list[slice], columns: slice) -> NVFP4Weight:
+    weight = weight.to_layout("linear")
+    codes, scales = slice(columns.start // 2, columns.stop // 2), slice(*_blocks(columns))
+    qdata = torch.cat([weight.qdata[own, each, codes] for each in rows], 1)
+    scale = torch.cat([weight.scale.view(torch.uint8)[own, each, scales] for each in rows], 1)
+    global_scale = weight.global_scale[own]
+    if global_scale.ndim == 2:
+        global_scale = torch.cat([global_scale[:, each] for each in rows], 1)
+    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale.clone())
+
+
+def _blocks(columns: slice) -> tuple[int, int]:
+    return columns.start // BLOCK_SIZE, columns.stop // BLOCK_SIZE
+
+
+def register_styles() -> None:
+    """Makes transformers cut `NVFP4Experts`, too; once is enough. Other modules are sharded as before."""
+    if AVAILABLE and not isinstance(ALL_PARALLEL_STYLES[_EP_STYLE], DispatchedExperts):
+        styles: Any = ALL_PARALLEL_STYLES
+        styles.register(_EP_STYLE, DispatchedExperts())
+        styles.register(_TP_STYLE, SharedFeatures())
+
+
+if AVAILABLE:
+
+    class DispatchedExperts(EpDispatchExpertsParallel):
+        """Transformers' style of expert parallelism, for `NVFP4Experts`, too."""
+
+        def install_forward(self, module: Any, ep_mesh: Any, **options: Any) -> Any:  # type: ignore[override]
+            if isinstance(module, NVFP4Experts) and module.part is WHOLE:
+                cut_(module, ExpertsPart(expert_rank=ep_mesh.get_local_rank(), expert_ranks=ep_mesh.size()))
+            installed: Any = super().install_forward(module, ep_mesh, **options)  # type: ignore[no-untyped-call]
+            if isinstance(module, NVFP4Experts) and module.form.weight_on_input:
+                known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
+                if known[options.get("ep_implementation", "auto")] is not AllReduceEP:
+                    installed.forward = _weighted_ahead(installed.forward)
+            return installed
+
+    class SharedFeatures(MoeExpertsParallel):
+        """Transformers' style of tensor parallelism of experts, for `NVFP4Experts`, too."""
+
+        def install_forward(self, module: Any, mesh: Any) -> Any:
+            if isinstance(module, NVFP4Experts) and module.part is WHOLE:
+                cut_(module, ExpertsPart(feature_rank=mesh.get_local_rank(), feature_ranks=mesh.size()))
+            return super().install_forward(module, mesh)  # type: ignore[no-untyped-call]
+
+
+def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of dispatched experts whose weights multiply the input (Llama 4): transformers applies weights to
+    what comes back, so each (token, expert) pair is sent as a weighted row of its own, with the weight 1."""
+
+    def weighted(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tokens, top_k = top_k_index.shape
+        rows = (hidden_states[:, None] * top_k_weights[..., None]).to(hidden_states.dtype).flatten(0, 1)  # [T * A, H]
+        ones = torch.ones_like(top_k_weights).reshape(-1, 1)
+        out = forward(rows, top_k_index.reshape(-1, 1), ones)
+        return out.view(tokens, top_k, -1).sum(1)
+
+    return weighted
