@@ -114,7 +114,7 @@ def test_device():
 
 def test_device_needs_accelerate(monkeypatch):
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ImportError, match=r"load_checkpoint with a device needs accelerate: pip install"):
+    with pytest.raises(ImportError, match=r"load_checkpoint on devices that it is given needs accelerate: pip install"):
         load_checkpoint(DATA / "modelopt_gpt_oss", device="cpu")
 
 

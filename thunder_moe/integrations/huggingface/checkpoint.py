@@ -69,7 +69,7 @@ def load_checkpoint(
         ValueError: a file is truncated or inconsistent (names file and tensor), the quantization is not read here, the
             checkpoint is not quantized, or lacks a tensor of the model; a distributed_config with a device, pipeline
             parallelism or an older transformers, or of sizes that do not divide the experts or their blocks of 16.
-        ImportError: a device is given and accelerate is missing.
+        ImportError: a device or a distributed_config is given and accelerate is missing.
     """
     if not isinstance(linears, bool):
         raise TypeError(f"linears: got {linears!r}, wanted a bool")
@@ -89,12 +89,13 @@ def load_checkpoint(
     distributed = options.get("distributed_config") is not None
     if distributed:
         require_available()
-    if device is not None:
-        if distributed:
+        if device is not None:
             raise ValueError(
                 f"device: got {device!r} with a distributed_config, wanted None: each process has its own device"
             )
+    if distributed or device is not None:
         _require_accelerate()
+    if device is not None:
         options["device_map"] = device
     model_class = _model_class(config, trust_remote_code)
     if model_class.__name__.startswith("Auto"):
@@ -125,7 +126,7 @@ def _require_accelerate() -> None:
         import accelerate  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "load_checkpoint with a device needs accelerate: pip install 'thunder_moe[transformers]'"
+            "load_checkpoint on devices that it is given needs accelerate: pip install 'thunder_moe[transformers]'"
         ) from error
 
 
