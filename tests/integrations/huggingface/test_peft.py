@@ -102,6 +102,24 @@ def test_one_tensor_per_expert(split, tmp_path):
     assert relative_error(other(tokens()).logits, model(tokens()).logits) < 1e-5
 
 
+@pytest.mark.parametrize(("name", "config"), [("mixtral", "with attention"), ("qwen3_moe", "projections")])
+def test_one_tensor_per_expert_beside_attention(name, config, tmp_path):
+    """Under the names of the architecture's checkpoints, which vLLM has; zeros where gate and up have no adapter."""
+    model = adapted(name, config, rank_pattern={r"experts\.(\d+\.)?down_proj": 2})
+    model.save_pretrained(tmp_path, per_expert=True)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    place, names = ("block_sparse_moe", ("w1", "w3", "w2")) if name == "mixtral" else ("mlp", CONFIGS[config]["target_modules"][:3])  # fmt: skip
+    for at, each in enumerate(names):
+        b = tensors[f"base_model.model.model.layers.1.{place}.experts.7.{each}.lora_B.weight"]
+        rank = 4 if at < 2 and name != "mixtral" else 2
+        assert b.shape == ((32, rank) if at < 2 else (64, rank))
+        assert bool(b.count_nonzero()) == (at == 2 or name != "mixtral")
+    attention = "self_attn.q_proj" if name == "mixtral" else "self_attn.o_proj"
+    assert f"base_model.model.model.layers.0.{attention}.lora_A.weight" in tensors
+    loaded = load_peft_model(quantized(name), tmp_path)
+    assert relative_error(loaded(tokens()).logits, model(tokens()).logits) < 1e-5
+
+
 def test_what_matches_nothing_is_an_error(tmp_path):
     model = adapted()
     model.save_pretrained(tmp_path)

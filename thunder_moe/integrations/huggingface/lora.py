@@ -24,13 +24,14 @@ from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     WEIGHTS,
     Target,
+    adapters,
     is_of_experts,
+    numbers,
     only,
     pattern,
     read_adapter,
     save_lora,
     set_adapter_,
-    spec_of,
     targets,
 )
 from thunder_moe.lora import add_lora_, lora_linears, use_lora_
@@ -112,9 +113,12 @@ class _WithExperts:
         selected_adapters: list[str] | None = None,
         save_embedding_layers: str | bool = "auto",
         is_main_process: bool = True,
+        *,
+        per_expert: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes."""
+        """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes, or with per_expert in
+        those that vLLM reads (see `save_lora`)."""
         if not safe_serialization:
             raise ValueError(
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
@@ -125,7 +129,7 @@ class _WithExperts:
         model: Any = self
         for name in selected_adapters or list(model.peft_config) if is_main_process else ():
             folder = Path(save_directory) if name == "default" else Path(save_directory) / name
-            _complete(model.get_base_model(), folder, name)
+            _complete(model.get_base_model(), folder, name, per_expert)
 
     def load_adapter(self, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any) -> Any:
         """As PEFT's, for a directory; fills the adapter of that name or adds it.
@@ -315,27 +319,30 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
 # ---- files
 
 
-def _complete(model: nn.Module, folder: Path, adapter: str) -> None:
+def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) -> None:
     """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
     tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_experts(model, key)}
     config = json.loads((folder / CONFIG).read_text())
-    has = any(adapter in linear.lora_specs for linear in lora_linears(model).values())
-    if has:
+    chosen = adapters(model, adapter)
+    if chosen:
         with tempfile.TemporaryDirectory() as own:
-            save_lora(model, own, adapter)
+            save_lora(model, own, adapter, per_expert=per_expert)
             tensors |= load_file(Path(own) / WEIGHTS)
             ours = json.loads((Path(own) / CONFIG).read_text())
         if config.get("target_modules") == _NOTHING:
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            specs = {t.name: spec for t in targets(model) if (spec := spec_of(t, adapter)) is not None}
-            ranks = {name: spec.rank * spec.parts for name, spec in specs.items()}
-            per_alpha = {name: rank**0.5 if config.get("use_rslora") else rank for name, rank in ranks.items()}
-            alphas = {name: round(spec.scaling * per_alpha[name], 9) for name, spec in specs.items()}
+            ranks, alphas = numbers(model, chosen, per_expert)
+            if config.get("use_rslora"):
+                alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
+            alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}
             config["rank_pattern"] = pattern(ranks, config["r"]) | (config.get("rank_pattern") or {})
             config["alpha_pattern"] = pattern(alphas, config["lora_alpha"]) | (config.get("alpha_pattern") or {})
-            config["target_parameters"] = (config.get("target_parameters") or []) + ours["target_parameters"]
+            named = (config.get("target_parameters") or []) + (ours["target_parameters"] or [])
+            config["target_parameters"] = named or None
+            modules = config["target_modules"]
+            config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

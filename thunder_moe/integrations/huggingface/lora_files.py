@@ -22,9 +22,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from thunder_moe.formats.gate_up import deinterleave, interleave
+from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.lora import add_lora_
-from thunder_moe.nn.lora import LoRALinear, LoRASpec
+from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.quantize import Filter
 
 __all__ = [
@@ -32,19 +33,21 @@ __all__ = [
     "WEIGHTS",
     "Adapter",
     "Target",
+    "adapters",
     "is_of_experts",
     "load_lora_",
+    "numbers",
     "only",
     "pattern",
     "read_adapter",
     "save_lora",
     "set_adapter_",
-    "spec_of",
     "targets",
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_ANY = "#"  # stands for the number of an expert
 _PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
 _LORA = re.compile(r"\.lora_([AB])(?:\.[^.]+)?(?:\.weight)?$")
 
@@ -107,7 +110,7 @@ def targets(model: nn.Module) -> list[Target]:
 
 
 def save_lora(
-    model: nn.Module, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
+    model: Any, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
 ) -> None:
     """Writes an adapter of the experts as PEFT does: adapter_model.safetensors and adapter_config.json.
 
@@ -117,22 +120,23 @@ def save_lora(
         model: a model of transformers whose experts `quantize_` and `add_lora_` have changed.
         path: a directory, which is made.
         adapter: its name.
-        per_expert: a tensor per expert and projection, named as in the original checkpoints (``gate_proj``, ...), as
-            vLLM reads it, in place of PEFT's for fused experts.
+        per_expert: a tensor per expert and projection, named as in the checkpoints of the architecture (``gate_proj``,
+            or ``w1``), as vLLM reads it, in place of PEFT's for fused experts. A projection without an adapter gets
+            zeros where others have one, which vLLM wants.
         config: more entries of adapter_config.json, a dictionary.
 
     Raises:
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
-    chosen = [(target, found) for target in targets(model) if (found := _adapter_of(target, adapter)) is not None]
+    chosen = adapters(model, adapter)
     if not chosen:
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    encode = _encode_per_expert if per_expert else _encode
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in encode(chosen)}
+    encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
+    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     (path / CONFIG).write_text(json.dumps(_config(model, chosen, per_expert) | (config or {}), indent=2) + "\n")
 
@@ -199,6 +203,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     known = targets(model)
     rest = {}
     by_module: dict[str, dict[tuple[str, str], Tensor]] = {}
+    places: dict[str, str] = {}  # of the blocks in the files
     experts = {target.experts for target in known}
     for key, tensor in tensors.items():
         match = _LORA.search(key)
@@ -208,6 +213,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
             rest[key] = tensor
             continue
         by_module.setdefault(owner, {})[inside, match[1]] = tensor
+        places[owner] = name.removesuffix(inside).rstrip(".")
     if not by_module:
         raise ValueError(
             f"path: {path / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
@@ -216,7 +222,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     found = {}
     for owner, given in by_module.items():
         own = [target for target in known if target.experts == owner]
-        for target, adapter in _decode(own, given, config):
+        for target, adapter in _decode(own, given, config, places[owner]):
             found[target.path] = adapter
     return found, rest, config
 
@@ -267,10 +273,10 @@ def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]
 
 
 def _decode(
-    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any]
+    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any], place: str
 ) -> Iterator[tuple[Target, Adapter]]:
     if any(re.match(r"\d+\.", inside) for inside, _ in given):
-        yield from _decode_per_expert(own, given, config)
+        yield from _decode_per_expert(own, given, config, place)
         return
     depths = sorted({inside.count("base_layer") for inside, _ in given})
     names = config.get("target_parameters") or []
@@ -300,28 +306,49 @@ def _decode(
 # ---- one adapter per expert and projection
 
 
-def _encode_per_expert(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
-    for target, adapter in chosen:
-        if not target.module.form.gated:
-            raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
-        names = ("down_proj",) if target.parameter == "down_proj" else ("gate_proj", "up_proj")
+def _source(model: Any, target: Target) -> tuple[str, tuple[str, ...]]:
+    """Where checkpoints have the experts of a target, and their names of the projections of it."""
+    if not target.module.form.gated:
+        raise ValueError(f"per_expert: got experts without a gate ({target.experts}), wanted per_expert=False")
+    path, layout = expert_source(model, target.experts, target.module.form)
+    gate, up, down = layout.projections
+    return path, (down,) if target.parameter == "down_proj" else (gate, up)
+
+
+def _encode_per_expert(model: Any, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+    for target, adapter in _with_zeros(model, chosen):
+        path, names = _source(model, target)
         rows, columns = adapter.b.chunk(len(names), 1), adapter.a.chunk(adapter.parts, 1)
         for at, name in enumerate(names):
             a, b = columns[at if adapter.parts > 1 else 0], rows[at]
             for expert in range(a.shape[0]):
-                yield f"{target.experts}.{expert}.{name}.lora_A.weight", a[expert].clone()
-                yield f"{target.experts}.{expert}.{name}.lora_B.weight", b[expert].clone()
+                yield f"{path}.{expert}.{name}.lora_A.weight", a[expert].clone()
+                yield f"{path}.{expert}.{name}.lora_B.weight", b[expert].clone()
+
+
+def _with_zeros(model: nn.Module, chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[Target, Adapter]]:
+    """The adapters, and zeros of the same rank for the other linear of a block that has one alone."""
+    adapters = {target.path: adapter for target, adapter in chosen}
+    blocks = {target.experts: adapter for target, adapter in chosen}
+    for target in targets(model):
+        like, linear = blocks.get(target.experts), target.linear
+        if like is not None:
+            a = like.a.new_zeros(linear.num_experts, like.rank, linear.in_features)
+            b = like.a.new_zeros(linear.num_experts, linear.out_features, like.rank)
+            yield target, adapters.get(target.path) or Adapter(a, b, like.rank, like.scaling)
 
 
 def _decode_per_expert(
-    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any]
+    own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any], place: str
 ) -> Iterator[tuple[Target, Adapter]]:
     parts: dict[tuple[int, str], dict[int, Tensor]] = {}
+    names: dict[int, str] = {}
     for (inside, each), tensor in given.items():
         expert, _, name = inside.partition(".")
         if name not in _PARTS:
             raise ValueError(f"path: {own[0].experts} has an adapter of {inside!r}, wanted one of {tuple(_PARTS)}")
         parts.setdefault((_PARTS[name], each), {})[int(expert)] = tensor.float()
+        names[_PARTS[name]] = name
     experts = own[0].linear.num_experts
     stacked = {}
     for key, tensors in parts.items():
@@ -330,28 +357,41 @@ def _decode_per_expert(
                 f"path: {own[0].experts} has adapters of {len(tensors)} of the {experts} experts, wanted all"
             )
         stacked[key] = torch.stack([tensors[expert] for expert in range(experts)])
-    rank, alpha = _rank_and_alpha(config, f"{own[0].experts}.0.down_proj")
-    scaling = _scaling(config, rank, alpha)
     if ((0, "A") in stacked) != ((1, "A") in stacked):
         raise ValueError(f"path: {own[0].experts} has an adapter of gate_proj or up_proj alone, wanted both or neither")
+
+    def part(number: int) -> tuple[Tensor, Tensor, int, float]:
+        """A, B, rank and scaling of a projection, the last by the configuration."""
+        a, b = stacked[number, "A"], stacked[number, "B"]
+        rank, alpha = _rank_and_alpha(config, f"{place}.0.{names[number]}")
+        if (a.shape[1], b.shape[2]) != (rank, rank):
+            raise ValueError(
+                f"path: {own[0].experts} has adapters {tuple(a.shape)} and {tuple(b.shape)} of {names[number]}, wanted"
+                f" rank {rank}, that of {CONFIG}"
+            )
+        return a, b, rank, _scaling(config, rank, alpha)
+
     if (0, "A") in stacked:
-        a = torch.cat([stacked[0, "A"], stacked[1, "A"]], 1)
-        yield own[0], Adapter(a, torch.cat([stacked[0, "B"], stacked[1, "B"]], 1), rank, scaling, 2)
+        (gate_a, gate_b, rank, scaling), (up_a, up_b, other, up_scaling) = part(0), part(1)
+        if rank != other:
+            raise ValueError(f"path: {own[0].experts} has gate_proj of rank {rank}, up_proj of {other}, wanted one")
+        b = torch.cat([gate_b, up_b * (up_scaling / scaling)], 1)
+        yield own[0], Adapter(torch.cat([gate_a, up_a], 1), b, rank, scaling, 2)
     if (2, "A") in stacked:
-        yield own[1], Adapter(stacked[2, "A"], stacked[2, "B"], rank, scaling)
+        yield own[1], Adapter(*part(2))
 
 
 # ---- what an adapter is
 
 
-def spec_of(target: Target, adapter: str) -> LoRASpec | None:
-    """Rank and scaling of an adapter of a linear; None where it has none of that name."""
-    linear = target.linear
-    return linear.lora_specs.get(adapter) if isinstance(linear, LoRALinear) else None
+def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
+    """The linears that have an adapter of that name; ValueError where adapters are merged."""
+    return [(target, found) for target in targets(model) if (found := _adapter_of(target, adapter)) is not None]
 
 
 def _adapter_of(target: Target, adapter: str) -> Adapter | None:
-    linear, spec = target.linear, spec_of(target, adapter)
+    linear = target.linear
+    spec = linear.lora_specs.get(adapter) if isinstance(linear, LoRALinear) else None
     if spec is None:
         return None
     if linear.lora_merged:
@@ -371,23 +411,32 @@ def _joined(adapter: Adapter) -> Adapter:
 
 
 def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) -> dict[str, Any]:
-    ranks = {t.name: a.rank if per_expert else _joined(a).rank for t, a in chosen}
-    alphas = {t.name: ranks[t.name] * a.scaling for t, a in chosen}
+    ranks, alphas = numbers(model, chosen, per_expert)
     rank = min(ranks.values())
     alpha = next(alphas[name] for name in ranks if ranks[name] == rank)
-    suffixes = sorted(set(map(_suffix, ranks)))
-    config = dict(
+    last = list(dict.fromkeys(name.rpartition(".")[2] for name in ranks)) if per_expert else []
+    return dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none",
         use_rslora=False, use_dora=False, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
-        target_modules=[], target_parameters=suffixes,
+        target_modules=last, target_parameters=None if per_expert else sorted(set(map(_suffix, ranks))),
         rank_pattern=pattern(ranks, rank), alpha_pattern=pattern(alphas, alpha),
     )  # fmt: skip
-    if per_expert:
-        down = {t.parameter for t, _ in chosen}
-        modules = (["gate_proj", "up_proj"] if down - {"down_proj"} else []) + ["down_proj"] * ("down_proj" in down)
-        config |= dict(target_modules=modules, target_parameters=None)
-    return config
+
+
+def numbers(
+    model: nn.Module, chosen: list[tuple[Target, Adapter]], per_expert: bool
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Rank and alpha (for alpha / rank) by what the files name: parameters, or the projections of experts as
+    "...experts.#.gate_proj", for any expert."""
+    ranks, alphas = {}, {}
+    for target, adapter in _with_zeros(model, chosen) if per_expert else chosen:
+        path, projections = _source(model, target) if per_expert else (target.experts, (target.parameter,))
+        for projection in projections:
+            name = f"{path}.{_ANY}.{projection}" if per_expert else f"{path}.{projection}"
+            ranks[name] = adapter.rank if per_expert else adapter.rank * adapter.parts
+            alphas[name] = ranks[name] * adapter.scaling
+    return ranks, alphas
 
 
 def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
@@ -398,8 +447,12 @@ def pattern(values: Mapping[str, float], general: float) -> dict[str, float]:
     for name, value in values.items():
         by_suffix.setdefault(_suffix(name), set()).add(value)
     if all(len(each) == 1 for each in by_suffix.values()):
-        return {re.escape(suffix): each.pop() for suffix, each in by_suffix.items()}
-    return {re.escape(name): value for name, value in values.items()}
+        return {_escape(suffix): each.pop() for suffix, each in by_suffix.items()}
+    return {_escape(name): value for name, value in values.items()}
+
+
+def _escape(name: str) -> str:
+    return re.escape(name).replace(re.escape(_ANY), r"\d+")
 
 
 def _suffix(name: str) -> str:

@@ -26,26 +26,28 @@ from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows
 
-__all__ = ["ThunderExperts", "why_not"]
+__all__ = ["FUSED", "ThunderExperts", "local_ids", "why_not"]
 
-_FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)  # computed inside of the first GEMM
+FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)  # computed inside of the first GEMM
 _APART = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
 # From 10.0 on vLLM has kernels with 4-bit activations, which tensor cores multiply at once.
 _CAPABILITIES = ((8, 0), (10, 0))
 
 
-def why_not(moe_config: FusedMoEConfig) -> str | None:
-    """Why `ThunderExperts` cannot run the experts of a layer, or should not; None where it runs them.
+def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
+    """Why `ThunderExperts`, or a class derived of it, cannot run the experts of a layer, or should not; None where it
+    runs them.
 
     Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
     that do not hold whole blocks of scales on each rank, biases, LoRA, batch invariance, padding, exchanges of tokens
     other than all-gather with reduce-scatter, and a moe_backend that the user has named.
     """
+    experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
     if moe_config.moe_backend != "auto":
         return f"--moe-backend {moe_config.moe_backend} was asked for"
-    ok, reason = ThunderExperts.is_supported_config(
-        ThunderExperts, moe_config, kNvfp4Static, None, mk.FusedMoEActivationFormat.Standard
+    ok, reason = experts.is_supported_config(
+        experts, moe_config, kNvfp4Static, None, mk.FusedMoEActivationFormat.Standard
     )
     if not ok:
         return str(reason)
@@ -69,6 +71,14 @@ def why_not(moe_config: FusedMoEConfig) -> str | None:
     if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda")):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
     return None
+
+
+def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """Experts of all ranks (T, A) -> int32 (T, A) of this rank, -1 for those of others; see `ThunderExperts.apply`."""
+    ids = topk_ids
+    if expert_map is not None:  # an index of -1 would be the last expert
+        ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp_min(0).long()], -1)
+    return ids.to(torch.int32)
 
 
 class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -99,7 +109,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in (*_FUSED, *_APART)
+        return activation in (*FUSED, *_APART)
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
@@ -157,12 +167,9 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             expert_tokens_meta: unused.
             apply_router_weight_on_input: Llama 4's layers.
         """
-        ids = topk_ids
-        if expert_map is not None:  # an index of -1 would be the last expert
-            ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp_min(0).long()], -1)
-        ids = ids.to(torch.int32)
+        ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        if activation in _FUSED:
+        if activation in FUSED:
             form = self._form(activation)
             options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
             output.copy_(moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options))

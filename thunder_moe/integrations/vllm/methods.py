@@ -27,6 +27,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
 from thunder_moe.kernels.select import lay_out
 
 __all__ = [
@@ -43,7 +44,7 @@ _FIELDS = ("weight", "weight_scale", "weight_scale_2")
 
 def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """Our method for the experts of a ModelOpt checkpoint, or vLLM's where ours cannot run them."""
-    reason = why_not(moe_config)
+    reason = _why_not(moe_config)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
     if _is_ours(reason):
@@ -53,9 +54,14 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
 
 def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, inputs: Any) -> FusedMoEMethodBase:
     """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all."""
-    if _is_ours(why_not(moe_config)):
+    if _is_ours(_why_not(moe_config)):
         return CompressedTensorsThunderMoEMethod(moe_config)
     return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
+
+
+def _why_not(moe_config: FusedMoEConfig) -> str | None:
+    reason = why_not(moe_config, experts_class(moe_config))
+    return why_no_adapters(moe_config) if reason is None else reason
 
 
 def _is_ours(reason: str | None) -> bool:
@@ -113,7 +119,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             moe=self.moe, quant_config=self.moe_quant_config, routing_tables=layer._expert_routing_tables(),
             allow_new_interface=True, use_monolithic=False,
         )  # fmt: skip
-        experts = ThunderExperts(moe_config=self.moe, quant_config=self.moe_quant_config)
+        experts = experts_class(self.moe)(moe_config=self.moe, quant_config=self.moe_quant_config)
         experts.take_weights(layer, *layouts)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
 

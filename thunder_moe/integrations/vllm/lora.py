@@ -1,0 +1,178 @@
+"""`ThunderLoRAExperts`: the experts of the plugin with an adapter for each token, for `vllm serve --enable-lora`.
+Called by methods and vLLM's FusedMoEKernel, whose FusedMoEWithLoRA holds the adapters; calls experts and ops.
+
+route, gather -> gate_up GEMM + (x A^T) B^T -> activation -> down GEMM, weighted sum + that of (h A^T) B^T
+
+The 4-bit GEMMs have their rows sorted by expert. Those of adapters have them sorted by (adapter, expert): a group of
+rows for each pair, so that one grouped GEMM serves all adapters of a batch. Nothing synchronises with the host on CUDA.
+
+Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, S adapters that are loaded, H hidden_size,
+I intermediate_size of this rank, R rank of the adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+
+from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts, local_ids
+from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.routing import gather_rows, scale_of_rows
+
+__all__ = ["ThunderLoRAExperts", "experts_class", "why_no_adapters"]
+
+
+def experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
+    """The class of the experts of a layer."""
+    return ThunderLoRAExperts if moe_config.is_lora_enabled else ThunderExperts
+
+
+def why_no_adapters(moe_config: FusedMoEConfig) -> str | None:
+    """Why a layer of a server with --enable-lora cannot run on `ThunderLoRAExperts`; None where it can."""
+    parallel = moe_config.moe_parallel_config
+    if not moe_config.is_lora_enabled:
+        return None
+    if parallel.dp_size > 1:
+        return "LoRA with data parallelism is untested"
+    if parallel.enable_eplb:
+        return "LoRA with EPLB: experts would move, and their adapters would not"
+    return None
+
+
+@dataclass
+class _Rows:
+    """Rows of slots that have an adapter, sorted by (adapter, expert).
+
+    Attributes:
+        row_slot: int32 (M,), the slot of each row.
+        ends: int32 (S * E,), row ends of each pair.
+        slot_row: int32 (T, A), the row of each slot, or -1.
+        experts: E.
+    """
+
+    row_slot: Tensor
+    ends: Tensor
+    slot_row: Tensor
+    experts: int
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x (M, K) times the weight (S, E, N, K) of each row's pair, or (S, 1, N, K) of its adapter -> (M, N); zeros
+        past the last end."""
+        ends = self.ends if weight.shape[1] == self.experts else self.ends[self.experts - 1 :: self.experts].contiguous()
+        out: Tensor = torch.ops.thunder_moe.grouped_linear(x.to(weight.dtype), weight.flatten(0, 1), ends)
+        return out
+
+
+class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
+    """`ThunderExperts` plus the adapter of each token, or none, by what vLLM sets as `_lora_context`."""
+
+    def apply(
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, a1q_scale: Tensor | None,
+        a2_scale: Tensor | None, workspace13: Tensor, workspace2: Tensor, expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:  # fmt: skip
+        """As `ThunderExperts.apply`, with the adapters that the batch has."""
+        context = self._lora_context
+        adapters = None if context is None else adapter_of_token(context, hidden_states.shape[0])
+        if adapters is None:
+            super().apply(
+                output, hidden_states, w1, w2, topk_weights, topk_ids, activation, global_num_experts, expert_map,
+                a1q_scale, a2_scale, workspace13, workspace2, expert_tokens_meta, apply_router_weight_on_input,
+            )  # fmt: skip
+            return
+        ids = local_ids(topk_ids, expert_map)
+        weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+        output.copy_(self._with_adapters(hidden_states, ids, weights, adapters, activation))
+
+    def _with_adapters(
+        self, hidden_states: Tensor, ids: Tensor, weights: Tensor, adapters: Tensor, activation: MoEActivation
+    ) -> Tensor:
+        ops, first, second = torch.ops.thunder_moe, self.gate_up, self.down
+        row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
+        rows = gather_rows(hidden_states, row_slot)  # [M, H]
+        gate_up = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
+        del rows
+        own = self._rows_of_adapters(ids, adapters)
+        change = self._gate_up_change(gather_rows(hidden_states, own.row_slot), own)  # [M, 2I]
+        at = own.slot_row.flatten()[row_slot.clamp(0, row_slot.shape[0] - 1).long()]
+        of_row = change.index_select(0, at.clamp_min(0).long()).masked_fill_((at < 0)[:, None], 0)
+        gated = self._activate(gate_up.add_(of_row), offsets, activation)  # [M, I]
+        del gate_up, change, of_row
+        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
+            gated, *operands(second), offsets, slot_row, weights, None, layout=second.layout
+        )
+        at = slot_row.flatten()[own.row_slot.clamp(0, own.row_slot.shape[0] - 1).long()]
+        change = self._down_change(gated.index_select(0, at.clamp_min(0).long()), own, weights)  # [M, H]
+        return out.add_(ops.moe_combine(change, own.ends, own.slot_row))
+
+    def _rows_of_adapters(self, ids: Tensor, adapters: Tensor) -> _Rows:
+        loaded, experts = self._lora_context.w13_lora_b_stacked[0].shape[:2]
+        known = (ids >= 0) & ((adapters >= 0) & (adapters < loaded))[:, None]
+        pairs = torch.where(known, adapters[:, None].to(torch.int32) * experts + ids, -1)
+        return _Rows(*torch.ops.thunder_moe.moe_route(pairs, loaded * experts), experts)
+
+    def _gate_up_change(self, x: Tensor, own: _Rows) -> Tensor:
+        """(M, H) -> (M, 2I), the gate's columns first."""
+        context = self._lora_context
+        parts = []
+        for a, b in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True):
+            inner = own.linear(x, a)
+            if context.fully_sharded and context.tp_size > 1:  # each rank has a part of A's rows
+                inner = tensor_model_parallel_all_gather(inner)
+            parts.append(own.linear(inner, b))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
+
+    def _down_change(self, gated: Tensor, own: _Rows, weights: Tensor) -> Tensor:
+        """(M, I) -> (M, H), times the router's weights."""
+        context = self._lora_context
+        (a,), (b,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
+        inner = own.linear(gated, a)
+        sharded = context.fully_sharded and context.tp_size > 1
+        if sharded:  # each rank has a part of what A sums over, and of B's rows
+            inner = tensor_model_parallel_all_reduce(inner)
+        scale = scale_of_rows(weights, own.row_slot)
+        assert scale is not None
+        out = own.linear((inner * scale[:, None]).to(inner.dtype), b).to(gated.dtype)
+        if not sharded:
+            return out
+        whole = out.new_zeros(out.shape[0], self.down.shape[1])  # the sum over ranks comes behind
+        whole[:, context.tp_rank * out.shape[1] :][:, : out.shape[1]] = out
+        return whole
+
+    def _activate(self, gate_up: Tensor, offsets: Tensor, activation: MoEActivation) -> Tensor:
+        """(M, 2I) -> (M, I); rows past the last end may hold anything."""
+        if activation in FUSED:
+            form = self._form(activation)
+            out: Tensor = torch.ops.thunder_moe.scaled_activation(
+                gate_up, None, offsets, alpha=form.alpha, limit=form.limit, up_shift=form.up_shift
+            )
+            return out
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self.activation(activation, gated, gate_up)
+        return gated
+
+
+def adapter_of_token(context: Any, tokens: int) -> Tensor | None:
+    """The adapter of each token, integers (T,), numbers below 0 for none; None where no token of the batch has one.
+
+    Args:
+        context: vLLM's MoELoRAContext.
+        tokens: T, of which the last ones may be padding of a CUDA graph.
+    """
+    wrapper = context.punica_wrapper
+    meta = getattr(wrapper, "token_mapping_meta", None)
+    if meta is not None:  # CUDA: the flag is on the host; while it is set, the mapping is that of an older batch
+        return None if bool(meta.no_lora_flag_cpu) else meta.token_lora_mapping[:tokens]
+    found: Tensor = wrapper.token_lora_indices
+    if found.shape[0] != tokens:
+        raise ValueError(f"token_lora_indices: got those of {found.shape[0]} tokens, wanted {tokens}")
+    return found if bool((found >= 0).any()) else None
