@@ -108,7 +108,9 @@ def test_one_tensor_per_expert_beside_attention(name, config, tmp_path):
     model = adapted(name, config, rank_pattern={r"experts\.(\d+\.)?down_proj": 2})
     model.save_pretrained(tmp_path, per_expert=True)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    place, names = ("block_sparse_moe", ("w1", "w3", "w2")) if name == "mixtral" else ("mlp", CONFIGS[config]["target_modules"][:3])  # fmt: skip
+    place, names = ("mlp", CONFIGS["projections"]["target_modules"][:3])
+    if name == "mixtral":
+        place, names = "block_sparse_moe", ("w1", "w3", "w2")
     for at, each in enumerate(names):
         b = tensors[f"base_model.model.model.layers.1.{place}.experts.7.{each}.lora_B.weight"]
         rank = 4 if at < 2 and name != "mixtral" else 2

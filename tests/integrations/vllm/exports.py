@@ -60,10 +60,14 @@ def export(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes:
     return save_checkpoint(quantize_(tiny_model(name, dtype, config=config)), path)
 
 
-@torch.no_grad()
 def our_tokens(path: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
     """What load_checkpoint and greedy generate give for each prompt."""
-    model = load_checkpoint(path)
+    return generated(load_checkpoint(path), prompts, new_tokens)
+
+
+@torch.no_grad()
+def generated(model: Any, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """What greedy generate gives for each prompt."""
     outputs = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

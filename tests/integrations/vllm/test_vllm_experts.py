@@ -226,7 +226,6 @@ def test_moved_experts():
         (dict(hidden_dim=72), "hidden_size on a rank is 72"),
         (dict(hidden_dim=H, hidden_dim_unpadded=48), "padded"),
         (dict(has_bias=True), "biases"),
-        (dict(is_lora_enabled=True), "LoRA"),
     ],
 )
 def test_refusals(changes, reason, monkeypatch):

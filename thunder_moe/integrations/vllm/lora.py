@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
 from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts, local_ids
@@ -66,13 +66,28 @@ class _Rows:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (M, K) times the weight (S, E, N, K) of each row's pair, or (S, 1, N, K) of its adapter -> (M, N); zeros
         past the last end."""
-        ends = self.ends if weight.shape[1] == self.experts else self.ends[self.experts - 1 :: self.experts].contiguous()
+        ends = (
+            self.ends if weight.shape[1] == self.experts else self.ends[self.experts - 1 :: self.experts].contiguous()
+        )
         out: Tensor = torch.ops.thunder_moe.grouped_linear(x.to(weight.dtype), weight.flatten(0, 1), ends)
         return out
 
 
 class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
     """`ThunderExperts` plus the adapter of each token, or none, by what vLLM sets as `_lora_context`."""
+
+    def set_lora_context(self, ctx: MoELoRAContext) -> None:
+        """Takes the adapters' memory and vLLM's mapping of tokens to them.
+
+        Raises:
+            ValueError: each rank has a part of the adapters.
+        """
+        if ctx.fully_sharded and ctx.tp_size > 1:
+            raise ValueError(
+                f"--fully-sharded-loras: got True with {ctx.tp_size} ranks, wanted False for experts on the kernels of"
+                " thunder_moe, or THUNDER_MOE_VLLM=0"
+            )
+        self._lora_context = ctx
 
     def apply(
         self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
@@ -118,35 +133,23 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         loaded, experts = self._lora_context.w13_lora_b_stacked[0].shape[:2]
         known = (ids >= 0) & ((adapters >= 0) & (adapters < loaded))[:, None]
         pairs = torch.where(known, adapters[:, None].to(torch.int32) * experts + ids, -1)
-        return _Rows(*torch.ops.thunder_moe.moe_route(pairs, loaded * experts), experts)
+        row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(pairs, loaded * experts)
+        return _Rows(row_slot, ends, slot_row, experts)
 
     def _gate_up_change(self, x: Tensor, own: _Rows) -> Tensor:
         """(M, H) -> (M, 2I), the gate's columns first."""
         context = self._lora_context
-        parts = []
-        for a, b in zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True):
-            inner = own.linear(x, a)
-            if context.fully_sharded and context.tp_size > 1:  # each rank has a part of A's rows
-                inner = tensor_model_parallel_all_gather(inner)
-            parts.append(own.linear(inner, b))
+        pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
+        parts = [own.linear(own.linear(x, a), b) for a, b in pairs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
 
     def _down_change(self, gated: Tensor, own: _Rows, weights: Tensor) -> Tensor:
         """(M, I) -> (M, H), times the router's weights."""
         context = self._lora_context
         (a,), (b,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
-        inner = own.linear(gated, a)
-        sharded = context.fully_sharded and context.tp_size > 1
-        if sharded:  # each rank has a part of what A sums over, and of B's rows
-            inner = tensor_model_parallel_all_reduce(inner)
-        scale = scale_of_rows(weights, own.row_slot)
+        inner, scale = own.linear(gated, a), scale_of_rows(weights, own.row_slot)
         assert scale is not None
-        out = own.linear((inner * scale[:, None]).to(inner.dtype), b).to(gated.dtype)
-        if not sharded:
-            return out
-        whole = out.new_zeros(out.shape[0], self.down.shape[1])  # the sum over ranks comes behind
-        whole[:, context.tp_rank * out.shape[1] :][:, : out.shape[1]] = out
-        return whole
+        return own.linear((inner * scale[:, None]).to(inner.dtype), b).to(gated.dtype)
 
     def _activate(self, gate_up: Tensor, offsets: Tensor, activation: MoEActivation) -> Tensor:
         """(M, 2I) -> (M, I); rows past the last end may hold anything."""
