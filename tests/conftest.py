@@ -10,7 +10,8 @@ import torch
 from fast_cases import pytest_collection_modifyitems  # noqa: F401  (a hook)
 from processes import Ranks
 
-from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.layouts import layout_fits, layouts_of
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import select
 
@@ -72,7 +73,7 @@ def opcheck(monkeypatch):
     allclose = torch.allclose
 
     def allclose_with_float8(a, b, *args, **kwargs):
-        if a.dtype == torch.float8_e4m3fn:
+        if a.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu):
             return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         return allclose(a, b, *args, **kwargs)
 
@@ -98,9 +99,10 @@ def tiles(monkeypatch):
     """`preferred_layout` of a GPU of compute capability 9.0, on this CPU; the list of what it was asked."""
     asked = []
 
-    def preferred(device, n, k):
+    def preferred(device, n, k, format=NVFP4):
         asked.append((device.type, n, k))
-        return "tiled_64x64" if layout_fits(n, k, "tiled_64x64") is None else "linear"
+        tiles = "tiled_64x64" in layouts_of(format) and layout_fits(n, k, "tiled_64x64", format) is None
+        return "tiled_64x64" if tiles else "linear"
 
     monkeypatch.setattr(select, "preferred_layout", preferred)
     return asked

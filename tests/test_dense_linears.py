@@ -195,7 +195,7 @@ def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):
     assert "no kernel" in dense.why_slower(torch.device("mps"), torch.bfloat16, 4096, 4096)
     # The kernels of the tiled layout are faster than bf16 in smaller layers than those of the other.
     assert "too small" in dense.why_slower(torch.device("cuda"), torch.bfloat16, 2048, 2048)
-    monkeypatch.setattr(dense, "preferred_layout", lambda device, n, k: "tiled_64x64")
+    monkeypatch.setattr(dense, "preferred_layout", lambda *_: "tiled_64x64")
     assert dense.why_slower(torch.device("cuda"), torch.bfloat16, 2048, 2048) is None
     assert "too small" in dense.why_slower(torch.device("cuda"), torch.bfloat16, 512, 512)
 

@@ -12,7 +12,7 @@ from thunder_moe.integrations.huggingface import registration as hf_registration
 if TYPE_CHECKING:
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder.executor import moe_executor
-    from thunder_moe.formats.weight import NVFP4Weight
+    from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
@@ -32,13 +32,16 @@ if TYPE_CHECKING:
         SwiGLU,
         per_expert_state_dict,
     )
-    from thunder_moe.ops.experts import f16a_nvfp4weight_moe_experts, moe_experts
-    from thunder_moe.ops.grouped_mm import f16a_nvfp4weight_scaled_grouped_mm
-    from thunder_moe.ops.grouped_mm_combine import f16a_nvfp4weight_grouped_mm_combine
-    from thunder_moe.ops.grouped_swiglu import f16a_nvfp4weight_grouped_swiglu
+    from thunder_moe.ops.experts import f16a_mxfp8weight_moe_experts, f16a_nvfp4weight_moe_experts, moe_experts
+    from thunder_moe.ops.grouped_mm import f16a_mxfp8weight_scaled_grouped_mm, f16a_nvfp4weight_scaled_grouped_mm
+    from thunder_moe.ops.grouped_mm_combine import (
+        f16a_mxfp8weight_grouped_mm_combine,
+        f16a_nvfp4weight_grouped_mm_combine,
+    )
+    from thunder_moe.ops.grouped_swiglu import f16a_mxfp8weight_grouped_swiglu, f16a_nvfp4weight_grouped_swiglu
     from thunder_moe.ops.route import moe_route
     from thunder_moe.ops.router import moe_linear_router, moe_router
-    from thunder_moe.ops.scaled_mm import f16a_nvfp4weight_scaled_mm
+    from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantize import dequantize_, quantize_, to_layout_
     from thunder_moe.routing import offsets_from_splits
@@ -69,13 +72,13 @@ _HOMES = {
         "SwiGLU",
         "per_expert_state_dict",
     ),
-    "formats.nvfp4": ("NVFP4Weight",),
-    "ops.experts": ("f16a_nvfp4weight_moe_experts", "moe_experts"),
-    "ops.grouped_mm": ("f16a_nvfp4weight_scaled_grouped_mm",),
-    "ops.grouped_mm_combine": ("f16a_nvfp4weight_grouped_mm_combine",),
-    "ops.grouped_swiglu": ("f16a_nvfp4weight_grouped_swiglu",),
+    "formats.weight": ("MXFP8Weight", "NVFP4Weight"),
+    "ops.experts": ("f16a_mxfp8weight_moe_experts", "f16a_nvfp4weight_moe_experts", "moe_experts"),
+    "ops.grouped_mm": ("f16a_mxfp8weight_scaled_grouped_mm", "f16a_nvfp4weight_scaled_grouped_mm"),
+    "ops.grouped_mm_combine": ("f16a_mxfp8weight_grouped_mm_combine", "f16a_nvfp4weight_grouped_mm_combine"),
+    "ops.grouped_swiglu": ("f16a_mxfp8weight_grouped_swiglu", "f16a_nvfp4weight_grouped_swiglu"),
     "ops.route": ("moe_route",),
-    "ops.scaled_mm": ("f16a_nvfp4weight_scaled_mm",),
+    "ops.scaled_mm": ("f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_scaled_mm"),
     "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
     "quantize": ("dequantize_", "quantize_", "to_layout_"),
@@ -89,6 +92,7 @@ __all__ = [
     "GroupedSwiGLU",
     "Llama4MoE",
     "Llama4MoEConfig",
+    "MXFP8Weight",
     "NVFP4GroupedLinear",
     "NVFP4GroupedMLP",
     "NVFP4GroupedSwiGLU",
@@ -102,6 +106,11 @@ __all__ = [
     "ThunderMoeConfig",
     "add_lora_",
     "dequantize_",
+    "f16a_mxfp8weight_grouped_mm_combine",
+    "f16a_mxfp8weight_grouped_swiglu",
+    "f16a_mxfp8weight_moe_experts",
+    "f16a_mxfp8weight_scaled_grouped_mm",
+    "f16a_mxfp8weight_scaled_mm",
     "f16a_nvfp4weight_grouped_mm_combine",
     "f16a_nvfp4weight_grouped_swiglu",
     "f16a_nvfp4weight_moe_experts",

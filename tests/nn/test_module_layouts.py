@@ -292,7 +292,7 @@ def test_a_module_of_layout_auto_follows_its_device(tiles, monkeypatch):
     expected, state = run(quantized), quantized.state_dict()
     preferred = []
 
-    def prefer(device, n, k):
+    def prefer(device, n, k, format=None):
         preferred.append((device.type, n, k))
         return "linear"
 

@@ -39,6 +39,11 @@ class BlockFormat:
         return self.block_size // self.codes_per_byte
 
     @property
+    def packed_features(self) -> str:
+        """The dimension of K in qdata, in words."""
+        return "in_features" if self.codes_per_byte == 1 else f"in_features // {self.codes_per_byte}"
+
+    @property
     def bits_per_weight(self) -> float:
         """With its share of the block scale."""
         return 8 / self.codes_per_byte + 8 / self.block_size

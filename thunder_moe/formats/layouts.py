@@ -204,8 +204,8 @@ def layout_of_blocks(qdata: Tensor, scale: Tensor, format: BlockFormat = NVFP4) 
     codes, scales = tuple(qdata.shape), tuple(scale.shape)
     layout = _BY_RANK.get((format.name, len(codes)))
     if layout is None:
-        wanted = "in_features" if format.codes_per_byte == 1 else f"in_features // {format.codes_per_byte}"
-        raise ValueError(f"qdata: got shape {codes}, wanted (experts, out_features, {wanted}) or blocks of it")
+        wanted = f"(experts, out_features, {format.packed_features}) or blocks of it"
+        raise ValueError(f"qdata: got shape {codes}, wanted {wanted}")
     if scales != (*codes[:-1], codes[-1] // format.bytes_of_scale):
         raise ValueError(
             f"scale: got shape {scales} with qdata of shape {codes}, wanted one scale for {format.bytes_of_scale} bytes"

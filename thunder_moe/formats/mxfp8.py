@@ -17,6 +17,7 @@ from thunder_moe.formats.weight import MXFP8Weight
 
 __all__ = [
     "BLOCK_SIZE",
+    "E8M0_NAN",
     "MXFP8Weight",
     "check_quantizable",
     "dequantize",

@@ -238,7 +238,7 @@ class MXFP8Weight(PackedWeight):
 
 
 Weight = TypeVar("Weight", bound=PackedWeight)
-WEIGHTS: dict[str, type[PackedWeight]] = {NVFP4.name: NVFP4Weight, MXFP8.name: MXFP8Weight}
+WEIGHTS: dict[str, Any] = {NVFP4.name: NVFP4Weight, MXFP8.name: MXFP8Weight}
 
 
 def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
@@ -284,13 +284,13 @@ def check_weight(
         if qdata.dtype not in dtypes:
             raise mismatch(name, qdata, f"a dtype of {dtypes}")
         if qdata.ndim != 3:
-            raise mismatch(name, qdata, f"shape (experts, {_packed_features(format)}, out_features)")
+            raise mismatch(name, qdata, f"shape (experts, {format.packed_features}, out_features)")
         experts, codes, n = qdata.shape
     else:
         if qdata.dtype != dtypes[0]:
             raise mismatch(name, qdata, f"dtype {_plain(dtypes[0])}")
         if qdata.ndim != 3:
-            raise mismatch(name, qdata, f"shape (experts, out_features, {_packed_features(format)})")
+            raise mismatch(name, qdata, f"shape (experts, out_features, {format.packed_features})")
         experts, n, codes = qdata.shape
     k = per_byte * codes
     require(experts > 0, name, qdata, "at least one expert in dim 0")
@@ -315,10 +315,6 @@ def check_weight(
         raise mismatch(other, global_scale, f"a shape of {((experts,), (experts, n))}")
     if global_scale.device != qdata.device:
         raise mismatch(other, global_scale, f"device {qdata.device}, that of {name}")
-
-
-def _packed_features(format: BlockFormat) -> str:
-    return "in_features" if format.codes_per_byte == 1 else f"in_features // {format.codes_per_byte}"
 
 
 def _plain(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["Order", "PackedOrder", "moe_experts", "of"]
 
@@ -62,8 +62,8 @@ def moe_experts(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: NVFP4Weight,
-    down: NVFP4Weight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Order | None,

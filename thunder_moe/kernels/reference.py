@@ -1,5 +1,5 @@
 """The reference backend in plain torch: every device, every dtype, never the fastest.
-Called by kernels.select; calls formats.nvfp4, routing, activations and torch's own matrix products.
+Called by kernels.select; calls formats, routing, activations and torch's own matrix products.
 
 dequantize one expert -> GEMM over its rows -> (gate half, up half -> SwiGLU). On a CPU only experts that have rows are
 dequantized, one at a time, so the extra memory is one expert. On other devices the offsets stay on the device (no
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from thunder_moe.activations import GLU, SWIGLU, swiglu
-from thunder_moe.formats.nvfp4 import dequantize_expert
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
 
@@ -31,25 +31,27 @@ __all__ = [
     "unavailable_reason",
 ]
 
+FORMATS = tuple(NUMBER_FORMATS)  # of weights that it takes
+
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
     """None: the reference runs wherever torch does."""
     return None
 
 
-def grouped_mm(activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_mm(activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     return _per_expert(activation, weight, offsets, weight.shape[1], lambda rows, expert: rows @ expert.t())
 
 
-def grouped_mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_mm_dgrad(grad: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
     return _per_expert(grad, weight, offsets, weight.shape[2], lambda rows, expert: rows @ expert)
 
 
 def grouped_swiglu(
     activation: torch.Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: torch.Tensor,
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
@@ -63,7 +65,7 @@ def grouped_swiglu(
 
 def grouped_mm_combine(
     activation: torch.Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: torch.Tensor,
     slot_row: torch.Tensor,
     slot_weight: torch.Tensor | None,
@@ -73,7 +75,7 @@ def grouped_mm_combine(
     return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
-def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
     (matrix,) = _experts(weight, activation.dtype, range(1))
     with torch.autocast(activation.device.type, enabled=False):
@@ -81,7 +83,7 @@ def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None 
     return out if bias is None else (out + bias).to(out.dtype)
 
 
-def mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
+def mm_dgrad(grad: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
     (matrix,) = _experts(weight, grad.dtype, range(1))
     with torch.autocast(grad.device.type, enabled=False):
@@ -90,7 +92,7 @@ def mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
 
 def _per_expert(
     rows: torch.Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: torch.Tensor,
     columns: int,
     gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
@@ -115,10 +117,11 @@ def _per_expert(
         return out
 
 
-def _experts(weight: NVFP4Weight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
+def _experts(weight: PackedWeight, dtype: torch.dtype, experts: list[int] | range) -> Iterator[torch.Tensor]:
     """Yields the dequantized (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
     weight = to_linear(weight, "plain torch")
     _, n, k = weight.shape
+    dequantize_expert = NUMBER_FORMATS[weight.format.name].dequantize_expert
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)
     for expert in experts:
         dequantize_expert(weight, expert, matrix)

@@ -1,5 +1,5 @@
-"""The only dispatch: which backend runs an NVFP4 grouped GEMM on a device, which layout of weights it reads best, and
-what quantizes them.
+"""The only dispatch: which backend runs a grouped GEMM on a device with weights in a number format, which layout of
+weights it reads best, and what quantizes them.
 Called by ops, nn, weight_cache, quantize and integrations; calls kernels.cpu, .cuda, .reference (plain torch, for any
 device) and .w4a4.
 """
@@ -13,14 +13,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from thunder_moe.formats import nvfp4
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR, TILED_64X64, layout_fits, preferred_on
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.mxfp8 import E8M0_NAN
+from thunder_moe.formats.registry import find_format
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 
 __all__ = [
     "BACKENDS",
@@ -32,6 +34,7 @@ __all__ = [
     "preferred_layout",
     "prepare",
     "quantize",
+    "quantize_to",
     "resolve_layout",
     "runs_on_cuda",
     "select",
@@ -48,26 +51,30 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 # Backends with other arithmetic, which run only when asked for by name.
 SIMULATIONS: dict[str, tuple[str, ...] | None] = {"w4a4": None}
 _KNOWN = BACKENDS | SIMULATIONS
+Weight = TypeVar("Weight", bound=PackedWeight)
 
 
-def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
+def select(device: torch.device, *, backend: str | None = None, format: str = NVFP4.name) -> ModuleType:
     """The kernel module for operands on a device.
 
     Args:
         device: where the operands are.
         backend: a name of `BACKENDS` or `SIMULATIONS` to insist on; when None that of `use_backend`, else the best one
             available.
+        format: the name of the weights' number format. Simulations, which are of NVFP4, leave others to the best
+            backend.
 
     Returns:
         A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `mm`, `mm_dgrad`,
         `route`, `router` and `linear_router`, as in kernels.reference.
 
     Raises:
-        ValueError: the backend is unknown, does not serve the device, or cannot run here (the message says why).
+        ValueError: the backend is unknown, does not serve the device, takes no weights in the format, or cannot run
+            here (the message says why).
     """
     backend = backend or _CHOSEN.get()
-    if backend is None:
-        return _best(_indexed(device))
+    if backend is None or (format != NVFP4.name and backend in SIMULATIONS):
+        return _best(_indexed(device), format)
     if backend not in _KNOWN:
         raise ValueError(f"backend: got {backend!r}, wanted one of {tuple(_KNOWN)}")
     devices = _KNOWN[backend]
@@ -76,10 +83,20 @@ def select(device: torch.device, *, backend: str | None = None) -> ModuleType:
     module, reason = _load(backend, _indexed(device))
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run here: {reason}")
+    if format not in _formats_of(module):
+        raise ValueError(f"backend: {backend!r} takes no {format} weights, only {_formats_of(module)}")
     return module
 
 
-def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any] | None:
+def _formats_of(module: ModuleType) -> tuple[str, ...]:
+    """The number formats of weights that a backend takes, its `FORMATS`."""
+    formats: tuple[str, ...] = getattr(module, "FORMATS", (NVFP4.name,))
+    return formats
+
+
+def prepare(
+    name: str, args: tuple[Any, ...], options: dict[str, Any], format: str = NVFP4.name
+) -> Callable[..., Any] | None:
     """A function that runs an operator on all arguments of the same shapes, strides, dtypes, devices and options.
 
     Backends list what prepares it under `PREPARED`; None where the backend has none, and decides at every call.
@@ -88,83 +105,116 @@ def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callab
         name: of the operator.
         args: the operator's, which have passed its checks.
         options: likewise.
+        format: of the operator's weights.
     """
-    prepared = getattr(select(args[0].device), "PREPARED", {}).get(name)
+    prepared = getattr(select(args[0].device, format=format), "PREPARED", {}).get(name)
     return None if prepared is None else prepared(*args, **options)
 
 
 @functools.cache
-def bound_kernels(device: torch.device) -> ModuleType | None:
-    """kernels.cuda.bound, whose calls take less of the host than operators, where its backend is a device's own."""
-    if device.type not in (BACKENDS["cuda"] or ()) or _best(_indexed(device)) is not _load("cuda", _indexed(device))[0]:
+def bound_kernels(device: torch.device, format: str = NVFP4.name) -> ModuleType | None:
+    """kernels.cuda.bound, whose calls take less of the host than operators, where its backend is a device's own and it
+    takes weights in a number format."""
+    if device.type not in (BACKENDS["cuda"] or ()):
         return None
-    return importlib.import_module("thunder_moe.kernels.cuda.bound")
+    if _best(_indexed(device), format) is not _load("cuda", _indexed(device))[0]:
+        return None
+    bound = importlib.import_module("thunder_moe.kernels.cuda.bound")
+    return bound if format in _formats_of(bound) else None
 
 
-def preferred_layout(device: torch.device, n: int, k: int) -> str:
+def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:
     """The layout of (E, n, k) weights that the default backend of a device reads best.
 
     The one that `formats.layouts.REGISTRY` prefers on CUDA devices where our kernels can run ("tiled_64x64" on compute
     capability 9.0, for n and k that are multiples of 64); else "linear". Weights are laid out by it when they are
     quantized; `use_backend` makes no difference, since every backend takes every layout.
     """
-    if not runs_on_cuda(device):
+    if not runs_on_cuda(device, format.name):
         return LINEAR
-    return preferred_on(torch.cuda.get_device_capability(device), n, k)
+    return preferred_on(torch.cuda.get_device_capability(device), n, k, format)
 
 
-def resolve_layout(layout: str, device: torch.device, n: int, k: int) -> str:
+def resolve_layout(layout: str, device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:
     """What "auto" means for (E, n, k) weights on a device, `preferred_layout`; other layouts are what they say."""
-    return preferred_layout(device, n, k) if layout == "auto" else layout
+    return preferred_layout(device, n, k, format) if layout == "auto" else layout
 
 
-def runs_on_cuda(device: torch.device) -> bool:
-    """Whether the CUDA kernels can run on a device."""
-    return device.type == "cuda" and _load("cuda", _indexed(device))[1] is None
+def runs_on_cuda(device: torch.device, format: str = NVFP4.name) -> bool:
+    """Whether the CUDA kernels can run on a device, with weights in a number format."""
+    if device.type != "cuda":
+        return False
+    module, reason = _load("cuda", _indexed(device))
+    return reason is None and format in _formats_of(module)
 
 
-def lay_out(weight: NVFP4Weight, layout: str) -> NVFP4Weight:
+def lay_out(weight: Weight, layout: str) -> Weight:
     """A weight in a layout of `formats.layouts.LAYOUTS`, or in the one that "auto" means for it, `resolve_layout`.
 
-    On a CUDA device "linear" becomes "tiled_64x64" by a kernel, byte for byte as `NVFP4Weight.to_layout` makes it.
+    On a CUDA device "linear" becomes "tiled_64x64" by a kernel, byte for byte as `PackedWeight.to_layout` makes it.
     """
     _, n, k = weight.shape
-    layout = resolve_layout(layout, weight.device, n, k)
-    if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout) is None:
-        kernels = _cuda_quantizer(weight.device)
+    layout = resolve_layout(layout, weight.device, n, k, weight.format)
+    if (weight.layout, layout) == (LINEAR, TILED_64X64) and layout_fits(n, k, layout, weight.format) is None:
+        kernels = _cuda_quantizer(weight.device, weight.format.name)
         if kernels is not None:
-            tiled: NVFP4Weight = kernels.to_tiled(weight)
+            tiled: Weight = kernels.to_tiled(weight)
             return tiled
     return weight.to_layout(layout)
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
     """`formats.nvfp4.quantize` by the kernels of the weight's device: the same bytes, on CUDA many times faster."""
-    kernels = _cuda_quantizer(weight.device)
-    if kernels is None:
-        return nvfp4.quantize(weight, scale_search=scale_search)
-    packed: NVFP4Weight = kernels.quantize(weight, scale_search=scale_search)
+    packed: NVFP4Weight = quantize_to(NVFP4.name, weight, scale_search=scale_search)
     return packed
 
 
-def fake_quantize(weight: Tensor, scale_search: str | None = None) -> Tensor:
-    """What NVFP4 makes of a weight (E, N, K): `quantize`, then `dequantize` to its dtype.
+def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None) -> Any:
+    """`quantize` of a number format's module by the kernels of the weight's device: the same bytes.
+
+    Args:
+        format: its name, one of `formats.registry.FORMATS`.
+        weight: (E, N, K).
+        scale_search: as in the format's `quantize`.
+
+    Raises:
+        ValueError: as the format's `quantize`, or there is no such format.
+    """
+    known = find_format(format)
+    kernels = _cuda_quantizer(weight.device, format)
+    if kernels is None:
+        return known.quantize(weight, scale_search=scale_search)
+    if format == NVFP4.name:
+        return kernels.quantize(weight, scale_search=scale_search)
+    known.check_quantizable(weight, scale_search)
+    return kernels.quantize_mxfp8(weight)
+
+
+def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
+    """What a number format makes of a weight (E, N, K): `quantize`, then `dequantize` to its dtype.
 
     NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
     """
-    kernels = _cuda_quantizer(weight.device)
-    packed, amax = (kernels or nvfp4).quantize_unchecked(weight, scale_search)
-    global_scale = torch.where(torch.isfinite(amax), packed.global_scale, torch.nan)
-    packed = NVFP4Weight.unchecked(packed.qdata, packed.scale, global_scale, LINEAR)
+    known = find_format(format)
+    kernels = _cuda_quantizer(weight.device) if format == NVFP4.name else None
+    packed, amax = (kernels or known).quantize_unchecked(weight, scale_search)
+    finite = torch.isfinite(amax)
+    if format == NVFP4.name:
+        packed = NVFP4Weight.unchecked(
+            packed.qdata, packed.scale, torch.where(finite, packed.global_scale, torch.nan), LINEAR
+        )
+    else:
+        scale = torch.where(finite[:, None, None], packed.scale.view(torch.uint8), E8M0_NAN)
+        packed = MXFP8Weight.unchecked(packed.qdata, scale.view(packed.scale.dtype), LINEAR)
     if kernels is None or weight.dtype == torch.float32:
-        return nvfp4.dequantize(packed, weight.dtype)
+        return known.dequantize(packed, weight.dtype)
     values: Tensor = importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
     return values
 
 
-def _cuda_quantizer(device: torch.device) -> Any:
-    """kernels.cuda.quantizer where it can run, else None."""
-    if not runs_on_cuda(device):
+def _cuda_quantizer(device: torch.device, format: str = NVFP4.name) -> Any:
+    """kernels.cuda.quantizer where it can run and knows a number format, else None."""
+    if not runs_on_cuda(device, format):
         return None
     return importlib.import_module("thunder_moe.kernels.cuda.quantizer")
 
@@ -199,13 +249,14 @@ chosen_backend = _CHOSEN.get  # the name that `use_backend` was given, else None
 
 
 @functools.cache
-def _best(device: torch.device) -> ModuleType:
+def _best(device: torch.device, format: str = NVFP4.name) -> ModuleType:
     for name, devices in BACKENDS.items():
         if devices is not None and device.type not in devices:
             continue
         module, reason = _load(name, device)
-        if reason is None:
+        if reason is None and format in _formats_of(module):
             return module
+        reason = reason or f"they take no {format} weights, only {', '.join(_formats_of(module))}"
         warnings.warn(
             f"thunder_moe: the {name!r} kernels cannot run on {device}, slower plain-torch ones take their place:"
             f" {reason}",

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from typing import TypeVar
 
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["to_linear", "warn_once"]
 
+Weight = TypeVar("Weight", bound=PackedWeight)
 _warned: set[Hashable] = set()
 
 
@@ -22,7 +24,7 @@ def warn_once(cause: Hashable, message: str) -> None:
         warnings.warn(f"thunder_moe: {message}", stacklevel=3)
 
 
-def to_linear(weight: NVFP4Weight, reader: str = "the kernels") -> NVFP4Weight:
+def to_linear(weight: Weight, reader: str = "the kernels") -> Weight:
     """A weight in layout "linear", for a backend that reads no other: a conversion costs far more than a GEMM.
 
     Args:
@@ -35,6 +37,6 @@ def to_linear(weight: NVFP4Weight, reader: str = "the kernels") -> NVFP4Weight:
         ("layout", weight.layout, weight.device.type, reader),
         f"{reader} on {weight.device} read no weights in layout {weight.layout!r}: one of shape {weight.shape}, and any"
         " other, is converted to 'linear' at every call; convert it once, by to_layout_(model) or"
-        " NVFP4Weight.to_layout('linear'), or quantize with layout='auto'",
+        f" {type(weight).__name__}.to_layout('linear'), or quantize with layout='auto'",
     )
     return weight.to_layout(LINEAR)

@@ -12,7 +12,7 @@ import torch
 
 from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import reference
 from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
 
@@ -78,7 +78,7 @@ def quantize_rows(
 
 
 def grouped_mm(
-    activation: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor, *, amax: float | None = None
+    activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor, *, amax: float | None = None
 ) -> torch.Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     values, scale, decode = quantize_rows(activation, amax, live_rows(offsets, activation.shape[0]))
@@ -86,14 +86,14 @@ def grouped_mm(
     return (reference.grouped_mm(rows, weight, offsets) * decode).to(activation.dtype)
 
 
-def grouped_mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight, offsets: torch.Tensor) -> torch.Tensor:
+def grouped_mm_dgrad(grad: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
     return reference.grouped_mm_dgrad(grad, weight, offsets)
 
 
 def grouped_swiglu(
     activation: torch.Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: torch.Tensor,
     row_slot: torch.Tensor | None = None,
     slot_scale: torch.Tensor | None = None,
@@ -109,7 +109,7 @@ def grouped_swiglu(
 
 def grouped_mm_combine(
     activation: torch.Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: torch.Tensor,
     slot_row: torch.Tensor,
     slot_weight: torch.Tensor | None,
@@ -121,7 +121,7 @@ def grouped_mm_combine(
     return combine(grouped_mm(activation, weight, offsets, amax=amax), offsets, slot_row, slot_weight, bias)
 
 
-def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype."""
     values, scale, decode = quantize_rows(activation)
     rows = (values.view(*scale.shape, BLOCK_SIZE) * scale.float()[..., None]).flatten(-2)  # exact in float32
@@ -129,7 +129,7 @@ def mm(activation: torch.Tensor, weight: NVFP4Weight, bias: torch.Tensor | None 
     return (out if bias is None else out + bias).to(activation.dtype)
 
 
-def mm_dgrad(grad: torch.Tensor, weight: NVFP4Weight) -> torch.Tensor:
+def mm_dgrad(grad: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
     """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation, as if that were not rounded."""
     return reference.mm_dgrad(grad, weight)
 

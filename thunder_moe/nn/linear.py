@@ -1,4 +1,4 @@
-"""`NVFP4Linear`, the 4-bit form of nn.Linear, and the modules that stand for linears whose weights are stacked in one.
+"""`NVFP4Linear`, the 4-bit (or MXFP8) form of nn.Linear, and the modules of linears whose weights are stacked in one.
 Called by users, dense_linears and integrations.huggingface; calls the operator of ops.scaled_mm.
 
 Legend: ... any leading dimensions, N out_features, K in_features.
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, layout_of_rank
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.formats.layouts import LINEAR, layout_of_rank
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import bound_kernels, chosen_backend, lay_out, quantize
 from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
-from thunder_moe.ops.operator import is_bare
+from thunder_moe.ops.operator import is_bare, name_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,7 +33,7 @@ __all__ = ["NVFP4Linear", "NVFP4LinearPart", "NVFP4LinearStack"]
 
 
 class NVFP4Linear(NVFP4Module):
-    """`torch.nn.Linear` with a frozen 4-bit weight, kept as buffers, and a 16-bit (or float32) bias.
+    """`torch.nn.Linear` with a frozen 4-bit (or MXFP8) weight, kept as buffers, and a 16-bit (or float32) bias.
 
     The names in the state dict are qdata, scale, global_scale and bias. `NVFP4Module` says how buffers, state dicts and
     moves are; `from_linear` makes one.
@@ -44,7 +45,8 @@ class NVFP4Linear(NVFP4Module):
 
     Attributes:
         qdata: uint8 (N, K // 2), or blocks of it; scale: float8_e4m3fn (N, K // 16), or blocks; global_scale: float32
-            () or (N,). ``module.to(dtype)`` leaves them as they are.
+            () or (N,). Of an MXFP8 weight float8_e4m3fn (N, K), float8_e8m0fnu (N, K // 32) and None.
+            ``module.to(dtype)`` leaves them as they are.
         bias: parameter (N,), or None.
 
     Raises:
@@ -55,7 +57,7 @@ class NVFP4Linear(NVFP4Module):
     _of_experts = False
     _bound: Bound | None = None
 
-    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         if weight.shape[0] != 1:
             raise ValueError(f"weight: got shape {weight.shape}, wanted (1, out_features, in_features)")
         super().__init__(weight, **options)
@@ -68,7 +70,7 @@ class NVFP4Linear(NVFP4Module):
     @classmethod
     @torch.no_grad()
     def from_linear(
-        cls, *linears: nn.Linear, pack: Callable[[Tensor], NVFP4Weight] = quantize, layout: str = "auto"
+        cls, *linears: nn.Linear, pack: Callable[[Tensor], PackedWeight] = quantize, layout: str = "auto"
     ) -> Self:
         """The 4-bit form of a linear, or of several that read the same rows: their weights are stacked, with one global
         scale, which readers of checkpoints want.
@@ -113,13 +115,14 @@ class NVFP4Linear(NVFP4Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
-        mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
+        format = BLOCK_FORMATS[self.format_name]
+        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
         out: Tensor
         if torch.compiler.is_compiling():
-            weight = self.nvfp4_weight
+            weight = self.packed_weight
             out = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
             return out
-        bare = is_bare(x) and bound_kernels(x.device) is not None
+        bare = is_bare(x) and bound_kernels(x.device, format.name) is not None
         if bare:
             done = self._run_bound(x)
             if done is not None:
@@ -127,10 +130,11 @@ class NVFP4Linear(NVFP4Module):
         # The same without the weight (1, N, K), whose views would cost 5 us a call.
         qdata, scale, layout = self.qdata, self.scale, LINEAR
         if qdata.ndim > 2:
-            layout = layout_of_rank(qdata.ndim + 1)
-            qdata = qdata.view(self.out_features, self.in_features // 2)
-            scale = scale.view(self.out_features, self.in_features // BLOCK_SIZE)
-        out = mm(x, qdata.t(), scale, self.global_scale, self.bias, layout=layout)
+            layout = layout_of_rank(qdata.ndim + 1, format)
+            qdata = qdata.view(self.out_features, self.in_features // format.codes_per_byte)
+            scale = scale.view(self.out_features, self.in_features // format.block_size)
+        others = (self.global_scale,) if len(format.fields) > 2 else ()
+        out = mm(x, qdata.t(), scale, *others, self.bias, layout=layout)
         if bare:
             self._bind(x)
         return out
@@ -147,7 +151,7 @@ class NVFP4Linear(NVFP4Module):
 
     def _bind(self, x: Tensor) -> None:
         """Binds the kernel for rows like these, for which the operator has just run, to the weight."""
-        served, state = bound_kernels(x.device), self._state()
+        served, state = bound_kernels(x.device, self.format_name), self._state()
         if served is None or state is None:
             return
         bound = self._bound
@@ -155,7 +159,7 @@ class NVFP4Linear(NVFP4Module):
             bound = self._bound = Bound()
         known, kernel = bound.kernels or (None, None)
         if known != state:
-            kernel = served.bind_linear(self.nvfp4_weight, self.bias)
+            kernel = served.bind_linear(self.packed_weight, self.bias)
             bound.kernels = state, kernel
         if kernel is not None:
             kernel.learn(x)
@@ -167,30 +171,32 @@ class NVFP4Linear(NVFP4Module):
         """
         buffers: Any = self._buffers
         try:
-            qdata, scale, global_scale = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+            tensors = buffers["qdata"], buffers["scale"], buffers["global_scale"]
             bias = self._parameters["bias"]
         except KeyError:
             return None
+        qdata, scale, global_scale = tensors
         of_bias = None if bias is None else (bias.data_ptr(), bias.dtype)
-        return (
-            qdata.data_ptr(), qdata.ndim, scale.data_ptr(), global_scale.data_ptr(), global_scale.ndim, of_bias
-        )  # fmt: skip
+        of_global = None if global_scale is None else (global_scale.data_ptr(), global_scale.ndim)
+        return qdata.data_ptr(), qdata.ndim, scale.data_ptr(), of_global, of_bias
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
-        qdata, scale, global_scale, layout = self.qdata, self.scale, self.global_scale, self.layout
+        qdata, scale, layout, format = self.qdata, self.scale, self.layout, BLOCK_FORMATS[self.format_name]
         bias: Tensor | None = self.bias
         tile = self.out_features // qdata.shape[0]  # rows of a block of the layout
         if begin % tile or size % tile:
             whole: Tensor = self(x)
             return whole[..., begin : begin + size]
-        first, count, half = begin // tile, size // tile, self.in_features // 2
-        codes = qdata.narrow(0, first, count).view(size, half).t()
-        scales = scale.narrow(0, first, count).view(size, half // 8)
-        global_scale = global_scale if global_scale.ndim == 0 else global_scale.narrow(0, begin, size)
+        first, count, width = begin // tile, size // tile, self.in_features // format.codes_per_byte
+        codes = qdata.narrow(0, first, count).view(size, width).t()
+        tensors = [codes, scale.narrow(0, first, count).view(size, width // format.bytes_of_scale)]
+        if len(format.fields) > 2:
+            of_rows = self.global_scale
+            tensors.append(of_rows if of_rows.ndim == 0 else of_rows.narrow(0, begin, size))
         bias = None if bias is None else bias.narrow(0, begin, size)
-        mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
-        out: Tensor = mm(x, codes, scales, global_scale, bias, layout=layout)
+        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
+        out: Tensor = mm(x, *tensors, bias, layout=layout)
         return out
 
     def to_linears(self) -> list[nn.Linear]:
@@ -211,7 +217,7 @@ class NVFP4Linear(NVFP4Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
 
 class NVFP4LinearStack(NVFP4Linear):
@@ -231,11 +237,11 @@ class NVFP4LinearStack(NVFP4Linear):
 
     reader: type[nn.Module] | None = None
 
-    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         self._waiting = _Waiting()
         super().__init__(weight, bias, **options)
 
-    def set_weight(self, weight: NVFP4Weight) -> None:
+    def set_weight(self, weight: PackedWeight) -> None:
         self._waiting.clear()
         super().set_weight(weight)
 
@@ -351,11 +357,18 @@ class NVFP4LinearPart(nn.Module):
         return slice(sum(sizes[: self.index]), sum(sizes[: self.index + 1]))
 
     @property
-    def nvfp4_weight(self) -> NVFP4Weight:
+    def packed_weight(self) -> PackedWeight:
         """Its weight (1, N, K) in layout "linear", a view of the stack's where that has this layout."""
-        weight, rows = self.stack.nvfp4_weight.to_layout(LINEAR), self._rows
-        global_scale = weight.global_scale if weight.global_scale.ndim == 1 else weight.global_scale[:, rows]
-        return NVFP4Weight(weight.qdata[:, rows], weight.scale[:, rows], global_scale)
+        return self.stack.packed_weight.to_layout(LINEAR).rows(self._rows)
+
+    @property
+    def nvfp4_weight(self) -> NVFP4Weight:
+        """The same, of a stack in NVFP4.
+
+        Raises:
+            ValueError: it is in another number format.
+        """
+        return self.stack.nvfp4_weight.to_layout(LINEAR).rows(self._rows)
 
     @property
     def bias(self) -> Tensor | None:
@@ -368,6 +381,9 @@ class NVFP4LinearPart(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, part {self.index} of a stack"
+
+    def _get_name(self) -> str:
+        return type(self).__name__.replace(NVFP4.name.upper(), self.stack.format_name.upper())
 
 
 def traced_by_thunder() -> bool:
@@ -414,9 +430,10 @@ def _input_in_graph(known: str) -> str:
     """Runs while dynamo traces: what the graph's last dense layer reads, or the input that is `known`, by the graph,
     the node's name and how often the trace has changed it in place so far; "" where there is none."""
     graph = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.graph
-    operator = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm
+    names = [name_in("f16a_nvfp4weight_scaled_mm", format) for format in BLOCK_FORMATS.values()]
+    operators = [getattr(torch.ops.thunder_moe, name) for name in names]
     for node in reversed(graph.nodes):
-        if node.target in (operator, operator.default):
+        if node.target in (*operators, *(each.default for each in operators)):
             read = node.args[0]
             found = f"{id(graph)} {read.name} "
             if known.startswith(found) or not known:

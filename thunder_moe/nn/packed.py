@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
-from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS, layout_of_blocks
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES, dequantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.layouts import LINEAR, layout_of_blocks, module_layouts
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["NVFP4Module"]
 
-_FIELDS = ("qdata", "scale", "global_scale")
-
 
 class NVFP4Module(nn.Module):
-    """A module with one frozen 4-bit weight, kept as buffers; `forward` is the subclass's.
+    """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
     The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
     dimension of experts): buffers that are passed around, replaced (``functional_call``) or kept from before always
@@ -39,7 +39,7 @@ class NVFP4Module(nn.Module):
     where modules share weights, one each.
 
     Args:
-        weight: (E, N, K); kept in its layout if that is one of `MODULE_LAYOUTS`, else in "linear".
+        weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
         weight_dtype: of the 16-bit weight that this one stands for; what `dequantize_` gives back. One for each where
             it stands for several, whose rows are stacked (gate and up).
         weight_requires_grad: whether that weight was trainable; likewise.
@@ -47,7 +47,9 @@ class NVFP4Module(nn.Module):
         part_features: out_features of each of the weights that it stands for; None: they share N evenly.
 
     Attributes:
-        qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
+        qdata, scale, global_scale: the tensors of the weight; the last is None in MXFP8. ``module.to(dtype)`` leaves
+            them as they are.
+        format_name: of the weight's number format, "nvfp4" or "mxfp8".
         weight_dtypes, weights_require_grad: tuples of the above.
         auto_layout: as above.
     """
@@ -55,6 +57,7 @@ class NVFP4Module(nn.Module):
     qdata: Tensor
     scale: Tensor
     global_scale: Tensor
+    format_name: str = NVFP4.name
     auto_layout: bool = False  # of modules pickled before there was a choice
     _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
@@ -63,7 +66,7 @@ class NVFP4Module(nn.Module):
 
     def __init__(
         self,
-        weight: NVFP4Weight,
+        weight: PackedWeight,
         *,
         weight_dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
         weight_requires_grad: bool | Sequence[bool] = False,
@@ -88,17 +91,32 @@ class NVFP4Module(nn.Module):
                 f"weight_dtype: got {dtypes} with weight_requires_grad {grads}, wanted one of each for every one of"
                 f" the weights that share the {self.out_features} out_features evenly"
             )
-        self.auto_layout = auto_layout
-        layout = weight.layout if weight.layout in MODULE_LAYOUTS else LINEAR
-        for field, tensor in zip(_FIELDS, self._own(weight.to_layout(layout)), strict=True):
-            self.register_buffer(field, tensor)
+        self.auto_layout, self.format_name = auto_layout, weight.format.name
+        layout = weight.layout if weight.layout in module_layouts(weight.format) else LINEAR
+        for field in NVFP4.fields:  # those that the format does not have are None
+            self.register_buffer(field, None)
+        self._buffers.update(zip(self._fields, self._own(weight.to_layout(layout)), strict=True))
+
+    @property
+    def format(self) -> BlockFormat:
+        """The number format of the weight."""
+        return BLOCK_FORMATS[self.format_name]
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """The names of the buffers that hold the weight."""
+        return BLOCK_FORMATS[self.format_name].fields
+
+    def _get_name(self) -> str:
+        """The name in the representation of a model: that of the class, with the number format."""
+        return type(self).__name__.replace(NVFP4.name.upper(), self.format_name.upper())
 
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
         raise NotImplementedError
 
-    def _own(self, weight: NVFP4Weight) -> tuple[Tensor, ...]:
+    def _own(self, weight: PackedWeight) -> tuple[Tensor, ...]:
         """The tensors of a weight as this module keeps them, always the same objects."""
         return weight.blocks if self._of_experts else weight.dense_blocks
 
@@ -110,18 +128,35 @@ class NVFP4Module(nn.Module):
     def layout(self) -> str:
         """The layout of the weights, by the shapes of the buffers."""
         qdata, scale = self._grouped(self.qdata, self.scale)
-        return layout_of_blocks(qdata, scale)
+        return layout_of_blocks(qdata, scale, self.format)
 
     @property
     def nvfp4_weight(self) -> NVFP4Weight:
-        """The weight (E, N, K), which shares the buffers' memory."""
+        """The weight (E, N, K), which shares the buffers' memory.
+
+        Raises:
+            ValueError: it is in another number format; `packed_weight` has those, too.
+        """
+        weight = self.packed_weight
+        if not isinstance(weight, NVFP4Weight):
+            raise ValueError(
+                f"{self._get_name()}: got a weight in {self.format_name}, wanted nvfp4, which alone is read here;"
+                " dequantize_ the module, or quantize it to nvfp4"
+            )
+        return weight
+
+    @property
+    def packed_weight(self) -> PackedWeight:
+        """The weight (E, N, K) in its number format, which shares the buffers' memory."""
         buffers: Any = self._buffers
+        format = BLOCK_FORMATS[self.format_name]
+        tensors: tuple[Tensor, ...]
         try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
-            tensors = buffers["qdata"], buffers["scale"], buffers["global_scale"]
+            tensors = tuple([buffers[field] for field in format.fields])
         except KeyError:  # parametrized
-            tensors = self.qdata, self.scale, self.global_scale
-        qdata, scale, global_scale = tensors if self._of_experts else self._grouped(*tensors)
-        layout = layout_of_blocks(qdata, scale)
+            tensors = tuple([getattr(self, field) for field in format.fields])
+        qdata, scale, *others = tensors if self._of_experts else self._grouped(*tensors)
+        layout = layout_of_blocks(qdata, scale, format)
         if torch.compiler.is_compiling():
             assert self._relaid >= 0
         if layout != LINEAR:
@@ -131,41 +166,41 @@ class NVFP4Module(nn.Module):
                 dims = tuple(range(qdata.ndim))
                 qdata, scale = qdata.permute(dims), scale.permute(dims)
             rows = self._weight_shape[:2]
-            qdata = qdata.view(*rows, self.in_features // 2)
-            scale = scale.view(*rows, self.in_features // BLOCK_SIZE)
-        return NVFP4Weight.unchecked(qdata, scale, global_scale, layout)
+            qdata = qdata.view(*rows, self.in_features // format.codes_per_byte)
+            scale = scale.view(*rows, self.in_features // format.block_size)
+        weight: PackedWeight = WEIGHTS[format.name].unchecked(qdata, scale, *others, layout)
+        return weight
 
     @torch.no_grad()
-    def set_weight(self, weight: NVFP4Weight) -> None:
-        """Takes another weight of the same shape, in its layout; the only way to change the buffers.
+    def set_weight(self, weight: PackedWeight) -> None:
+        """Takes another weight of the same shape and number format, in its layout; the only way to change the buffers.
 
         The buffers become other memory, and modules that are tied to this one have them too. Detached aliases, as of a
         state dict, keep the old bytes in the old shape.
 
         Raises:
-            ValueError: the weight has another shape, or a layout that is not one of `MODULE_LAYOUTS`.
+            ValueError: the weight has another shape or format, or a layout that modules do not keep.
         """
-        shape = self._weight_shape
-        if weight.shape != shape or weight.layout not in MODULE_LAYOUTS:
+        shape, layouts = self._weight_shape, module_layouts(self.format)
+        if weight.format.name != self.format_name:
+            raise ValueError(f"weight: got one in {weight.format.name}, wanted {self.format_name}, that of the module")
+        if weight.shape != shape or weight.layout not in layouts:
             raise ValueError(
-                f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of"
-                f" {MODULE_LAYOUTS}"
+                f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of {layouts}"
             )
         self._layout_to_be = None
-        for field, tensor in zip(_FIELDS, self._own(weight), strict=True):
+        for field, tensor in zip(self._fields, self._own(weight), strict=True):
             buffer = self._replace(field, tensor)
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
     def dequantized(self) -> list[Tensor]:
         """The 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
-        linear = self.nvfp4_weight.to_layout(LINEAR)
-        global_scale = linear.row_global_scale()
+        linear = self.packed_weight.to_layout(LINEAR)
         sizes = self._part_features or (self.out_features // len(self.weight_dtypes),) * len(self.weight_dtypes)
         weights: list[Tensor] = []
         for end, size, dtype in zip(accumulate(sizes), sizes, self.weight_dtypes, strict=True):
-            rows = slice(end - size, end)
-            part = NVFP4Weight(linear.qdata[:, rows], linear.scale[:, rows], global_scale[:, rows])
+            part = linear.rows(slice(end - size, end))
             other = dtype not in WEIGHT_DTYPES  # after .double(), say
             weights.append(dequantize(part, torch.float32 if other else dtype).to(dtype))
         return weights
@@ -174,38 +209,39 @@ class NVFP4Module(nn.Module):
         _refuse_plain_save(sys._getframe(1))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != LINEAR:
-            linear = self._own(self.nvfp4_weight.to_layout(LINEAR))
+            linear = self._own(self.packed_weight.to_layout(LINEAR))
             destination[f"{prefix}qdata"], destination[f"{prefix}scale"] = linear[:2]
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
-        state_dict = _by_bits(state_dict, prefix)
-        given = [field for field in _FIELDS if f"{prefix}{field}" in state_dict]
+        fields = self._fields
+        state_dict = _by_bits(state_dict, prefix, self.format)
+        given = [field for field in fields if f"{prefix}{field}" in state_dict]
         assign = local_metadata.get("assign_to_params_buffers", False)
         device, layout = self.qdata.device, self._layout_to_be or self.layout
         # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
-        own = {field: getattr(self, field) for field in _FIELDS}
-        self._buffers.update(zip(_FIELDS, self._own(self.nvfp4_weight.to_layout(LINEAR)), strict=True))
+        own = {field: getattr(self, field) for field in fields}
+        self._buffers.update(zip(fields, self._own(self.packed_weight.to_layout(LINEAR)), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
-            loaded: tuple[Tensor, ...] = (self.qdata, self.scale, self.global_scale)
-            qdata, scale, global_scale = self._grouped(*loaded)
-            weight = NVFP4Weight.unchecked(qdata, scale, global_scale, LINEAR)
+            loaded: tuple[Tensor, ...] = tuple(getattr(self, field) for field in fields)
+            kind = WEIGHTS[self.format_name]
+            weight = kind.unchecked(*self._grouped(*loaded), LINEAR)
             parted = "qdata" in given and "scale" not in given and _would_lose_codes(weight, layout)
             self._layout_to_be = layout if parted else None
             if layout != LINEAR and not parted:
-                loaded = self._own(lay_out(NVFP4Weight(*weight.tensors()), layout))
+                loaded = self._own(lay_out(kind(*weight.tensors()), layout))
         finally:
             self._buffers.update(own)
-        for field, tensor in zip(_FIELDS, loaded, strict=True):
+        for field, tensor in zip(fields, loaded, strict=True):
             if assign and field in given:
                 self._buffers[field] = tensor
             elif tensor.shape != own[field].shape:
                 self._replace(field, tensor)
             elif tensor is not own[field]:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
                 own[field].copy_(tensor)
-        whole = len({getattr(self, field).device for field in _FIELDS}) == 1 and (
+        whole = len({getattr(self, field).device for field in fields}) == 1 and (
             "scale" in given or "qdata" not in given
         )
         if assign and whole:
@@ -214,15 +250,17 @@ class NVFP4Module(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Module:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before = self.qdata.device
-        own = {field: self._buffers.pop(field) for field in _FIELDS}
+        own = {field: self._buffers.pop(field) for field in self._fields}
         try:
             parent: Any = super()
             parent._apply(fn, recurse)  # other tensors of a subclass
         finally:
             self._buffers.update(own)
-        for field in _FIELDS:
+        for field in self._fields:
             buffer = getattr(self, field).data
-            bits = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer  # scales: most casts spare integers
+            bits = (
+                buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
+            )  # 8-bit floats: most casts spare integers
             moved = fn(bits)
             moved = moved if moved.dtype == bits.dtype else bits.to(moved.device)
             self._replace(field, moved.view(buffer.dtype))
@@ -248,14 +286,14 @@ class NVFP4Module(nn.Module):
         if device.type == "meta":
             return
         if self.auto_layout:
-            wanted = resolve_layout("auto", device, *sizes)
+            wanted = resolve_layout("auto", device, *sizes, self.format)
             if wanted != layout:
-                self.set_weight(lay_out(self.nvfp4_weight, wanted))
-        elif device != before and layout != LINEAR and layout != resolve_layout("auto", device, *sizes):
+                self.set_weight(lay_out(self.packed_weight, wanted))
+        elif device != before and layout != LINEAR and layout != resolve_layout("auto", device, *sizes, self.format):
             warn_once(
                 ("moved", layout, device.type),
-                f"4-bit weights in layout {layout!r} were moved to a {device.type!r} device, where kernels have to"
-                " convert them at every call; to_layout_(model) lays them out for it",
+                f"{self.format_name} weights in layout {layout!r} were moved to a {device.type!r} device, where kernels"
+                " have to convert them at every call; to_layout_(model) lays them out for it",
             )
 
 
@@ -275,22 +313,27 @@ def _refuse_plain_save(frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def _would_lose_codes(weight: NVFP4Weight, layout: str) -> bool:
+def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
     """Whether a layout clears codes of a linear weight that has its codes, but not yet their scales, from a file."""
     if layout == LINEAR or weight.scale.is_meta:
         return layout != LINEAR and not weight.qdata.is_meta
     return bool((weight.scale.view(torch.uint8) == 0).any())
 
 
-def _by_bits(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """A state dict whose 4-bit weight has our dtypes: bytes that were saved as such are taken as they are.
+def _by_bits(state_dict: dict[str, Any], prefix: str, format: BlockFormat) -> dict[str, Any]:
+    """A state dict whose packed weight has our dtypes: bytes that were saved as such are taken as they are.
 
     Raises:
-        ValueError: another dtype, which torch would convert by value.
+        ValueError: another dtype, which torch would convert by value, or a weight in another number format.
     """
-    bytes_of = {"qdata": (torch.float4_e2m1fn_x2,), "scale": (torch.uint8,), "global_scale": ()}
+    codes, *as_codes = format.code_dtypes
+    as_codes += [torch.uint8] if codes != torch.uint8 else []
+    dtypes = ((codes, tuple(as_codes)), (format.scale_dtype, (torch.uint8,)), (torch.float32, ()))
     state_dict = dict(state_dict)
-    for (field, same), dtype in zip(bytes_of.items(), (torch.uint8, torch.float8_e4m3fn, torch.float32), strict=True):
+    foreign = f"{prefix}{NVFP4.fields[2]}"
+    if len(format.fields) == 2 and isinstance(state_dict.get(foreign), Tensor):
+        raise ValueError(f"{foreign}: got a tensor of an nvfp4 weight, wanted an {format.name} weight, as the module's")
+    for field, (dtype, same) in zip(format.fields, dtypes, strict=False):
         key = f"{prefix}{field}"
         tensor = state_dict.get(key)
         if isinstance(tensor, Tensor) and tensor.dtype != dtype:

@@ -1,4 +1,4 @@
-"""The 4-bit modules of experts, NVFP4GroupedLinear and NVFP4GroupedSwiGLU.
+"""The modules of experts with packed weights, NVFP4GroupedLinear and NVFP4GroupedSwiGLU, which take MXFP8's, too.
 Called by users, nn.llama4, grouped_experts and integrations.huggingface; calls the package's operators, and packed for
 what 4-bit modules share.
 
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import name_in
 
 __all__ = [
     "MODULE_LAYOUTS",
@@ -33,7 +34,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class NVFP4GroupedLinear(NVFP4Module):
-    """`GroupedLinear` with frozen 4-bit weights, kept as buffers, and a 16-bit (or float32) bias.
+    """`GroupedLinear` with frozen 4-bit (or MXFP8) weights, kept as buffers, and a 16-bit (or float32) bias.
 
     `NVFP4Module` says how its buffers, state dicts and moves are; its arguments are those of this class.
 
@@ -43,7 +44,7 @@ class NVFP4GroupedLinear(NVFP4Module):
 
     Attributes:
         bias: parameter (E, N), or None.
-        qdata, scale, global_scale: the tensors of the `NVFP4Weight`. ``module.to(dtype)`` leaves them as they are.
+        qdata, scale, global_scale: the tensors of the weight. ``module.to(dtype)`` leaves them as they are.
         weight_dtypes, weights_require_grad: of the 16-bit weights that it stands for, tuples.
         auto_layout: whether the weights are laid out for the device that the module is moved to.
     """
@@ -51,7 +52,7 @@ class NVFP4GroupedLinear(NVFP4Module):
     bias: nn.Parameter | None
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
 
-    def __init__(self, weight: NVFP4Weight, bias: Tensor | None = None, **options: Any) -> None:
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)
         self.num_experts = weight.shape[0]
         if bias is not None and bias.shape != weight.shape[:2]:
@@ -75,8 +76,8 @@ class NVFP4GroupedLinear(NVFP4Module):
         Raises:
             ValueError: as the operator; bias_scale without a bias.
         """
-        weight, offsets, x = self.nvfp4_weight, int32(offsets), autocast_rows(x)
-        grouped_mm = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm
+        weight, offsets, x = self.packed_weight, int32(offsets), autocast_rows(x)
+        grouped_mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
         out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
         if self.bias is not None:
             out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.bias, bias_scale)
@@ -106,7 +107,7 @@ class NVFP4GroupedLinear(NVFP4Module):
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, nvfp4" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
+        return f"{sizes}, {self.format_name}" + (f", layout={self.layout!r}" if self.layout != LINEAR else "")
 
 
 class NVFP4GroupedSwiGLU(nn.Module):
@@ -129,14 +130,14 @@ class NVFP4GroupedSwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
-        gate_up, x = self.gate_up_proj.nvfp4_weight, autocast_rows(x)
-        swiglu = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_swiglu
+        gate_up, x = self.gate_up_proj.packed_weight, autocast_rows(x)
+        swiglu = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_grouped_swiglu", gate_up.format))
         out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
         return out
 
 
 def int32(offsets: Tensor) -> Tensor:
-    """Row ends as the NVFP4 operators take them."""
+    """Row ends as the operators of packed weights take them."""
     return offsets if offsets.dtype == torch.int32 else offsets.to(torch.int32)
 
 
@@ -146,13 +147,15 @@ def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Modu
     return type(module) is cls and not hooks and "forward" not in vars(module)
 
 
-def weights_to_fuse(experts: nn.Module) -> tuple[NVFP4Weight, NVFP4Weight] | None:
+def weights_to_fuse(experts: nn.Module) -> tuple[PackedWeight, PackedWeight] | None:
     """The weights (gate and up, down) of a `NVFP4GroupedSwiGLU`, for an operator that does what it and its linears do;
-    None for other modules, and where hooks or forwards of their own have to run."""
+    None for other modules, for weights in two number formats, and where hooks or forwards of their own have to run."""
     if not calls_only_its_class(experts, NVFP4GroupedSwiGLU):
         return None
     gate_up: nn.Module = experts.gate_up_proj
     down: nn.Module = experts.down_proj
     if not (calls_only_its_class(gate_up, NVFP4GroupedLinear) and calls_only_its_class(down, NVFP4GroupedLinear)):
         return None
-    return gate_up.nvfp4_weight, down.nvfp4_weight
+    if gate_up.format_name != down.format_name:
+        return None
+    return gate_up.packed_weight, down.packed_weight

@@ -1,4 +1,4 @@
-"""The checks that the NVFP4 operators share: operands, values of offsets and indices, gradients that there are none of.
+"""The checks that operators of packed weights share: operands, values of offsets and indices, absent gradients.
 Called by the other files of ops; calls formats.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import check_weight
 
 __all__ = [
@@ -29,16 +29,17 @@ __all__ = [
 ]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_NAMES = ("fp4_weight", "weight_scaling_factor", "weight_global_scale")
+WEIGHT_NAMES = NVFP4.operands
 
 
 def check_operands(
     activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
     offsets: Tensor,
     layout: str,
+    format: BlockFormat = NVFP4,
 ) -> None:
     """Checks everything that can be checked without data.
 
@@ -46,23 +47,26 @@ def check_operands(
         ValueError: names the argument, what it was and what is wanted.
     """
     require(activation.ndim == 2, "activation", activation, "shape (rows, in_features)")
-    k = activation.shape[1]
-    require(k % BLOCK_SIZE == 0 and k > 0, "activation", activation, "in_features a positive multiple of 16")
-    require(fp4_weight.ndim == 3, "fp4_weight", fp4_weight, "shape (experts, in_features // 2, out_features)")
-    if 2 * fp4_weight.shape[1] != k:
-        raise mismatch("fp4_weight", fp4_weight, f"in_features // 2 = {k // 2} in dim 1, by the activation")
-    packed = (fp4_weight, weight_scaling_factor, weight_global_scale)
-    check_rows_and_weight("activation", activation, *packed, offsets, layout)
+    k, name = activation.shape[1], format.operands[0]
+    if k % format.block_size or k == 0:
+        raise mismatch("activation", activation, f"in_features a positive multiple of {format.block_size}")
+    if packed.ndim != 3:
+        raise mismatch(name, packed, f"shape (experts, {format.packed_features}, out_features)")
+    if format.codes_per_byte * packed.shape[1] != k:
+        wanted = f"{format.packed_features} = {k // format.codes_per_byte} in dim 1, by the activation"
+        raise mismatch(name, packed, wanted)
+    check_rows_and_weight("activation", activation, packed, scale, global_scale, offsets, layout, format)
 
 
 def check_rows_and_weight(
     name: str,
     rows: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
     offsets: Tensor,
     layout: str,
+    format: BlockFormat = NVFP4,
 ) -> None:
     """`check_operands` but for the columns of the rows; `name` is what the operator calls the rows.
 
@@ -71,12 +75,12 @@ def check_rows_and_weight(
     """
     if rows.dtype not in ACTIVATION_DTYPES:
         raise mismatch(name, rows, f"a dtype of {ACTIVATION_DTYPES}")
-    check_weight(fp4_weight, weight_scaling_factor, weight_global_scale, layout, names=WEIGHT_NAMES, transposed=True)
-    experts = fp4_weight.shape[0]
+    check_weight(packed, scale, global_scale, layout, format=format, names=format.operands, transposed=True)
+    experts = packed.shape[0]
     require(offsets.dtype == torch.int32, "offsets", offsets, "dtype int32")
     if offsets.shape != (experts,):
         raise mismatch("offsets", offsets, f"shape ({experts},), one row end per expert")
-    for other, tensor in (("fp4_weight", fp4_weight), ("offsets", offsets)):
+    for other, tensor in ((format.operands[0], packed), ("offsets", offsets)):
         if tensor.device != rows.device:
             raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
 
@@ -126,7 +130,8 @@ def refuse_forward_ad() -> None:
     operator, or take them for zeros."""
     if forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "NVFP4 operators have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd); use reverse mode"
+            "operators of packed weights have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd);"
+            " use reverse mode"
         )
 
 

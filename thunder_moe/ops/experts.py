@@ -1,5 +1,5 @@
 """`moe_experts`, the experts of a layer on quantized weights, from the router's choice to the weighted sum, and its
-operator thunder_moe::f16a_nvfp4weight_moe_experts.
+operator thunder_moe::f16a_nvfp4weight_moe_experts, which is there for MXFP8 weights, too.
 Called by nn, integrations, compiled graphs and users; calls kernels.select and kernels.gradients.
 
 route -> gather, gate_up GEMM, SwiGLU -> down GEMM, weighted combine
@@ -13,17 +13,24 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight, check_weight
+from thunder_moe.formats.weight import PackedWeight, check_weight
 from thunder_moe.kernels import by_parts, gradients
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_offset_values, check_optional
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands, weight_from_operands
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import in_format, name_in, operator
 
-__all__ = ["check_experts", "check_order", "f16a_nvfp4weight_moe_experts", "moe_experts"]
+__all__ = [
+    "check_experts",
+    "check_order",
+    "f16a_mxfp8weight_moe_experts",
+    "f16a_nvfp4weight_moe_experts",
+    "moe_experts",
+]
 
 GATE_UP_NAMES = ("gate_up", "gate_up_scale", "gate_up_global_scale")
 DOWN_NAMES = ("down", "down_scale", "down_global_scale")
@@ -36,11 +43,12 @@ def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]
 
 def check_experts(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, **_: Any,
+    *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None,
+    format: BlockFormat = NVFP4, **_: Any,
 ) -> None:  # fmt: skip
     """What can be checked without data of the arguments of `f16a_nvfp4weight_moe_experts`.
 
@@ -48,11 +56,12 @@ def check_experts(
         ValueError: names the argument, what it was and what is wanted.
     """
     first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
-    check_weight(*first, gate_up_layout, names=GATE_UP_NAMES, transposed=True)
-    check_weight(*second, down_layout, names=DOWN_NAMES, transposed=True)
+    count = len(format.fields)
+    check_weight(*first, gate_up_layout, format=format, names=GATE_UP_NAMES[:count], transposed=True)
+    check_weight(*second, down_layout, format=format, names=DOWN_NAMES[:count], transposed=True)
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
-    experts, half, features = gate_up.shape
-    tokens, hidden_size, device = hidden_states.shape[0], 2 * half, hidden_states.device
+    (experts, codes, features), per_byte = gate_up.shape, format.codes_per_byte
+    tokens, hidden_size, device = hidden_states.shape[0], per_byte * codes, hidden_states.device
     if hidden_states.shape[1] != hidden_size:
         require(False, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up")
     if hidden_states.dtype not in ACTIVATION_DTYPES:
@@ -72,9 +81,9 @@ def check_experts(
     if features % 2:
         got = (experts, features, hidden_size)
         raise ValueError(f"gate_up: got shape {got}, wanted an even out_features: gate rows, then up rows")
-    if down.shape != (experts, features // 4, hidden_size) or features % 4:
+    if down.shape != (experts, features // (2 * per_byte), hidden_size) or features % (2 * per_byte):
         by, fits = (experts, features, hidden_size), (experts, hidden_size, features // 2)
-        got = (down.shape[0], down.shape[2], 2 * down.shape[1])
+        got = (down.shape[0], down.shape[2], per_byte * down.shape[1])
         raise ValueError(f"down: got shape {got}, wanted {fits}, by gate_up of shape {by}")
     check_optional("gate_up_bias", gate_up_bias, (experts, features), hidden_states)
     check_optional("down_bias", down_bias, (experts, hidden_size), hidden_states)
@@ -111,20 +120,20 @@ def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
 
 def _gradient(
     grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, needs: gradients.Needs, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    **form: Any,
+    format: BlockFormat = NVFP4, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.shape[0])
     return gradients.moe_experts(
         grad, hidden_states, expert_weights, gate_up_bias, down_bias, (row_slot, offsets, slot_row),
         weight_on_input=weight_on_input, form=GLU(**form), needs=needs,
-        gate_up=gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout),
-        down=gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout),
+        gate_up=gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout, format),
+        down=gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout, format),
     )  # fmt: skip
 
 
@@ -199,7 +208,7 @@ def f16a_nvfp4weight_moe_experts(
     first = weight_from_operands(gate_up, gate_up_scale, gate_up_global_scale, gate_up_layout)
     second = weight_from_operands(down, down_scale, down_global_scale, down_layout)
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
-    backend = select(hidden_states.device)
+    backend = select(hidden_states.device, format=first.format.name)
     run = getattr(backend, "moe_experts", None) or by_parts.of(backend)
     out: Tensor = run(
         hidden_states, expert_ids, expert_weights, first, second, gate_up_bias, down_bias, order, weight_on_input,
@@ -208,12 +217,15 @@ def f16a_nvfp4weight_moe_experts(
     return out
 
 
+f16a_mxfp8weight_moe_experts = in_format(f16a_nvfp4weight_moe_experts, MXFP8)
+
+
 def moe_experts(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: NVFP4Weight,
-    down: NVFP4Weight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -231,8 +243,8 @@ def moe_experts(
         hidden_states: (T, H) bfloat16, float16 (or float32).
         expert_ids: int32 or int64 (T, A), T the tokens of hidden_states; ids outside [0, E) contribute nothing.
         expert_weights: floating point (T, A).
-        gate_up: (E, 2I, H), the gate's rows first.
-        down: (E, H, I).
+        gate_up: (E, 2I, H), the gate's rows first; `NVFP4Weight` or `MXFP8Weight`.
+        down: (E, H, I), in the same number format.
         gate_up_bias: (E, 2I).
         down_bias: (E, H).
         weight_on_input: the weights multiply the experts' input (Llama 4), not their output.
@@ -246,12 +258,15 @@ def moe_experts(
 
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device.
-        TypeError: gate_up or down is no `NVFP4Weight`.
+        TypeError: gate_up or down is no packed weight, or they are in different formats.
     """
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(weight, NVFP4Weight):
+        if not isinstance(weight, PackedWeight):
             raise TypeError(f"{name}: got {type(weight).__name__}, wanted an NVFP4Weight, as `quantize` gives it")
-    out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts(
+    if type(gate_up) is not type(down):
+        raise TypeError(f"down: got {type(down).__name__}, wanted {type(gate_up).__name__}, as gate_up is")
+    run = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_moe_experts", gate_up.format))
+    out: Tensor = run(
         hidden_states, expert_ids, expert_weights, *operands(gate_up), *operands(down), gate_up_bias, down_bias,
         *(order or (None, None, None)), weight_on_input=weight_on_input, gate_up_layout=gate_up.layout,
         down_layout=down.layout, alpha=alpha, limit=limit, up_shift=up_shift,

@@ -1,4 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and that of its gradient (the same name with _dgrad).
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_grouped_mm, and that of its gradient (the same name with _dgrad);
+both for MXFP8 weights, too.
 Called by nn, the other operators and compiled graphs; calls kernels.select.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
@@ -11,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.checks import mismatch, require
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.checks import mismatch
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.gradients import Gemms
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import check_offset_values, check_operands, check_rows_and_weight
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import in_format, name_in, operator
 from thunder_moe.routing import live_rows
 
 __all__ = [
+    "f16a_mxfp8weight_scaled_grouped_mm",
+    "f16a_mxfp8weight_scaled_grouped_mm_dgrad",
     "f16a_nvfp4weight_scaled_grouped_mm",
     "f16a_nvfp4weight_scaled_grouped_mm_dgrad",
     "gemm_and_dgrad",
@@ -29,29 +33,34 @@ __all__ = [
 ]
 
 
-def operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """(fp4_weight, weight_scaling_factor, weight_global_scale) of a weight, as the operators take them."""
-    return weight.qdata.transpose(1, 2), weight.scale, weight.global_scale
+def operands(weight: PackedWeight) -> tuple[Tensor, ...]:
+    """The tensors of a weight as the operators take them: the codes transposed, (E, K // codes_per_byte, N)."""
+    qdata, *others = weight.tensors()
+    return qdata.transpose(1, 2), *others
 
 
-def weight_from_operands(
-    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str
-) -> NVFP4Weight:
-    """The inverse of `operands`, for operands that `check_operands` has passed."""
-    qdata = fp4_weight.view(torch.uint8).transpose(1, 2)
-    return NVFP4Weight.unchecked(qdata, weight_scaling_factor, weight_global_scale, layout)
+def weight_from_operands(packed: Tensor, scale: Tensor, global_scale: Tensor | None, layout: str) -> PackedWeight:
+    """The inverse of `operands`, for operands that `check_operands` has passed; one with a global scale is NVFP4."""
+    if global_scale is None:
+        return MXFP8Weight.unchecked(packed.transpose(1, 2), scale, layout)
+    return NVFP4Weight.unchecked(packed.view(torch.uint8).transpose(1, 2), scale, global_scale, layout)
 
 
 def gemm_and_dgrad(
-    fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, offsets: Tensor, layout: str
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    offsets: Tensor,
+    layout: str,
+    format: BlockFormat = NVFP4,
 ) -> Gemms:
     """The two operators of this file as functions of the rows: (M, K) -> (M, N) and (M, N) -> (M, K)."""
-    operators = torch.ops.thunder_moe
-    rest = (fp4_weight, weight_scaling_factor, weight_global_scale, offsets)
-    return (
-        lambda rows: operators.f16a_nvfp4weight_scaled_grouped_mm(rows, *rest, layout=layout),
-        lambda grad: operators.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *rest, layout=layout),
-    )
+    gemm, dgrad = (getattr(torch.ops.thunder_moe, name_in(name, format)) for name in (_NAME, f"{_NAME}_dgrad"))
+    rest = (packed, scale, offsets) if global_scale is None else (packed, scale, global_scale, offsets)
+    return (lambda rows: gemm(rows, *rest, layout=layout), lambda grad: dgrad(grad, *rest, layout=layout))
+
+
+_NAME = "f16a_nvfp4weight_scaled_grouped_mm"
 
 
 def _shapes(activation: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
@@ -59,21 +68,24 @@ def _shapes(activation: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple
 
 
 def _check(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any,
-    layout: str = LINEAR,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *_: Any,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
 ) -> None:  # fmt: skip
-    check_operands(activation, fp4_weight, scale, global_scale, offsets, layout)
+    check_operands(activation, packed, scale, global_scale, offsets, layout, format)
 
 
 def _check_values(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any, **__: Any
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *_: Any, **__: Any
 ) -> None:
     check_offset_values(offsets, activation.shape[0])
 
 
-def _gradient(grad: Tensor, *weight_and_offsets: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
-    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight_and_offsets, layout=layout)
-    return (torch.where(live_rows(weight_and_offsets[3], grad.shape[0]), dgrad, 0),)
+def _gradient(
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *, needs: Any,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
+) -> tuple[Tensor]:  # fmt: skip
+    _, dgrad = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
+    return (torch.where(live_rows(offsets, grad.shape[0]), dgrad(grad), 0),)
 
 
 @operator(
@@ -117,32 +129,44 @@ def f16a_nvfp4weight_scaled_grouped_mm(
             exceed M. The message names the argument, what it was and what is wanted.
     """
     weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    out: Tensor = select(activation.device).grouped_mm(activation, weight, offsets)
+    out: Tensor = select(activation.device, format=weight.format.name).grouped_mm(activation, weight, offsets)
     return out
 
 
-def _dgrad_shapes(grad: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]:
-    return ((grad.shape[0], 2 * fp4_weight.shape[1]),)
+f16a_mxfp8weight_scaled_grouped_mm = in_format(f16a_nvfp4weight_scaled_grouped_mm, MXFP8)
+
+
+def _dgrad_shapes(
+    grad: Tensor, packed: Tensor, *_: Any, format: BlockFormat = NVFP4, **__: Any
+) -> tuple[tuple[int, int]]:
+    return ((grad.shape[0], format.codes_per_byte * packed.shape[1]),)
 
 
 def _check_dgrad(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *, layout: str = LINEAR
-) -> None:
-    require(fp4_weight.ndim == 3, "fp4_weight", fp4_weight, "shape (experts, in_features // 2, out_features)")
-    n = fp4_weight.shape[2]
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *, layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
+) -> None:  # fmt: skip
+    name = format.operands[0]
+    if packed.ndim != 3:
+        raise mismatch(name, packed, f"shape (experts, {format.packed_features}, out_features)")
+    n = packed.shape[2]
     if grad.ndim != 2 or grad.shape[1] != n:
-        raise mismatch("grad", grad, f"shape (rows, {n}), by fp4_weight")
-    check_rows_and_weight("grad", grad, fp4_weight, scale, global_scale, offsets, layout)
+        raise mismatch("grad", grad, f"shape (rows, {n}), by {name}")
+    check_rows_and_weight("grad", grad, packed, scale, global_scale, offsets, layout, format)
 
 
 def _check_dgrad_values(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, **_: Any
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, **_: Any
 ) -> None:
     check_offset_values(offsets, grad.shape[0], "grad")
 
 
-def _dgrad_gradient(grad: Tensor, *weight_and_offsets: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
-    return (torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(grad, *weight_and_offsets, layout=layout),)
+def _dgrad_gradient(
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *, needs: Any,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
+) -> tuple[Tensor]:  # fmt: skip
+    gemm, _ = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
+    return (gemm(grad),)
 
 
 @operator(
@@ -167,5 +191,8 @@ def f16a_nvfp4weight_scaled_grouped_mm_dgrad(
     The arguments are as there. Differentiable in `grad`.
     """
     weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    out: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+    out: Tensor = select(grad.device, format=weight.format.name).grouped_mm_dgrad(grad, weight, offsets)
     return out
+
+
+f16a_mxfp8weight_scaled_grouped_mm_dgrad = in_format(f16a_nvfp4weight_scaled_grouped_mm_dgrad, MXFP8)

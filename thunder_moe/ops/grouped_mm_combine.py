@@ -1,4 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_grouped_mm_combine: the second expert GEMM and the weighted sum per token.
+"""The operator thunder_moe::f16a_nvfp4weight_grouped_mm_combine: the second expert GEMM and the weighted sum per token;
+and the same for MXFP8 weights.
 Called by ops.experts, integrations and compiled graphs; calls kernels.select and kernels.gradients.
 
 rows (M, K) -> GEMM -> + bias -> times the router's weight -> sum over each token's slots -> (T, N)
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.kernels import gradients
@@ -18,33 +20,34 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias_grad)
 from thunder_moe.ops.checks import check_index_values, check_offset_values, check_operands, check_optional
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, weight_from_operands
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import in_format, operator
 
-__all__ = ["f16a_nvfp4weight_grouped_mm_combine"]
+__all__ = ["f16a_mxfp8weight_grouped_mm_combine", "f16a_nvfp4weight_grouped_mm_combine"]
 
 
 def _shapes(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
     *_: Any, **__: Any,
 ) -> tuple[tuple[int, int]]:  # fmt: skip
-    return ((slot_row.shape[0], fp4_weight.shape[2]),)
+    return ((slot_row.shape[0], packed.shape[2]),)
 
 
 def _check(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
     slot_weight: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
 ) -> None:  # fmt: skip
-    check_operands(activation, fp4_weight, scale, global_scale, offsets, layout)
+    check_operands(activation, packed, scale, global_scale, offsets, layout, format)
     require(slot_row.ndim == 2, "slot_row", slot_row, "shape (tokens, top_k)")
     require(slot_row.dtype == torch.int32, "slot_row", slot_row, "dtype int32")
     if slot_row.device != activation.device:
         raise mismatch("slot_row", slot_row, f"device {activation.device}")
     check_optional("slot_weight", slot_weight, tuple(slot_row.shape), activation)
-    check_optional("bias", bias, (fp4_weight.shape[0], fp4_weight.shape[2]), activation)
+    check_optional("bias", bias, (packed.shape[0], packed.shape[2]), activation)
 
 
 def _check_values(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
     *_: Any, **__: Any,
 ) -> None:  # fmt: skip
     check_offset_values(offsets, activation.shape[0])
@@ -53,10 +56,11 @@ def _check_values(
 
 
 def _gradient(
-    grad: Tensor, activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    grad: Tensor, activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
     slot_row: Tensor, *weights: Tensor | None, needs: gradients.Needs, layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
 ) -> gradients.Gradients:  # fmt: skip
-    gemms = gemm_and_dgrad(fp4_weight, scale, global_scale, offsets, layout)
+    gemms = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
     return gradients.grouped_mm_combine(grad, activation, offsets, slot_row, *weights, gemms=gemms, needs=needs)
 
 
@@ -103,6 +107,9 @@ def f16a_nvfp4weight_grouped_mm_combine(
             without a row of the activation count nothing.
     """
     weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    kernel = select(activation.device).grouped_mm_combine
+    kernel = select(activation.device, format=weight.format.name).grouped_mm_combine
     out: Tensor = kernel(activation, weight, offsets, slot_row, slot_weight, bias)
     return out
+
+
+f16a_mxfp8weight_grouped_mm_combine = in_format(f16a_nvfp4weight_grouped_mm_combine, MXFP8)

@@ -1,4 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_grouped_swiglu: gate and up projection in one GEMM, SwiGLU in the same op.
+"""The operator thunder_moe::f16a_nvfp4weight_grouped_swiglu: gate and up projection in one GEMM, SwiGLU in the same op;
+and the same for MXFP8 weights.
 Called by nn, ops.experts and compiled graphs; calls kernels.select and kernels.gradients.
 
 tokens (T, K) -> gather -> rows (M, K) -> GEMM over [gate; up] (E, 2I, K) -> silu(gate) * up -> (M, I)
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.kernels import gradients
@@ -19,27 +21,27 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias_grad)
 from thunder_moe.ops.checks import check_index_values, check_offset_values, check_operands, check_optional
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, weight_from_operands
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import in_format, operator
 
-__all__ = ["f16a_nvfp4weight_grouped_swiglu"]
+__all__ = ["f16a_mxfp8weight_grouped_swiglu", "f16a_nvfp4weight_grouped_swiglu"]
 
 
 def _shapes(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
     row_slot: Tensor | None = None, *_: Any, **__: Any,
 ) -> tuple[tuple[int, int]]:  # fmt: skip
     rows = (activation if row_slot is None else row_slot).shape[0]
-    return ((rows, fp4_weight.shape[2] // 2),)
+    return ((rows, packed.shape[2] // 2),)
 
 
 def _check(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
     row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None,
-    *, layout: str = LINEAR, limit: float | None = None, **_: Any,
+    *, layout: str = LINEAR, limit: float | None = None, format: BlockFormat = NVFP4, **_: Any,
 ) -> None:  # fmt: skip
-    check_operands(activation, fp4_weight, scale, global_scale, offsets, layout)
-    require(fp4_weight.shape[2] % 2 == 0, "fp4_weight", fp4_weight, "an even out_features: gate rows, then up rows")
-    check_optional("bias", bias, (fp4_weight.shape[0], fp4_weight.shape[2]), activation)
+    check_operands(activation, packed, scale, global_scale, offsets, layout, format)
+    require(packed.shape[2] % 2 == 0, format.operands[0], packed, "an even out_features: gate rows, then up rows")
+    check_optional("bias", bias, (packed.shape[0], packed.shape[2]), activation)
     tokens = activation.shape[0]
     if row_slot is None:
         check_optional("slot_scale", slot_scale, (tokens,), activation)
@@ -62,7 +64,7 @@ def _token_multiple(slots: int, tokens: int) -> bool:
 
 
 def _check_values(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
     row_slot: Tensor | None = None, *_: Any, **__: Any,
 ) -> None:  # fmt: skip
     if row_slot is None:
@@ -73,10 +75,10 @@ def _check_values(
 
 
 def _gradient(
-    grad: Tensor, activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
-    *routing: Tensor | None, needs: gradients.Needs, layout: str = LINEAR, **form: Any,
+    grad: Tensor, activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
+    *routing: Tensor | None, needs: gradients.Needs, layout: str = LINEAR, format: BlockFormat = NVFP4, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
-    gemms = gemm_and_dgrad(fp4_weight, scale, global_scale, offsets, layout)
+    gemms = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
     return gradients.grouped_swiglu(grad, activation, offsets, *routing, form=GLU(**form), gemms=gemms, needs=needs)
 
 
@@ -131,6 +133,9 @@ def f16a_nvfp4weight_grouped_swiglu(
             Elsewhere the output of their rows is undefined, and their gradients are zero.
     """
     weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    kernel, form = select(activation.device).grouped_swiglu, GLU(alpha, limit, up_shift)
+    kernel, form = select(activation.device, format=weight.format.name).grouped_swiglu, GLU(alpha, limit, up_shift)
     out: Tensor = kernel(activation, weight, offsets, row_slot, slot_scale, bias, form)
     return out
+
+
+f16a_mxfp8weight_grouped_swiglu = in_format(f16a_nvfp4weight_grouped_swiglu, MXFP8)

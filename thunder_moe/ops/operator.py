@@ -9,13 +9,15 @@ Host time is what a call costs on a fast device, so the registration is torch.li
 `torch.library.custom_op`, and plain calls (dense tensors on one device, nothing that requires a gradient, no mode or
 transform) take a short way: from the kernel of the autograd key straight to the backend's, with checks and launch plan
 known from the last call with arguments of these shapes, strides, dtypes and devices.
+
+Operators of weights are described for NVFP4; `in_format` makes those of another number format of the same description.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import update_wrapper, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,11 +28,12 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import chosen_backend, prepare
 from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
 
-__all__ = ["OPERATORS", "Operator", "define", "is_bare", "operator"]
+__all__ = ["OPERATORS", "Operator", "define", "in_format", "is_bare", "name_in", "operator"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +61,7 @@ class Operator:
         saved: the positions of the arguments that the gradient reads.
         saved_results: the positions of the results that it reads.
         frozen: the names of arguments, where it has them, that may not require a gradient when a gradient is recorded.
+        format: of its weights, if it has any.
 
     Attributes:
         name: of the operator, without the namespace.
@@ -78,8 +82,9 @@ class Operator:
         saved: slice,
         saved_results: slice,
         frozen: Sequence[str],
+        format: BlockFormat = NVFP4,
     ) -> None:
-        self.name, self.signature = function.__name__, inspect.signature(function)
+        self.name, self.signature, self.format = function.__name__, inspect.signature(function), format
         self.shapes, self.check, self.check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results = saved, saved_results
@@ -179,7 +184,12 @@ class Operator:
 
     def _learn(self, args: tuple[Any, ...], options: dict[str, Any]) -> _Known:
         """What to run for arguments of the kind of these, which are fit, and whether their values are to be checked."""
-        return _Known(prepare(self.name, args, options) or self._compute, args[0].device.type == "cpu", args, options)
+        return _Known(
+            prepare(self.name, args, options, self.format.name) or self._compute,
+            args[0].device.type == "cpu",
+            args,
+            options,
+        )
 
     def _fake(self, *args: Any, **options: Any) -> Any:
         self.check(*args, **options)
@@ -389,31 +399,104 @@ def operator(
 
     The arguments are those of `Operator`.
     """
+    description = dict(
+        shapes=shapes, check=check, check_values=check_values, dtype=dtype, gradient=gradient,
+        differentiable=differentiable, saved=saved, saved_results=saved_results, frozen=frozen,
+    )  # fmt: skip
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
-        described = OPERATORS[function.__name__] = Operator(
-            function,
-            shapes=shapes,
-            check=check,
-            check_values=check_values,
-            dtype=dtype,
-            gradient=gradient,
-            differentiable=differentiable,
-            saved=saved,
-            saved_results=saved_results,
-            frozen=frozen,
-        )
-        registered = getattr(torch.ops.thunder_moe, described.name)
-
-        @wraps(function)
-        def call(*args: P.args, **options: P.kwargs) -> R:
-            try:
-                result: R = registered(*args, **options)
-            except RuntimeError:
-                described.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
-                raise
-            return result
-
-        return call
+        _DESCRIPTIONS[function.__name__] = function, description
+        return _registered(function, description)
 
     return register
+
+
+def _registered(function: Callable[P, R], description: dict[str, Any]) -> Callable[P, R]:
+    described = OPERATORS[function.__name__] = Operator(function, **description)
+    registered = getattr(torch.ops.thunder_moe, described.name)
+
+    @wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        try:
+            result: R = registered(*args, **options)
+        except RuntimeError:
+            described.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
+            raise
+        return result
+
+    return call
+
+
+_DESCRIPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}  # by the operator's name, in NVFP4
+_OF_NVFUSER = ("blockscale_offsets", "problem_sizes")  # arguments of NVFP4 operators that its kernels alone read
+
+
+def name_in(name: str, format: BlockFormat) -> str:
+    """What the operator of an NVFP4 operator's name is called for weights of a number format."""
+    return name.replace(NVFP4.name, format.name)
+
+
+def in_format(call: Callable[..., R], format: BlockFormat) -> Callable[..., R]:
+    """Registers what `operator` has registered for NVFP4 for weights of another number format, too.
+
+    The operator has the arguments of NVFP4's without those that the format's weights do not have. The functions of its
+    description get None for them, and the format as their option `format`.
+
+    Args:
+        call: what `operator` has made of a function.
+        format: of the weights.
+
+    Returns:
+        A function that calls the operator.
+    """
+    function, of_nvfp4 = _DESCRIPTIONS[call.__name__]
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    # By what their names end with: weights that share an operator have names of their own.
+    without = tuple(field for field in NVFP4.fields if field not in format.fields)
+    dropped = [value.name.endswith(without) or value.name in _OF_NVFUSER for value in parameters]
+    absent = [place for place, drop in enumerate(dropped) if drop]
+    renamed = dict(zip(NVFP4.operands, format.operands, strict=False))
+    kept = [
+        value.replace(name=renamed.get(value.name, value.name))
+        for value, drop in zip(parameters, dropped, strict=True)
+        if not drop
+    ]
+    saved = of_nvfp4["saved"]
+    start, stop, _ = saved.indices(len(parameters))
+    lacking = [place for place in absent if start <= place < stop]
+    if saved.stop is not None:
+        saved = slice(saved.start, saved.stop - sum(place < stop for place in absent))
+
+    def adapted(given: Callable[..., Any], absent: Sequence[int], **options: Any) -> Callable[..., Any]:
+        def run(*args: Any, **more: Any) -> Any:
+            args_in_nvfp4 = list(args)
+            for place in absent:
+                if place <= len(args_in_nvfp4):
+                    args_in_nvfp4.insert(place, None)
+            return given(*args_in_nvfp4, **more, **options)
+
+        return run
+
+    description = {
+        name: adapted(value, absent, format=format) if name in ("shapes", "check", "check_values") else value
+        for name, value in of_nvfp4.items()
+    }
+    description["frozen"] = [renamed.get(name, name) for name in of_nvfp4["frozen"]]
+    description["gradient"] = adapted(of_nvfp4["gradient"], [1 + place - start for place in lacking], format=format)
+    description |= dict(saved=saved, format=format)
+    body = adapted(function, absent)
+    update_wrapper(body, function)
+    body.__name__ = body.__qualname__ = name_in(function.__name__, format)
+    body.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    summary = (function.__doc__ or "").partition("\n")[0].replace("NVFP4", format.name.upper())
+    body.__doc__ = (
+        f"{summary}\n\n    As `{function.__name__}`, for weights in {format.name.upper()}: {format.operands[0]} is the"
+        f" transposed view of qdata, {_plain(format.code_dtypes[0])},\n    the block scales are"
+        f" {_plain(format.scale_dtype)}, one for {format.block_size} weights along K, and there are no global scales.\n"
+    )
+    return _registered(body, description)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

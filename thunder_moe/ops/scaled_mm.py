@@ -1,4 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and that of its gradient.
+"""The operator thunder_moe::f16a_nvfp4weight_scaled_mm, a dense layer with one NVFP4 weight, and that of its gradient;
+both for MXFP8 weights, too.
 Called by nn.linear and compiled graphs; calls kernels.select.
 
 Legend: ... any leading dimensions, of which there may be none, N output features, K input features.
@@ -11,83 +12,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, find_layout
-from thunder_moe.formats.weight import QDATA_DTYPES, NVFP4Weight
+from thunder_moe.formats.layouts import LINEAR, find_layout
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
-from thunder_moe.ops.operator import operator
+from thunder_moe.ops.operator import in_format, name_in, operator
 
-__all__ = ["dense_operands", "f16a_nvfp4weight_scaled_mm", "f16a_nvfp4weight_scaled_mm_dgrad"]
+__all__ = [
+    "dense_operands",
+    "f16a_mxfp8weight_scaled_mm",
+    "f16a_mxfp8weight_scaled_mm_dgrad",
+    "f16a_nvfp4weight_scaled_mm",
+    "f16a_nvfp4weight_scaled_mm_dgrad",
+]
 
 
-def dense_operands(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """(fp4_weight, weight_scaling_factor, weight_global_scale) of a weight (1, N, K), as the operators take them."""
-    return weight.qdata[0].t(), weight.scale[0], weight.global_scale[0]
+def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
+    """The tensors of a weight (1, N, K) as the operators take them: the codes transposed, (K // codes_per_byte, N)."""
+    qdata, *others = weight.tensors()
+    return qdata[0].t(), *(tensor[0] for tensor in others)
 
 
-def _weight(fp4_weight: Tensor, weight_scaling_factor: Tensor, weight_global_scale: Tensor, layout: str) -> NVFP4Weight:
+def _weight(packed: Tensor, scale: Tensor, global_scale: Tensor | None, layout: str) -> PackedWeight:
     """The inverse of `dense_operands`, for operands that `_check_operands` has passed."""
-    qdata = fp4_weight.view(torch.uint8).t()[None]
-    return NVFP4Weight.unchecked(qdata, weight_scaling_factor[None], weight_global_scale[None], layout)
+    if global_scale is None:
+        return MXFP8Weight.unchecked(packed.t()[None], scale[None], layout)
+    return NVFP4Weight.unchecked(packed.view(torch.uint8).t()[None], scale[None], global_scale[None], layout)
 
 
 def _check_operands(
-    name: str, rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, layout: str, columns: str
-) -> None:
+    name: str, rows: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, layout: str, columns: str,
+    format: BlockFormat,
+) -> None:  # fmt: skip
     """Checks everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
-    known = find_layout(layout)
+    known, of_weight = find_layout(layout, format), format.operands[0]
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
     require(rows.ndim > 0, name, rows, f"shape (..., {columns})")
-    require(fp4_weight.dtype in QDATA_DTYPES, "fp4_weight", fp4_weight, f"a dtype of {QDATA_DTYPES}")
-    require(fp4_weight.ndim == 2, "fp4_weight", fp4_weight, "shape (in_features // 2, out_features)")
-    half, n = fp4_weight.shape
-    k = 2 * half
-    require(k % BLOCK_SIZE == 0 and k > 0, "fp4_weight", fp4_weight, "in_features a positive multiple of 16")
+    if packed.dtype not in format.code_dtypes:
+        raise mismatch(of_weight, packed, f"a dtype of {format.code_dtypes}")
+    if packed.ndim != 2:
+        raise mismatch(of_weight, packed, f"shape ({format.packed_features}, out_features)")
+    codes, n = packed.shape
+    k = format.codes_per_byte * codes
+    if k % format.block_size or k == 0:
+        raise mismatch(of_weight, packed, f"in_features a positive multiple of {format.block_size}")
     needs = known.fits(n, k)
     if needs is not None:
-        raise mismatch("fp4_weight", fp4_weight, f"{needs} in layout {layout!r}")
-    wanted = {"in_features": k, "out_features": n}[columns]
+        raise mismatch(of_weight, packed, f"{needs} in layout {layout!r}")
+    wanted = k if columns == "in_features" else n
     if rows.shape[-1] != wanted:
-        raise mismatch(name, rows, f"shape (..., {wanted}), the {columns} of fp4_weight {tuple(fp4_weight.shape)}")
-    require(scale.dtype == torch.float8_e4m3fn, "weight_scaling_factor", scale, "dtype float8_e4m3fn")
+        raise mismatch(name, rows, f"shape (..., {wanted}), the {columns} of {of_weight} {tuple(packed.shape)}")
+    if scale.dtype != format.scale_dtype:
+        dtype = str(format.scale_dtype).removeprefix("torch.")
+        raise mismatch("weight_scaling_factor", scale, f"dtype {dtype}")
     scales = known.scale_shape(1, n, k)[1:]
     if scale.shape != scales:
         raise mismatch("weight_scaling_factor", scale, f"shape {scales} in layout {layout!r}")
-    require(global_scale.dtype == torch.float32, "weight_global_scale", global_scale, "dtype float32")
-    if global_scale.shape not in ((), (n,)):
-        raise mismatch("weight_global_scale", global_scale, f"a shape of {((), (n,))}")
-    for other, tensor in (
-        ("fp4_weight", fp4_weight),
-        ("weight_scaling_factor", scale),
-        ("weight_global_scale", global_scale),
-    ):
+    others = [(of_weight, packed), ("weight_scaling_factor", scale)]
+    if global_scale is not None:
+        require(global_scale.dtype == torch.float32, "weight_global_scale", global_scale, "dtype float32")
+        if global_scale.shape not in ((), (n,)):
+            raise mismatch("weight_global_scale", global_scale, f"a shape of {((), (n,))}")
+        others.append(("weight_global_scale", global_scale))
+    for other, tensor in others:
         if tensor.device != rows.device:
             raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
 
 
-def _shapes(activation: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
-    return ((*activation.shape[:-1], fp4_weight.shape[1]),)
+def _shapes(activation: Tensor, packed: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
+    return ((*activation.shape[:-1], packed.shape[1]),)
 
 
 def _check(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, *,
-    layout: str = LINEAR,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
 ) -> None:  # fmt: skip
-    _check_operands("activation", activation, fp4_weight, scale, global_scale, layout, "in_features")
-    check_optional("bias", bias, (fp4_weight.shape[1],), activation)
+    _check_operands("activation", activation, packed, scale, global_scale, layout, "in_features", format)
+    check_optional("bias", bias, (packed.shape[1],), activation)
+
+
+def _run(name: str, rows: Tensor, *weight: Tensor | None, layout: str, format: BlockFormat) -> Tensor:
+    """Calls the operator of a name, in a format, with the tensors of a weight that there are."""
+    given = (tensor for tensor in weight if tensor is not None)
+    out: Tensor = getattr(torch.ops.thunder_moe, name_in(name, format))(rows, *given, layout=layout)
+    return out
 
 
 def _gradient(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, *, needs: Any,
-    layout: str = LINEAR,
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
+    needs: Any, layout: str = LINEAR, format: BlockFormat = NVFP4,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    dgrad = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm_dgrad
-    of_activation = dgrad(grad, fp4_weight, scale, global_scale, layout=layout) if needs[0] else None
-    of_bias = None
+    of_activation = of_bias = None
+    if needs[0]:
+        of_activation = _run(f"{_NAME}_dgrad", grad, packed, scale, global_scale, layout=layout, format=format)
     if needs[1] and bias is not None:
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
     return of_activation, of_bias
+
+
+_NAME = "f16a_nvfp4weight_scaled_mm"
 
 
 @operator(
@@ -128,22 +153,30 @@ def f16a_nvfp4weight_scaled_mm(
     """
     weight = _weight(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
     rows = activation.reshape(-1, activation.shape[-1])
-    out: Tensor = select(activation.device).mm(rows, weight, bias)
+    out: Tensor = select(activation.device, format=weight.format.name).mm(rows, weight, bias)
     return out.view(*activation.shape[:-1], out.shape[1])
 
 
-def _dgrad_shapes(grad: Tensor, fp4_weight: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
-    return ((*grad.shape[:-1], 2 * fp4_weight.shape[0]),)
+f16a_mxfp8weight_scaled_mm = in_format(f16a_nvfp4weight_scaled_mm, MXFP8)
+
+
+def _dgrad_shapes(
+    grad: Tensor, packed: Tensor, *_: Any, format: BlockFormat = NVFP4, **__: Any
+) -> tuple[tuple[int, ...]]:
+    return ((*grad.shape[:-1], format.codes_per_byte * packed.shape[0]),)
 
 
 def _check_dgrad(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, *, layout: str = LINEAR
-) -> None:
-    _check_operands("grad", grad, fp4_weight, scale, global_scale, layout, "out_features")
+    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, *, layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
+) -> None:  # fmt: skip
+    _check_operands("grad", grad, packed, scale, global_scale, layout, "out_features", format)
 
 
-def _dgrad_gradient(grad: Tensor, *weight: Tensor, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
-    return (torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(grad, *weight, layout=layout),)
+def _dgrad_gradient(
+    grad: Tensor, *weight: Tensor | None, needs: Any, layout: str = LINEAR, format: BlockFormat = NVFP4
+) -> tuple[Tensor]:
+    return (_run(_NAME, grad, *weight, layout=layout, format=format),)
 
 
 @operator(
@@ -166,27 +199,32 @@ def f16a_nvfp4weight_scaled_mm_dgrad(
     The arguments are as there. Differentiable in `grad`.
     """
     weight = _weight(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    out: Tensor = select(grad.device).mm_dgrad(grad.reshape(-1, grad.shape[-1]), weight)
+    out: Tensor = select(grad.device, format=weight.format.name).mm_dgrad(grad.reshape(-1, grad.shape[-1]), weight)
     return out.view(*grad.shape[:-1], out.shape[1])
+
+
+f16a_mxfp8weight_scaled_mm_dgrad = in_format(f16a_nvfp4weight_scaled_mm_dgrad, MXFP8)
 
 
 # ---- autocast: the activation is cast as torch.nn.functional.linear's is; the weight, its scales and the bias stay
 
 
-def _register_autocast(device_type: str, key: str) -> None:
+def _register_autocast(name: str, device_type: str, key: str) -> None:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+    registered = getattr(torch.ops.thunder_moe, name)
 
     def autocast(activation: Tensor, *weight_and_bias: Tensor | None, layout: str = LINEAR) -> Tensor:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             if activation.dtype in ACTIVATION_DTYPES:
                 activation = activation.to(torch.get_autocast_dtype(device_type))
-            out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(activation, *weight_and_bias, layout=layout)
+            out: Tensor = registered(activation, *weight_and_bias, layout=layout)
             return out
 
-    _LIBRARY.impl("f16a_nvfp4weight_scaled_mm", autocast, key)
+    _LIBRARY.impl(name, autocast, key)
 
 
 _LIBRARY = torch.library.Library("thunder_moe", "IMPL")
-_register_autocast("cpu", "AutocastCPU")
-_register_autocast("cuda", "AutocastCUDA")
+for _format in (NVFP4, MXFP8):
+    _register_autocast(name_in(_NAME, _format), "cpu", "AutocastCPU")
+    _register_autocast(name_in(_NAME, _format), "cuda", "AutocastCUDA")
