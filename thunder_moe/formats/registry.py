@@ -17,7 +17,7 @@ from thunder_moe.formats import mxfp8, nvfp4
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["FORMATS", "NumberFormat", "dequantize", "find_format"]
+__all__ = ["FORMATS", "NumberFormat", "dequantize", "dequantize_expert", "find_format"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +69,8 @@ def find_format(name: str) -> NumberFormat:
 def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """The 16-bit (or float32) weight (E, N, K) that a packed weight of any format stands for."""
     return FORMATS[weight.format.name].dequantize(weight, dtype)
+
+
+def dequantize_expert(weight: PackedWeight, expert: int, out: Tensor) -> None:
+    """Dequantizes one expert of a "linear" weight of any format into `out` (N, K)."""
+    FORMATS[weight.format.name].dequantize_expert(weight, expert, out)

@@ -14,6 +14,7 @@ import torch
 
 from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
+from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
@@ -121,7 +122,6 @@ def _experts(weight: PackedWeight, dtype: torch.dtype, experts: list[int] | rang
     """Yields the dequantized (N, K) matrix of each expert, in one buffer that the next expert overwrites."""
     weight = to_linear(weight, "plain torch")
     _, n, k = weight.shape
-    dequantize_expert = NUMBER_FORMATS[weight.format.name].dequantize_expert
     matrix = torch.empty(n, k, dtype=dtype, device=weight.device)
     for expert in experts:
         dequantize_expert(weight, expert, matrix)
