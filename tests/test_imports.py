@@ -33,6 +33,7 @@ LAYERS = {
     "thunder_moe.quantize": 6,
     "thunder_moe.qat": 6,
     "thunder_moe.integrations": 6,
+    "thunder_moe.parallel": 6,
     "thunder_moe.__main__": 7,
     "thunder_moe": 7,
 }

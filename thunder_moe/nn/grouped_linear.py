@@ -9,7 +9,7 @@ row ENDS, group 0 starts at row 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operato
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear_into import Into, Queue, check_buffer, grouped_linear_into, run_waiting
 
-__all__ = ["GroupedLinear", "autocast", "per_expert_state_dict", "require_at_least", "run_into"]
+__all__ = ["GroupedLinear", "autocast", "local_part", "per_expert_state_dict", "require_at_least", "run_into"]
 
 
 class GroupedLinear(nn.Module):
@@ -53,6 +53,7 @@ class GroupedLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    _sharded = False  # whether the parameters are DTensors, of which a rank computes with its own part
 
     def __init__(
         self,
@@ -109,12 +110,17 @@ class GroupedLinear(nn.Module):
                 fit.
         """
         if out is None and grad_input is None and not self._writes():
-            rows, weight = autocast(x, self.weight)
-            result: Tensor = linear_operator(x)(rows, weight, offsets, self.bias, bias_scale)
+            weight, bias = self.local_parameters()
+            rows, weight = autocast(x, weight)
+            result: Tensor = linear_operator(x)(rows, weight, offsets, bias, bias_scale)
             return result
         refuse_traced(self, x, out=out, grad_input=grad_input)
         result = run_into(self, x, offsets, bias_scale, out, grad_input)
         return result
+
+    def local_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias, of which this rank has a part where they are DTensors."""
+        return local_part(self.weight, self._sharded), local_part(self.bias, self._sharded)
 
     def backward_dw(self) -> None:
         """Computes the oldest weight gradient that waits and adds it to ``weight.grad`` or main_grad, firing the hooks
@@ -188,6 +194,19 @@ def _linear_of_torch(
     if bias is not None:
         raise ValueError("bias: got one under thunder.jit without moe_executor, wanted executors=[moe_executor]")
     return F.grouped_mm(x, weight.transpose(-2, -1), offs=offsets)
+
+
+@overload
+def local_part(parameter: Tensor, sharded: bool) -> Tensor: ...
+
+
+@overload
+def local_part(parameter: None, sharded: bool) -> None: ...
+
+
+def local_part(parameter: Any, sharded: bool) -> Any:
+    """A parameter, or this rank's part of it."""
+    return parameter.to_local() if sharded and parameter is not None else parameter
 
 
 def autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,10 +116,9 @@ class GroupedMLP(nn.Module):
             result: Tensor = down(rows, offsets, **options)
             return result
         if out is None and not down._writes():
-            rows, weight = autocast(y, down.weight)
-            result = torch.ops.thunder_moe.activated_grouped_linear(
-                rows, weight, offsets, scales, down.bias, **form.options
-            )
+            weight, bias = down.local_parameters()
+            rows, weight = autocast(y, weight)
+            result = torch.ops.thunder_moe.activated_grouped_linear(rows, weight, offsets, scales, bias, **form.options)
             return result
         refuse_traced(down, y, out=out)
         result = run_into(down, y, offsets, scales, out, None, form)
@@ -189,7 +188,7 @@ class NVFP4GroupedMLP(nn.Module):
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
             weight, glu = gate_up.packed_weight, form.glu
             rows = getattr(ops, name_in("f16a_nvfp4weight_grouped_swiglu", weight.format))(
-                x, *operands(weight), ends, None, None, gate_up.bias,
+                x, *operands(weight), ends, None, None, gate_up.local_bias,
                 layout=weight.layout, alpha=glu.alpha, limit=glu.limit, up_shift=glu.up_shift,
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
@@ -202,7 +201,7 @@ class NVFP4GroupedMLP(nn.Module):
             weight = self.down_proj.packed_weight
             grouped_mm = getattr(ops, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
             out = grouped_mm(rows, *operands(weight), ends, layout=weight.layout)
-            out = ops.grouped_bias(out, ends, self.down_proj.bias, None, scales)
+            out = ops.grouped_bias(out, ends, self.down_proj.local_bias, None, scales)
         else:
             out = down(rows, ends, scales) if self.down_proj.bias is not None else down(rows, ends)
             out = ops.grouped_bias(out, ends)

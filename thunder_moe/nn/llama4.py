@@ -136,18 +136,26 @@ class Llama4MoE(nn.Module):
         Raises:
             ValueError: hidden_states has the wrong rank or hidden size.
         """
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.config.hidden_size:
-            shape = tuple(hidden_states.shape)
-            raise ValueError(f"hidden_states: got shape {shape}, wanted (batch, sequence, {self.config.hidden_size})")
-        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x_TH = self.tokens_of(hidden_states)
         out_TH = self.run_routed_experts(x_TH)
         if self.shared_expert is not None:
             out_TH = out_TH + self.shared_expert(x_TH)
         return out_TH.reshape(hidden_states.shape)
 
+    def tokens_of(self, hidden_states: Tensor) -> Tensor:
+        """(B, S, H) -> (T, H), after a check of the shape."""
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.config.hidden_size:
+            shape = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states: got shape {shape}, wanted (batch, sequence, {self.config.hidden_size})")
+        return hidden_states.reshape(-1, hidden_states.shape[-1])
+
     def run_routed_experts(self, x_TH: Tensor) -> Tensor:
         """(T, H) -> (T, H): the routed experts without the shared one, weighted by the router."""
-        logits_TE, weights = self.router(x_TH), weights_to_fuse(self.routed_experts)
+        return self.run_experts_by(self.router(x_TH), x_TH)
+
+    def run_experts_by(self, logits_TE: Tensor, x_TH: Tensor) -> Tensor:
+        """`run_routed_experts` with the router's logits."""
+        weights = weights_to_fuse(self.routed_experts)
         if weights is not None:
             scores_TA, ids_TA, *order = torch.ops.thunder_moe.moe_router(
                 logits_TE, top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32

@@ -62,6 +62,7 @@ class NVFP4Module(nn.Module):
     _layout_to_be: str | None = None  # once the scales have been loaded whose codes were
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
+    _cut: Any = None  # how parallel.shards has cut the weight: this rank has a part of what state dicts have
     _of_experts = True  # whether the buffers have the dimension of experts
 
     def __init__(
@@ -194,6 +195,48 @@ class NVFP4Module(nn.Module):
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
+    def obstacle_to_narrow(self, dim: int, count: int, parts: int = 1) -> str | None:
+        """Why the weight, in its layout, cannot be cut into `count` equal parts by `narrow_`; None when it can."""
+        if dim == 1 and self._part_features is not None:
+            return f"it stands for weights of {self._part_features} out_features together"
+        pieces = parts * count
+        for tensor in self._grouped(*(getattr(self, field) for field in self._fields)):
+            if tensor.ndim > dim and tensor.shape[dim] % pieces:
+                size, unit = self._weight_shape[dim], self._weight_shape[dim] * pieces // tensor.shape[dim]
+                name = ("num_experts", "out_features", "in_features")[dim]
+                return f"it has {name}={size} in layout {self.layout!r}, wanted a multiple of {unit}"
+        return None
+
+    @torch.no_grad()
+    def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
+        """Keeps one of `count` equal parts of the weight, in its layout, without unpacking it.
+
+        Buffers in every layout have the shape (E, N or tiles of N, K or tiles of K, ...), so that what is contiguous in
+        the weight is so in them.
+
+        Args:
+            dim: 0 of experts, 1 of out_features, 2 of in_features.
+            index: the part that is kept.
+            count: of parts.
+            parts: weights that are stacked along `dim`, gate and up; the same part of each is kept.
+
+        Raises:
+            ValueError: the sizes do not allow it in this layout; `obstacle_to_narrow` says why.
+        """
+        obstacle = self.obstacle_to_narrow(dim, count, parts)
+        if obstacle is not None:
+            raise ValueError(f"weight: {obstacle}")
+        axis = dim if self._of_experts else dim - 1
+        for field in self._fields:
+            buffer: Tensor = getattr(self, field)
+            if buffer.ndim > axis:
+                bits = buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
+                kept = bits.unflatten(axis, (parts, count, -1)).select(axis + 1, index).flatten(axis, axis + 1)
+                self._buffers[field] = kept.clone(memory_format=torch.contiguous_format).view(buffer.dtype)
+        self._relaid += 1
+        self.out_features //= count if dim == 1 else 1
+        self.in_features //= count if dim == 2 else 1
+
     def dequantized(self) -> list[Tensor]:
         """The 16-bit weights that it stands for, each (E, its rows, K) of its own dtype and contiguous."""
         linear = self.packed_weight.to_layout(LINEAR)
@@ -215,6 +258,8 @@ class NVFP4Module(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
+        if self._cut is not None:
+            state_dict = self._cut.own_parts(self, state_dict, prefix)
         fields = self._fields
         state_dict = _by_bits(state_dict, prefix, self.format)
         given = [field for field in fields if f"{prefix}{field}" in state_dict]

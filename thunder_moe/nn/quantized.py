@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
+from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
@@ -51,6 +52,7 @@ class NVFP4GroupedLinear(NVFP4Module):
 
     bias: nn.Parameter | None
     options_of_training: tuple[tuple[str, bool], ...] = ()  # of the GroupedLinear that it stands for
+    _sharded = False  # whether the bias is a DTensor; the buffers are this rank's own then
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         super().__init__(weight, **options)
@@ -60,6 +62,15 @@ class NVFP4GroupedLinear(NVFP4Module):
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
         self.register_parameter("bias", bias)
+
+    @property
+    def local_bias(self) -> Tensor | None:
+        """The bias, of which this rank has a part where it is a DTensor."""
+        return local_part(self.bias, self._sharded)
+
+    def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
+        super().narrow_(dim, index, count, parts)
+        self.num_experts = self.qdata.shape[0]
 
     @property
     def _weight_shape(self) -> tuple[int, int, int]:
@@ -80,7 +91,7 @@ class NVFP4GroupedLinear(NVFP4Module):
         grouped_mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
         out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
         if self.bias is not None:
-            out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.bias, bias_scale)
+            out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.local_bias, bias_scale)
         elif bias_scale is not None:
             raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
         return out

@@ -1,0 +1,390 @@
+"""What the processes of the tests of parallelism run; every function gets the process's meshes first.
+Called by pool for the tests; calls thunder_moe.parallel, and one process without parallelism as the judge.
+"""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from thunder_moe import GroupedMLP, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, ScaledSReLU, ScaledSwiGLU, quantize_
+from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+from thunder_moe.parallel.modules import EXPERT_PARALLEL
+
+H, FEATURES, E, A = 64, 128, 8, 3
+# Tokens of each of four ranks; two ranks have the first two.
+TOKENS = {
+    "even": (5, 5, 5, 5),
+    "ragged": (1, 7, 0, 3),
+    "one rank alone": (0, 6, 0, 0),
+    "fewer than ranks": (1, 0, 0, 0),
+    "none": (0, 0, 0, 0),
+}
+STYLES = {
+    "exact": dict(exchange="all_to_all"),
+    "capacity": dict(exchange="all_to_all", capacity=7),
+    "gather": dict(exchange="all_gather"),
+    "gather, capacity": dict(exchange="all_gather", capacity=7),
+}
+ROOMY = dict(exchange="all_to_all", capacity=18)  # for the rows of SPLITS in test_parallel
+
+
+def error(actual, wanted):
+    return ((actual.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)).item()
+
+
+def layer(quantized=False, shared=1, dtype=torch.float32, layout="auto"):
+    torch.manual_seed(1)
+    moe = Llama4MoE(Llama4MoEConfig(H, FEATURES, E, num_shared_experts=shared, top_k=A), dtype=dtype)
+    return quantize_(moe, layout=layout) if quantized else moe
+
+
+def experts(kind, quantized=False):
+    torch.manual_seed(1)
+    module = {
+        "swiglu": lambda: GroupedSwiGLU(E, H, FEATURES),
+        "mlp": lambda: GroupedMLP(E, H, FEATURES),
+        "mlp, bias": lambda: GroupedMLP(E, H, FEATURES, bias=True),
+        "mlp, interleaved": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSwiGLU(glu_interleave_size=16)),
+        "mlp, srelu": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSReLU()),
+    }[kind]()
+    return packed(module) if quantized else module
+
+
+def packed(module, layout="auto"):
+    return quantize_(torch.nn.Sequential(module), layout=layout)[0]
+
+
+def skew(moe):
+    """Has the router send all tokens to the experts of the last rank."""
+    with torch.no_grad():
+        moe.router.weight[:] = 0
+        moe.router.weight[-A:, 0] = torch.arange(1.0, A + 1)
+    return moe
+
+
+def run_layer(meshes, ranks, style, tokens, quantized, to_last):
+    """Output and gradients of a layer -> the largest error beside one process."""
+    mesh, counts = meshes.of(ranks), TOKENS[tokens][:ranks]
+    whole = layer(quantized)
+    whole = skew(whole) if to_last else whole
+    moe = copy.deepcopy(whole)
+    parallel = ExpertParallel(**STYLES[style])
+    assert parallelize_module(moe, mesh, parallel) is moe
+    x = torch.randn(sum(counts), H)
+    x[:, 0] = x[:, 0].abs() + 1
+    mine = slice(sum(counts[: mesh.get_local_rank()]), sum(counts[: mesh.get_local_rank() + 1]))
+    factors = torch.randn_like(x)
+    wanted_x = x.clone().requires_grad_()
+    wanted = whole(wanted_x[None])[0]
+    (wanted * factors).sum().backward()
+    own_x = x[mine].clone().requires_grad_()
+    out = moe(own_x[None])[0]
+    assert out.shape == own_x.shape
+    (out * factors[mine]).sum().backward()
+    errors = [error(out, wanted[mine]), error(own_x.grad, wanted_x.grad[mine])]
+    for parameter, reference in zip(moe.parameters(), whole.parameters(), strict=True):
+        if isinstance(parameter, DTensor):
+            assert parameter.placements == (Shard(0),)
+            assert parameter.to_local().shape[0] == E // ranks
+            got = parameter.grad.full_tensor()
+        else:
+            got = parameter.grad.clone()
+            dist.all_reduce(got, group=mesh.get_group())
+        errors.append(error(got, reference.grad))
+    with torch.no_grad():
+        errors.append(error(moe(x[mine][None])[0], wanted[mine]))
+    check_load(moe, mesh, whole, x)
+    return max(errors)
+
+
+def check_load(moe, mesh, whole, x):
+    """Two steps were made; all ranks' rows are those of a router's choice."""
+    (load,) = expert_load(moe).values()
+    (everybody,) = expert_load(moe, all_ranks=True).values()
+    ids = whole.router(x).topk(A).indices
+    wanted = torch.bincount(ids.flatten(), minlength=E)
+    first, count = load.first_expert, E // mesh.size()
+    assert first == mesh.get_local_rank() * count
+    assert (load.tokens[:-2] == -1).all()
+    assert torch.equal(load.tokens[-2:], wanted[first : first + count].expand(2, -1))
+    assert torch.equal(everybody.tokens[-1], wanted)
+    assert everybody.first_expert == 0
+    assert load.dropped == everybody.dropped == 0
+
+
+def run_experts(meshes, ranks, style, kind, quantized, splits):
+    """Output and gradients of experts that are called with rows -> the largest error beside one process."""
+    mesh = meshes.of(ranks)
+    tensor = style == "tensor"
+    whole = experts(kind, quantized)
+    module = copy.deepcopy(whole)
+    parallelize_module(
+        module, mesh, TensorParallel() if tensor else ExpertParallel(**{**STYLES, "roomy": ROOMY}[style])
+    )
+    rank = 0 if tensor else mesh.get_local_rank()
+    sizes = [torch.tensor(splits).roll(other) for other in range(ranks)]
+    past = 2  # rows behind the last expert's
+    inputs = []
+    for other, size in enumerate(sizes):
+        generator = torch.Generator().manual_seed(other)
+        rows = torch.randn(int(size.sum()) + past, H, generator=generator)
+        scales = torch.rand(rows.shape[0], generator=generator) if kind.startswith("mlp") else None
+        inputs.append((rows, size.cumsum(0).int(), scales, torch.randn(rows.shape, generator=generator)))
+    errors = []
+
+    def step(experts, rows, offsets, scales, factors):
+        rows = rows.clone().requires_grad_()
+        scales = None if scales is None else scales.clone().requires_grad_()
+        out = experts(rows, offsets) if scales is None else experts(rows, offsets, scales)
+        live = int(offsets[-1])
+        (out[:live] * factors[:live]).sum().backward()
+        return out[:live], rows.grad[:live], *([] if scales is None else [scales.grad[:live]])
+
+    results = [step(whole, *case) for case in (inputs[:1] if tensor else inputs)]
+    got = step(module, *inputs[rank])
+    errors += [error(a, b) for a, b in zip(got, results[rank], strict=True)]
+    for parameter, reference in zip(module.parameters(), whole.parameters(), strict=True):
+        if isinstance(parameter, DTensor):
+            errors.append(error(parameter.grad.full_tensor(), reference.grad))
+        else:
+            half = reference.grad.unflatten(1, (2, ranks, -1))[:, :, mesh.get_local_rank()].flatten(1, 2)
+            errors.append(error(parameter.grad, half))
+    return max(errors)
+
+
+def run_tensor_layer(meshes, ranks, quantized, shared):
+    mesh, whole = meshes.of(ranks), layer(quantized, shared)
+    moe = parallelize_module(copy.deepcopy(whole), mesh, TensorParallel())
+    x = torch.randn(2, 5, H)
+    factors = torch.randn_like(x)
+    inputs, outputs = [], []
+    for module in (whole, moe):
+        inputs.append(x.clone().requires_grad_())
+        outputs.append(module(inputs[-1]))
+        (outputs[-1] * factors).sum().backward()
+    errors = [error(outputs[1], outputs[0]), error(inputs[1].grad, inputs[0].grad)]
+    for parameter, reference in zip(moe.parameters(), whole.parameters(), strict=True):
+        grad = parameter.grad
+        errors.append(error(grad.full_tensor() if isinstance(grad, DTensor) else grad, reference.grad))
+    with torch.no_grad():
+        errors.append(error(moe(x), outputs[0]))
+    return max(errors)
+
+
+def overflow(meshes, capacity):
+    """All tokens want the last rank, which has room for `capacity` of each rank: which tokens miss it -> dropped."""
+    mesh = meshes.four
+    whole = skew(layer(shared=0))
+    moe = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(capacity=capacity))
+    x = torch.randn(1, 5, H)
+    x[..., 0] = x[..., 0].abs() + 1
+    with torch.no_grad():
+        out, wanted = moe(x), whole(x)
+    # Two experts are on the last rank; the third, the weakest, on the one before.
+    assert error(out[:, :capacity], wanted[:, :capacity]) < 1e-5
+    assert capacity == 5 or (out[:, capacity:] == 0).all()
+    (load,) = expert_load(moe).values()
+    (everybody,) = expert_load(moe, all_ranks=True).values()
+    assert everybody.dropped == 4 * load.dropped
+    return int(load.dropped)
+
+
+def compiled(meshes, style, quantized, train):
+    """A compiled layer -> the largest error beside the eager one, of its output and, to train, of gradients."""
+    moe = parallelize_module(layer(quantized), meshes.two, ExpertParallel(**STYLES[style]))
+    x = torch.randn(1, 5, H)
+    results = []
+    exact = STYLES[style].get("capacity") is None
+    with torch._dynamo.config.patch(capture_scalar_outputs=exact), torch.set_grad_enabled(train):
+        for run in (moe, torch.compile(moe, fullgraph=True, backend="aot_eager")):
+            own = x.clone().requires_grad_(train)
+            out = run(own)
+            grads = torch.autograd.grad(out.square().sum(), [own, moe.router.weight]) if train else []
+            results.append([out.detach(), *grads])
+    return max(error(b, a) for a, b in zip(*results, strict=True))
+
+
+def compiled_tensor(meshes, quantized):
+    moe = parallelize_module(layer(quantized), meshes.two, TensorParallel())
+    run = torch.compile(moe, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 5, H)
+    with torch.no_grad():
+        return error(run(x), moe(x))
+
+
+def refused(meshes, ranks, build, style):
+    """What parallelize_module raises -> its message; a collective before it would hang, as only some ranks call it."""
+    if meshes.rank % 2:
+        return None
+    module = build()
+    try:
+        parallelize_module(module, meshes.of(ranks), style)
+    except (TypeError, ValueError) as reason:
+        return f"{type(reason).__name__}: {reason}"
+    return "nothing was raised"
+
+
+def uneven():
+    return GroupedSwiGLU(6, H, FEATURES)
+
+
+def uneven_quantized():
+    return packed(uneven())
+
+
+def narrow():
+    return GroupedSwiGLU(E, H, 30)
+
+
+def narrow_quantized():
+    return packed(GroupedSwiGLU(E, H, 32))
+
+
+def narrow_tiles():
+    return packed(GroupedSwiGLU(2, H, FEATURES), "tiled_64x64")
+
+
+def parallel_already():
+    module = GroupedSwiGLU(E, H, FEATURES)
+    module.__class__ = EXPERT_PARALLEL[GroupedSwiGLU]
+    return module
+
+
+def biased():
+    return GroupedMLP(E, H, FEATURES, bias=True)
+
+
+def main_grad():
+    return GroupedMLP(E, H, FEATURES, accumulate_into_main_grad=True)
+
+
+def pairs():
+    return GroupedMLP(E, H, 96, activation=ScaledSwiGLU(glu_interleave_size=32))
+
+
+def linear():
+    return torch.nn.Linear(4, 4)
+
+
+def two_dimensions(meshes):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    try:
+        parallelize_module(uneven(), mesh, ExpertParallel())
+    except ValueError as reason:
+        return str(reason)
+    return "nothing was raised"
+
+
+def too_many(meshes):
+    moe = parallelize_module(layer(), meshes.two, ExpertParallel(exchange="all_gather", capacity=3))
+    try:
+        moe(torch.randn(1, 4, H))
+    except ValueError as reason:
+        return str(reason)
+    return "nothing was raised"
+
+
+def saved(meshes, ranks, style, quantized, layout, path):
+    """Saves a sharded layer; loads it on other numbers of ranks, in one process and in another style -> all is equal,
+    bit for bit."""
+    styles = {"expert": ExpertParallel, "tensor": TensorParallel}
+    whole = layer(quantized, layout=layout)
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    moe = parallelize_module(copy.deepcopy(whole), meshes.of(ranks), styles[style]())
+    if ranks == 4 or meshes.rank < 2:
+        group = meshes.four.get_group() if ranks == 4 else meshes.two.get_group()
+        dcp.save(moe.state_dict(), checkpoint_id=path, process_group=group)
+    dist.barrier()
+    plain = layer(quantized, layout=layout)
+    spoil(plain)
+    fresh = plain.state_dict()
+    dcp.load(fresh, checkpoint_id=path, no_dist=True)
+    plain.load_state_dict(fresh)
+    same(plain.state_dict(), state)
+    others = [(2, "expert"), (4, "expert"), (2, "tensor"), (4, "tensor")]
+    for count, name in others[:3] if layout == "tiled_64x64" else others:
+        other = layer(quantized, layout=layout)
+        spoil(other)
+        parallelize_module(other, meshes.of(count), styles[name]())
+        target = other.state_dict()
+        dcp.load(target, checkpoint_id=path, no_dist=True)
+        other.load_state_dict(target)
+        with torch.no_grad():
+            x = torch.randn(1, 4, H)
+            assert error(other(x), whole(x)) < 1e-5
+        again = layer(quantized, layout=layout)
+        parallelize_module(again, meshes.of(count), styles[name]())
+        spoil(again)
+        again.load_state_dict(state)  # a whole one, of which each rank takes its part
+        for key, tensor in again.state_dict().items():
+            equal_local(tensor, target[key])
+    return True
+
+
+def spoil(module):
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.dtype == torch.float8_e4m3fn:
+                local.view(torch.uint8).fill_(8)
+            else:
+                local.zero_()
+
+
+def equal_local(a, b):
+    parts = []
+    for tensor in (a, b):
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        parts.append(local.local_shards() if hasattr(local, "local_shards") else [local])
+    for one, other in zip(*parts, strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+def same(state, wanted):
+    assert state.keys() == wanted.keys()
+    for name, tensor in state.items():
+        assert torch.equal(bits(tensor), bits(wanted[name])), name
+
+
+def source_of_weights(meshes):
+    """Rank 0's weights are everybody's, as parallelize_module has it."""
+    torch.manual_seed(meshes.rank)
+    for quantized in (False, True):
+        torch.manual_seed(meshes.rank)
+        block = GroupedSwiGLU(E, H, FEATURES)
+        block = packed(block) if quantized else block
+        torch.manual_seed(0)
+        wanted = GroupedSwiGLU(E, H, FEATURES)
+        wanted = (packed(wanted) if quantized else wanted).state_dict()
+        parallelize_module(block, meshes.four, ExpertParallel())
+        for name, tensor in block.state_dict().items():
+            if tensor.dtype == torch.float8_e4m3fn:
+                continue
+            assert torch.equal(tensor.full_tensor(), wanted[name]), name
+    return True
+
+
+def dies(meshes, style):
+    """The last rank ends; the others call the layer -> the error they get."""
+    moe = parallelize_module(layer(), meshes.four, ExpertParallel(**STYLES[style]))
+    dist.barrier()
+    if meshes.rank == 3:
+        import os
+
+        os._exit(1)
+    try:
+        for _ in range(3):
+            moe(torch.randn(1, 5, H)).sum().item()
+    except RuntimeError as failure:
+        return str(failure)
+    return "nothing was raised"

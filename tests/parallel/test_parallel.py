@@ -1,0 +1,141 @@
+"""Expert and tensor parallelism on two and four processes with gloo, beside one process.
+
+The processes are started once; what a test runs in them is in programs.py. The last test ends one of them.
+"""
+
+import time
+
+import programs
+import pytest
+
+from thunder_moe import GroupedSwiGLU
+from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+
+TOLERANCE = 1e-5  # float32; sums of ranks are added in another order
+# Rows of each of eight experts.
+SPLITS = {"even": [2] * 8, "ragged": [0, 5, 0, 0, 1, 0, 0, 3], "all on the last": [0] * 7 + [4], "none": [0] * 8}
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize("style", programs.STYLES)
+@pytest.mark.parametrize("tokens", programs.TOKENS)
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.covering(2)
+def test_layer_is_that_of_one_process(ranks, count, tokens, style, quantized):
+    assert max(ranks.run(programs.run_layer, count, style, tokens, quantized, False)) < TOLERANCE
+
+
+@pytest.mark.parametrize("style", programs.STYLES)
+def test_all_tokens_go_to_one_rank(ranks, style):
+    assert max(ranks.run(programs.run_layer, 4, style, "ragged", True, True)) < TOLERANCE
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("kind", ["swiglu", "mlp", "mlp, bias", "mlp, srelu", "mlp, interleaved"])
+@pytest.mark.parametrize("style", ["exact", "capacity", "tensor"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.covering(2)
+def test_experts_are_those_of_one_process(ranks, count, style, kind, splits, quantized):
+    if style == "tensor" and kind == "mlp, bias":
+        kind = "mlp"
+    style = "roomy" if style == "capacity" else style
+    assert max(ranks.run(programs.run_experts, count, style, kind, quantized, SPLITS[splits])) < TOLERANCE
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize(("count", "shared"), [(2, 1), (4, 0), (4, 2)])
+def test_tensor_parallel_layer_is_that_of_one_process(ranks, count, shared, quantized):
+    assert max(ranks.run(programs.run_tensor_layer, count, quantized, shared)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("capacity", "dropped"), [(2, 6), (5, 0)])
+def test_tokens_without_room_are_counted(ranks, capacity, dropped):
+    assert ranks.run(programs.overflow, capacity) == [dropped] * 4
+
+
+COMPILED = [("exact", False, True), ("exact", True, False), ("capacity", True, True), ("gather, capacity", True, False)]
+SAVED = [
+    (2, "expert", True, "auto"),
+    (2, "tensor", True, "tiled_64x64"),
+    (2, "expert", False, ""),
+    (4, "tensor", False, ""),
+]
+
+
+@pytest.mark.parametrize(("style", "quantized", "train"), COMPILED)
+@pytest.mark.slow
+def test_compiled_layer(ranks, style, quantized, train):
+    assert max(ranks.run(programs.compiled, style, quantized, train)) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_compiled_tensor_parallel_layer(ranks):
+    assert max(ranks.run(programs.compiled_tensor, True)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("count", "style", "quantized", "layout"), SAVED)
+def test_checkpoints_are_resharded(ranks, tmp_path, count, style, quantized, layout):
+    assert ranks.run(programs.saved, count, style, quantized, layout, str(tmp_path)) == [True] * 4
+
+
+def test_weights_are_those_of_the_first_rank(ranks):
+    assert ranks.run(programs.source_of_weights) == [True] * 4
+
+
+REFUSED = {
+    "experts": (4, programs.uneven, ExpertParallel(), "num_experts=6, wanted a multiple of 4"),
+    "4-bit experts": (4, programs.uneven_quantized, ExpertParallel(), "num_experts=6 .* wanted a multiple of 4"),
+    "features": (4, programs.narrow, TensorParallel(), "wanted a multiple of"),
+    "4-bit features": (4, programs.narrow_quantized, TensorParallel(), "in_features=32 .*, wanted a multiple of 64"),
+    "tiles": (4, programs.narrow_tiles, TensorParallel(), "layout 'tiled_64x64', wanted a multiple of 512"),
+    "twice": (2, programs.parallel_already, ExpertParallel(), "module: got a ExpertParallelGroupedSwiGLU"),
+    "bias": (2, programs.biased, TensorParallel(), "down_proj: got a bias"),
+    "main_grad": (2, programs.main_grad, ExpertParallel(), "accumulate_into_main_grad=True"),
+    "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),
+    "gather": (2, programs.uneven, ExpertParallel(exchange="all_gather"), "wanted 'all_to_all'"),
+    "class": (2, programs.linear, ExpertParallel(), "module: got a Linear"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_ranks_communicate(ranks, case):
+    count, build, style, message = REFUSED[case]
+    outcomes = ranks.run(programs.refused, count, build, style)
+    for outcome in outcomes[::2]:
+        with pytest.raises(Exception, match=message):
+            raise Exception(outcome)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(ranks):
+    assert all("device_mesh: got 2 dimensions" in outcome for outcome in ranks.run(programs.two_dimensions))
+
+
+def test_more_tokens_than_a_gather_has_room_for(ranks):
+    assert all("at most capacity = 3 tokens" in outcome for outcome in ranks.run(programs.too_many))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(exchange="pigeons"), "exchange: got 'pigeons', wanted one of"),
+        (dict(capacity=0), "capacity: got 0"),
+        (dict(load_steps=-1), "load_steps: got -1"),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel(**arguments)
+
+
+def test_expert_load_wants_a_parallel_model():
+    with pytest.raises(ValueError, match="model: got a GroupedSwiGLU without"):
+        expert_load(GroupedSwiGLU(2, 16, 16))
+
+
+def test_a_rank_that_dies_gives_the_others_an_error(ranks):
+    begin = time.monotonic()
+    ranks.start(programs.dies, "exact")
+    for rank in range(3):
+        assert ranks.result(rank) != "nothing was raised"
+    assert time.monotonic() - begin < 25  # the timeout of collectives is 20 seconds

@@ -1,0 +1,225 @@
+"""The exchange of tokens between expert-parallel ranks, by functional collectives of torch.distributed.
+Called by parallel.modules; calls torch.distributed._functional_collectives and ops.combine.
+
+    start    tokens (T, H), global expert ids (T, A) -> collectives that run by themselves
+    receive  -> the tokens of all ranks that this one has an expert for, (T', H), with ids of its own experts (T', A)
+    combine  the sums (T', H) of this rank's experts -> (T, H), a token's sums of all ranks added
+
+A token goes once to each rank that has one of its experts ("all_to_all"), or to all ("all_gather").
+
+Legend: T tokens, A = top_k, R ranks, L experts of a rank, C capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from thunder_moe.formats.checks import require
+from thunder_moe.ops import combine  # noqa: F401  (registers the operator)
+
+__all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "wait"]
+
+
+@dataclass
+class Sent:
+    """What `Exchange.start` has under way.
+
+    Attributes:
+        rows: (T', H), the tokens of others; a collective that may still run.
+        routing: float32 (T', A or 2A), their expert ids, then their weights.
+        top_k: A.
+        weighted: whether there are weights.
+        tokens: T.
+        overflow: int64 scalar, tokens that a rank had no room for; None where there always is.
+        back: what `combine` needs to bring the sums back.
+    """
+
+    rows: Tensor
+    routing: Tensor
+    top_k: int
+    weighted: bool
+    tokens: int
+    overflow: Tensor | None
+    back: tuple[Any, ...]
+
+    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Waits for the collectives: tokens (T', H), int32 ids (T', A) among this rank's experts, -1 where there is
+        none, and float32 weights (T', A)."""
+        rows, routing = wait(self.rows), wait(self.routing)
+        ids = routing[:, : self.top_k].detach().to(torch.int32)
+        return rows, ids, routing[:, self.top_k :].contiguous() if self.weighted else None
+
+
+class Exchange:
+    """Brings tokens to the ranks of their experts, and sums back.
+
+    Args:
+        mesh: one-dimensional, of the ranks; rank r has the experts r * L to (r + 1) * L - 1.
+        experts: L.
+        capacity: None: buffers of the exact sizes, which the host waits for once a call. A number: buffers of that
+            many tokens for each pair of ranks, the same on all ranks, and no synchronisation.
+    """
+
+    def __init__(self, mesh: DeviceMesh, experts: int, capacity: int | None = None) -> None:
+        self.mesh, self.experts, self.capacity = mesh, experts, capacity
+        self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+        """Sends tokens off.
+
+        Args:
+            x: (T, H).
+            ids: integers (T, A), of all experts; one outside of [0, R * L) is of none.
+            weights: floating point (T, A), go along; or None.
+
+        Raises:
+            ValueError: "all_gather" with more tokens than its capacity.
+        """
+        raise NotImplementedError
+
+    def combine(self, sums: Tensor, sent: Sent) -> Tensor:
+        """(T', H) -> (T, H)."""
+        raise NotImplementedError
+
+    @property
+    def first(self) -> int:
+        """The first expert of this rank."""
+        return self.rank * self.experts
+
+    @property
+    def _group(self) -> Any:
+        return self.mesh.get_group()
+
+    def _routing(self, ids: Tensor, weights: Tensor | None) -> Tensor:
+        """Ids and weights as one float32 tensor (T, A or 2A), for one collective; floats hold ids below 2**24."""
+        return ids.float() if weights is None else torch.cat([ids.float(), weights.float()], 1)
+
+
+class AllToAll(Exchange):
+    """A token goes once to each rank that has one of its experts."""
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+        tokens, top_k = ids.shape
+        ranks = torch.arange(self.ranks, device=ids.device)
+        known = (ids >= 0) & (ids < self.ranks * self.experts)
+        home = torch.where(known, ids.long() // self.experts, self.ranks)
+        wanted_TR = (home[:, None, :] == ranks[:, None]).any(-1)
+        position_TR, overflow = wanted_TR.cumsum(0) - 1, None
+        if self.capacity is None:
+            counts_R = wanted_TR.sum(0)
+            to_come_R = wait(collectives.all_to_all_single(counts_R, None, None, self._group))
+            sending, coming = _host_sizes(counts_R, to_come_R)
+            total, ends_R = sum(sending), counts_R.cumsum(0)
+            row_TR = position_TR + (ends_R - counts_R)
+        else:
+            sending = coming = [self.capacity] * self.ranks
+            total, ends_R = self.capacity * self.ranks, (ranks + 1) * self.capacity
+            row_TR = position_TR + ranks * self.capacity
+            fits_TR = position_TR < self.capacity
+            overflow, wanted_TR = (wanted_TR & ~fits_TR).sum(), wanted_TR & fits_TR
+        # The (token, rank) pair of each row; `tokens * ranks` for the rows of a buffer that nobody fills.
+        pairs = tokens * self.ranks
+        at = torch.where(wanted_TR, row_TR, total).flatten()
+        pair = torch.full((total + 1,), pairs, device=ids.device)
+        pair = pair.scatter(0, at, torch.arange(pairs, device=ids.device))[:total]
+        filled, token = pair < pairs, pair.clamp_max(max(pairs - 1, 0)) // self.ranks
+        if tokens:
+            rows, routing = x.index_select(0, token), self._routing(ids, weights).index_select(0, token)
+            own = routing[:, :top_k] - (pair % self.ranks * self.experts)[:, None]
+            own = torch.where(filled[:, None] & (own >= 0) & (own < self.experts), own, -1)
+            routing = own if weights is None else torch.cat([own, routing[:, top_k:]], 1)
+        else:  # still in the graph of gradients: the backward has collectives, too
+            rows, routing = (F.pad(t, (0, 0, 0, total), value=-1.0) for t in (x, self._routing(ids, weights)))
+        slot_row = torch.where(wanted_TR, row_TR, -1).int()
+        sent = _all_to_all(rows, coming, sending, self._group)
+        routing = _all_to_all(routing, coming, sending, self._group)
+        back = (slot_row, ends_R.int(), coming, sending)
+        return Sent(sent, routing, top_k, weights is not None, tokens, overflow, back)
+
+    def combine(self, sums: Tensor, sent: Sent) -> Tensor:
+        slot_row, ends, coming, sending = sent.back
+        returned = wait(_all_to_all(sums, sending, coming, self._group))
+        out: Tensor = torch.ops.thunder_moe.moe_combine(returned, ends, slot_row)
+        return out
+
+
+class AllGather(Exchange):
+    """All tokens go to all ranks, and the sums come back added: the least overhead where ranks are few or top_k is
+    large."""
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+        tokens, top_k = ids.shape
+        room = self.capacity
+        if room is None:
+            count = torch.tensor([tokens], device=x.device)
+            (counts,) = _host_sizes(wait(_all_gather(count, self._group)))
+            room = max(counts)
+        else:
+            require(tokens <= room, "hidden_states", x, f"at most capacity = {room} tokens")
+        routing = self._routing(ids, weights)
+        if room != tokens:
+            x, routing = F.pad(x, (0, 0, 0, room - tokens)), F.pad(routing, (0, 0, 0, room - tokens), value=-1.0)
+        rows, routing = _all_gather(x, self._group), _all_gather(routing, self._group)
+        return _Gathered(rows, routing, top_k, weights is not None, tokens, None, (self.first, self.experts))
+
+    def combine(self, sums: Tensor, sent: Sent) -> Tensor:
+        return wait(_reduce_scatter(sums, self._group))[: sent.tokens]
+
+
+class _Gathered(Sent):
+    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows, ids, weights = super().receive()
+        first, experts = self.back
+        own = ids - first
+        return rows, torch.where((own >= 0) & (own < experts), own, -1), weights
+
+
+EXCHANGES: dict[str, type[Exchange]] = {"all_to_all": AllToAll, "all_gather": AllGather}
+
+
+def _host_sizes(*sizes: Tensor) -> list[list[int]]:
+    """Sizes on the host: the one synchronisation of a call."""
+    known: list[list[int]] = torch.stack(sizes).tolist()
+    for size in (size for row in known for size in row):
+        torch._check(size >= 0)
+    return known
+
+
+def wait(tensor: Tensor) -> Tensor:
+    """The plain tensor that a collective gives. One with a gradient waits by itself where it is first read."""
+    if isinstance(tensor, collectives.AsyncCollectiveTensor) and not tensor.requires_grad:
+        waited: Tensor = tensor.wait()
+        return waited
+    return tensor
+
+
+def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Tensor:
+    of_gradients = torch.is_grad_enabled() and x.requires_grad
+    run: Any = collectives.all_to_all_single_autograd if of_gradients else collectives.all_to_all_single
+    out: Tensor = run(x.contiguous(), coming, sending, group)
+    return out
+
+
+def _all_gather(x: Tensor, group: Any) -> Tensor:
+    out: Tensor = _named("all_gather", x)(x.contiguous(), 0, group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    out: Tensor = _named("reduce_scatter", x)(x.contiguous(), "sum", 0, group)
+    return out
+
+
+def _named(collective: str, x: Tensor) -> Any:
+    """A collective by its name of torch 2.13, or by that of older versions; with a gradient where one is wanted."""
+    newer, older = f"{collective}_single", f"{collective}_tensor"
+    suffix = "_autograd" if torch.is_grad_enabled() and x.requires_grad else ""
+    name = newer if hasattr(collectives, newer) else older
+    return getattr(collectives, name + suffix)

@@ -1,0 +1,87 @@
+"""`expert_load`: how many tokens the experts of an expert-parallel model got in its last steps.
+Called by users and parallel.modules, which record; calls torch alone.
+
+Legend: S steps, L experts of a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["ExpertLoad", "add_buffers", "expert_load", "record"]
+
+_RECENT, _DROPPED = "_recent_load", "_dropped_tokens"
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of one layer.
+
+    Attributes:
+        tokens: int64 (S, experts), the rows that each expert computed in each of the last steps, oldest first; -1 in
+            steps that were not made yet. Of this rank's experts, or of all.
+        first_expert: the number of the first of them.
+        dropped: int64 scalar, since the model was parallelized: how often a token found no room on a rank that had
+            experts for it, which only happens with a `capacity` below the worst case. Of the tokens of this rank, or of
+            all.
+    """
+
+    tokens: Tensor
+    first_expert: int
+    dropped: Tensor
+
+
+def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, ExpertLoad]:
+    """The load of the expert-parallel layers of a model, as tensors on their device: copies, made without waiting.
+
+    Args:
+        model: with modules that `ExpertParallel` was applied to.
+        all_ranks: collects the experts of all ranks, in order: a collective, which every rank has to call.
+
+    Returns:
+        The load of each layer by the module's name.
+
+    Raises:
+        ValueError: no module of the model is expert-parallel, or records its load.
+    """
+    loads = {}
+    for name, module in model.named_modules():
+        if _RECENT not in module._buffers:
+            continue
+        exchange: Any = module.exchange
+        tokens, dropped, first = module.get_buffer(_RECENT).clone(), module.get_buffer(_DROPPED).clone(), exchange.first
+        if all_ranks:
+            parts = [torch.empty_like(tokens) for _ in range(exchange.ranks)]
+            dist.all_gather(parts, tokens, group=exchange.mesh.get_group())
+            dist.all_reduce(dropped, group=exchange.mesh.get_group())
+            tokens, first = torch.cat(parts, 1), 0
+        loads[name] = ExpertLoad(tokens, first, dropped)
+    if not loads:
+        raise ValueError(
+            f"model: got a {type(model).__name__} without a module that records its load, wanted one that"
+            " parallelize_module applied ExpertParallel(load_steps=...) to"
+        )
+    return loads
+
+
+def add_buffers(module: nn.Module, steps: int, experts: int, device: torch.device) -> None:
+    """Gives a module the buffers of its load; they are not part of its state dict."""
+    module.register_buffer(_RECENT, torch.full((steps, experts), -1, device=device), persistent=False)
+    module.register_buffer(_DROPPED, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+
+
+@torch.no_grad()
+def record(module: nn.Module, offsets: Tensor, overflow: Tensor | None) -> None:
+    """Notes a step: offsets int32 (L,), and the tokens that found no room; without a synchronisation, and in a CUDA
+    graph at each replay."""
+    if overflow is not None:
+        module.get_buffer(_DROPPED).add_(overflow)
+    recent = module.get_buffer(_RECENT)
+    if recent.shape[0]:
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).to(recent.dtype)
+        recent.copy_(torch.cat([recent[1:], counts[None]]))

@@ -1,0 +1,189 @@
+"""The forwards of modules whose experts are spread over ranks, as subclasses that parallel.styles makes of modules.
+Called by users through those modules; calls parallel.exchange and load, nn, and the operators that route and combine.
+
+Expert parallel:  start the exchange -> shared expert meanwhile -> this rank's experts -> sums back
+Tensor parallel:  each rank's columns of gate and up, its rows of down -> sum over the ranks
+
+Legend: T tokens, A = top_k, M rows sorted by expert, E experts, H hidden_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from thunder_moe.nn import (
+    GroupedMLP,
+    GroupedSwiGLU,
+    Llama4MoE,
+    NVFP4GroupedMLP,
+    NVFP4GroupedSwiGLU,
+)
+from thunder_moe.nn.autocast import autocast_rows
+from thunder_moe.nn.quantized import weights_to_fuse
+from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
+from thunder_moe.ops.experts import moe_experts
+from thunder_moe.parallel.exchange import Exchange, wait
+from thunder_moe.parallel.load import record
+from thunder_moe.routing import expert_of_row, live_rows
+
+__all__ = ["EXPERT_PARALLEL", "TENSOR_PARALLEL"]
+
+
+class _ExpertParallelRows(nn.Module):
+    """Experts that are called with rows (M, H) of this rank's tokens, sorted by expert, and the row ends of all E
+    experts; results (M, H), zeros past the end."""
+
+    exchange: Exchange
+
+    def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None, **buffers: Any) -> Tensor:
+        if buffers:
+            raise ValueError(f"{' and '.join(buffers)}: got it with experts on several ranks, wanted none of it")
+        wanted = self.exchange.ranks * self.exchange.experts
+        if offsets.shape != (wanted,):
+            raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({wanted},), those of all experts")
+        expert_M = torch.where(live_rows(offsets, x.shape[0])[:, 0], expert_of_row(offsets, x.shape[0]), -1)
+        sent = self.exchange.start(x, expert_M[:, None], None if scales is None else scales[:, None])
+        rows, ids, weights = sent.receive()
+        row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, self.exchange.experts)
+        record(self, ends, sent.overflow)
+        order = row_slot.long()
+        own: Any = super()
+        if scales is None or weights is None:
+            out = own.forward(rows.index_select(0, order), ends)
+        else:
+            own_scales = weights[:, 0].index_select(0, order).to(scales.dtype)
+            out = own.forward(rows.index_select(0, order), ends, own_scales)
+        sums: Tensor = self.exchange.combine(torch.ops.thunder_moe.moe_combine(out, ends, slot_row), sent)
+        return sums
+
+
+class ExpertParallelGroupedSwiGLU(_ExpertParallelRows, GroupedSwiGLU):
+    """`GroupedSwiGLU` with a part of the experts on each rank."""
+
+
+class ExpertParallelGroupedMLP(_ExpertParallelRows, GroupedMLP):
+    """`GroupedMLP` with a part of the experts on each rank."""
+
+
+class ExpertParallelNVFP4GroupedSwiGLU(_ExpertParallelRows, NVFP4GroupedSwiGLU):
+    """`NVFP4GroupedSwiGLU` with a part of the experts on each rank."""
+
+
+class ExpertParallelNVFP4GroupedMLP(_ExpertParallelRows, NVFP4GroupedMLP):
+    """`NVFP4GroupedMLP` with a part of the experts on each rank."""
+
+
+class ExpertParallelLlama4MoE(Llama4MoE):
+    """`Llama4MoE` with a part of the routed experts on each rank, and router and shared expert on all."""
+
+    exchange: Exchange
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x_TH = self.tokens_of(hidden_states)
+        ops, num_experts = torch.ops.thunder_moe, self.exchange.experts
+        scores_TA, ids_TA, *_ = ops.moe_router(
+            self.router(x_TH), top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
+        )
+        sent = self.exchange.start(autocast_rows(x_TH), ids_TA, scores_TA)
+        shared_TH = None if self.shared_expert is None else self.shared_expert(x_TH)
+        rows, ids, weights = sent.receive()
+        assert weights is not None
+        row_slot, ends, slot_row = ops.moe_route(ids, num_experts)
+        record(self, ends, sent.overflow)
+        fused = weights_to_fuse(self.routed_experts)
+        if fused is not None:
+            order = row_slot, ends, slot_row
+            sums = moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order)
+        else:
+            slot = row_slot.long()
+            weight_M = weights.flatten().index_select(0, slot).to(rows.dtype)
+            own = rows.index_select(0, slot // self.top_k) * weight_M[:, None]
+            sums = ops.moe_combine(self.routed_experts(own, ends), ends, slot_row)
+        out_TH = self.exchange.combine(sums, sent)
+        if shared_TH is not None:
+            out_TH = out_TH + shared_TH
+        return out_TH.reshape(hidden_states.shape)
+
+
+class _TensorParallelRows(nn.Module):
+    """Experts of which each rank has a part of the intermediate features; the sum over the ranks is the result."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None, **buffers: Any) -> Tensor:
+        if buffers:
+            raise ValueError(f"{' and '.join(buffers)}: got it with experts on several ranks, wanted none of it")
+        own: Any = super()
+        x = _enter(x, self.mesh)
+        given = () if scales is None else (_enter(scales, self.mesh),)
+        return _sum_of_ranks(own.forward(x, offsets, *given), self.mesh)
+
+
+class TensorParallelGroupedSwiGLU(_TensorParallelRows, GroupedSwiGLU):
+    """`GroupedSwiGLU` with a part of the intermediate features on each rank."""
+
+
+class TensorParallelGroupedMLP(_TensorParallelRows, GroupedMLP):
+    """`GroupedMLP` with a part of the intermediate features on each rank."""
+
+
+class TensorParallelNVFP4GroupedSwiGLU(_TensorParallelRows, NVFP4GroupedSwiGLU):
+    """`NVFP4GroupedSwiGLU` with a part of the intermediate features on each rank."""
+
+
+class TensorParallelNVFP4GroupedMLP(_TensorParallelRows, NVFP4GroupedMLP):
+    """`NVFP4GroupedMLP` with a part of the intermediate features on each rank."""
+
+
+class TensorParallelLlama4MoE(Llama4MoE):
+    """`Llama4MoE` with a part of the intermediate features of routed and shared experts on each rank; one sum over the
+    ranks for both."""
+
+    mesh: DeviceMesh
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x_TH = self.tokens_of(hidden_states)
+        # The router is whole on each rank; its logits and the tokens get gradients of all ranks' parts.
+        logits_TE, x_TH = _enter(self.router(x_TH), self.mesh), _enter(x_TH, self.mesh)
+        out_TH = self.run_experts_by(logits_TE, x_TH)
+        if self.shared_expert is not None:
+            out_TH = out_TH + self.shared_expert(x_TH)
+        return _sum_of_ranks(out_TH, self.mesh).reshape(hidden_states.shape)
+
+
+def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor itself, whose gradient is the sum of all ranks' gradients."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+
+
+def _sum_of_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks; each rank's part gets the gradient of the sum."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return (
+            DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+        )
+    return wait(collectives.all_reduce(x, "sum", mesh.get_group()))
+
+
+EXPERT_PARALLEL: dict[type[nn.Module], type[nn.Module]] = {
+    Llama4MoE: ExpertParallelLlama4MoE,
+    GroupedSwiGLU: ExpertParallelGroupedSwiGLU,
+    GroupedMLP: ExpertParallelGroupedMLP,
+    NVFP4GroupedSwiGLU: ExpertParallelNVFP4GroupedSwiGLU,
+    NVFP4GroupedMLP: ExpertParallelNVFP4GroupedMLP,
+}
+TENSOR_PARALLEL: dict[type[nn.Module], type[nn.Module]] = {
+    Llama4MoE: TensorParallelLlama4MoE,
+    GroupedSwiGLU: TensorParallelGroupedSwiGLU,
+    GroupedMLP: TensorParallelGroupedMLP,
+    NVFP4GroupedSwiGLU: TensorParallelNVFP4GroupedSwiGLU,
+    NVFP4GroupedMLP: TensorParallelNVFP4GroupedMLP,
+}

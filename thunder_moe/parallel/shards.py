@@ -1,0 +1,227 @@
+"""Cuts the weights of experts into one part per rank: 16-bit parameters become DTensors; 4-bit modules keep the part of
+their rank, and their state dicts have DTensors, which torch.distributed.checkpoint reshards.
+Called by parallel.styles; calls torch.distributed.tensor and the modules of nn.
+
+Legend: R ranks. Dim 0 is that of experts, 1 of out_features, 2 of in_features; dense layers lack the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
+from thunder_moe.nn.packed import NVFP4Module
+
+__all__ = ["Cut", "LocalLinear", "check_cut", "cut_"]
+
+_SIZES = ("num_experts", "out_features", "in_features")
+
+
+class LocalLinear(nn.Linear):
+    """torch's linear with a sharded weight: a rank multiplies by its own part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return nn.functional.linear(x, weight.to_local())
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a weight is cut.
+
+    Attributes:
+        mesh: one-dimensional; rank r has part r.
+        dim: as in the legend.
+        parts: weights stacked along dim, each of which is cut: 2 of gate and up in one, else 1.
+    """
+
+    mesh: DeviceMesh
+    dim: int
+    parts: int = 1
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size()
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor."""
+        pieces = whole.unflatten(dim, (self.parts, self.ranks, -1)).select(dim + 1, self.rank)
+        part: Tensor = pieces.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
+        return part
+
+    def distributed(self, own: Tensor, dim: int | None) -> DTensor:
+        """The DTensor of which this rank has `own`; dim None: all ranks have the same."""
+        if dim is None:
+            return DTensor.from_local(own, self.mesh, [Replicate()], run_check=False)
+        if self.parts == 1:
+            return DTensor.from_local(own, self.mesh, [Shard(dim)], run_check=False)
+        # Several pieces of the whole, which no placement of torch's describes to torch.distributed.checkpoint.
+        pieces, size = own.chunk(self.parts, dim), own.shape[dim] // self.parts
+        offsets = []
+        for part in range(self.parts):
+            offset = [0] * own.ndim
+            offset[dim] = (part * self.ranks + self.rank) * size
+            offsets.append(tuple(offset))
+        shape = torch.Size((*own.shape[:dim], own.shape[dim] * self.ranks, *own.shape[dim + 1 :]))
+        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), own.dtype)
+        # A piece is a view of this rank's tensor: what is read into it arrives there.
+        wrapper = LocalShardsWrapper(list(pieces), offsets)
+        make: Any = DTensor
+        result: DTensor = make(wrapper, DTensorSpec(self.mesh, (Shard(dim),), meta), requires_grad=False)
+        return result
+
+    def own_parts(self, linear: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+        """A state dict that has of a linear what `load_state_dict` loads: this rank's parts, and DTensors where its
+        parameters are such."""
+        state_dict = dict(state_dict)
+        for name, tensor in _tensors(linear).items():
+            key = f"{prefix}{name}"
+            given = state_dict.get(key)
+            if not isinstance(given, Tensor):
+                continue
+            dim = _dim(linear, self, given)
+            if not isinstance(tensor, DTensor):
+                state_dict[key] = self.loaded(key, given, dim)
+            elif not isinstance(given, DTensor):
+                state_dict[key] = self.distributed(self.loaded(key, given, dim), dim)
+        return state_dict
+
+    def loaded(self, key: str, given: Tensor, dim: int | None) -> Tensor:
+        """This rank's part of what a state dict has: a DTensor of this cut, or the whole tensor.
+
+        Raises:
+            ValueError: a DTensor that is cut otherwise; a whole tensor of a size that the ranks do not divide.
+        """
+        if not isinstance(given, DTensor):
+            if dim is None or given.shape[dim] % (self.parts * self.ranks) == 0:
+                return given if dim is None else self.own(given, dim)
+            raise ValueError(f"{key}: got {tuple(given.shape)}, of which {self.ranks} ranks have no equal parts")
+        placement = Replicate() if dim is None else Shard(dim)
+        if given.device_mesh != self.mesh or given.placements != (placement,):
+            raise ValueError(
+                f"{key}: got a DTensor with {given.placements} on {given.device_mesh}, wanted {placement} on"
+                f" {self.mesh}, as in this module's state_dict, or the whole tensor"
+            )
+        local: Tensor = given._local_tensor  # several pieces have no to_local()
+        if isinstance(local, LocalShardsWrapper):
+            assert dim is not None
+            return torch.cat(local.local_shards(), dim)
+        return local
+
+
+def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
+    """Checks that a linear can be cut, before any rank communicates.
+
+    Raises:
+        ValueError: sizes that the ranks do not divide; a linear that is cut already; options of training or a bias that
+            a cut does not have.
+        TypeError: a module of another class.
+    """
+    if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
+        raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
+    bias = linear._parameters.get("bias")
+    if cut_of(linear) is not None or any(isinstance(tensor, DTensor) for tensor in linear._parameters.values()):
+        raise ValueError(f"{name}: its weight is cut over ranks already, wanted a whole one")
+    if bias is not None and cut.dim == 2:
+        raise ValueError(f"{name}: got a bias, which each rank would add; wanted bias=False under TensorParallel")
+    for option in ("accumulate_into_main_grad", "delay_wgrad"):
+        if getattr(linear, option, False):
+            raise ValueError(f"{name}: got {option}=True, which sharded parameters do not have; wanted False")
+    if isinstance(linear, NVFP4Module):
+        obstacle = linear.obstacle_to_narrow(cut.dim, cut.ranks, cut.parts)
+    else:
+        size = getattr(linear, _SIZES[cut.dim])
+        even = size % (cut.parts * cut.ranks) == 0
+        obstacle = None if even else f"it has {_SIZES[cut.dim]}={size}, wanted a multiple of {cut.parts * cut.ranks}"
+    if obstacle is not None:
+        raise ValueError(f"{name}: {obstacle}, for {cut.ranks} ranks")
+
+
+def cut_of(linear: nn.Module) -> Cut | None:
+    """How a linear's weight was cut; None if it was not."""
+    cut: Cut | None = vars(linear).get("_cut")
+    return cut
+
+
+def cut_(linear: nn.Module, cut: Cut, source: int | None) -> None:
+    """Leaves a linear this rank's part of its weight.
+
+    Args:
+        linear: that `check_cut` has passed.
+        cut: how.
+        source: the rank whose weights all get parts of; None: each cuts its own, without communication.
+    """
+    linear.__dict__["_cut"] = cut
+    packed = isinstance(linear, NVFP4Module)
+    for name, parameter in list(linear._parameters.items()):
+        if parameter is None:
+            continue
+        dim = _dim(linear, cut, parameter)
+        if cut.parts == 1 or dim is None:
+            placement = Replicate() if dim is None else Shard(dim)
+            cut_tensor: Tensor = distribute_tensor(parameter.data, cut.mesh, [placement], src_data_rank=source)
+        else:
+            _broadcast(parameter.data, cut.mesh, source)
+            cut_tensor = cut.own(parameter.data, dim)
+        linear._parameters[name] = nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
+    if isinstance(linear, NVFP4Module):
+        for buffer in linear.buffers():
+            _broadcast(buffer, cut.mesh, source)
+        linear.narrow_(cut.dim, cut.rank, cut.ranks, cut.parts)
+    if isinstance(linear, GroupedLinear | NVFP4GroupedLinear):
+        linear._sharded = cut.parts == 1
+    if isinstance(linear, nn.Linear):
+        linear.__class__ = LocalLinear
+    linear.register_state_dict_post_hook(_distribute)
+    if not packed:  # 4-bit linears do so by themselves
+        linear.register_load_state_dict_pre_hook(_localize)
+
+
+def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:
+    if source is not None and not tensor.is_meta:
+        bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        dist.broadcast(bits, group=mesh.get_group(), group_src=source)
+
+
+def _dim(linear: nn.Module, cut: Cut, tensor: Tensor) -> int | None:
+    """The dimension of a linear's tensor that is cut; None where all ranks have it whole."""
+    of_experts = isinstance(linear, GroupedLinear | NVFP4GroupedLinear)
+    dim = cut.dim if of_experts else cut.dim - 1
+    return dim if dim < tensor.ndim else None
+
+
+def _tensors(linear: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a linear's state dict."""
+    buffers = linear._buffers if isinstance(linear, NVFP4Module) else {}
+    both = {**linear._parameters, **buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}
+
+
+def _distribute(linear: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes DTensors of what `state_dict` has got of a linear."""
+    cut = cut_of(linear)
+    assert cut is not None
+    for name in _tensors(linear):
+        tensor = state_dict.get(f"{prefix}{name}")
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
+            state_dict[f"{prefix}{name}"] = cut.distributed(tensor.detach(), _dim(linear, cut, tensor))
+
+
+def _localize(linear: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Leaves `load_state_dict` this rank's parts; of 16-bit linears: 4-bit ones call `own_parts`."""
+    cut = cut_of(linear)
+    assert cut is not None
+    state_dict.update(cut.own_parts(linear, state_dict, prefix))
