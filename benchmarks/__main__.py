@@ -17,6 +17,7 @@ COMMANDS = {
     "layer": "a Llama4MoE layer: eager, Thunder and torch.compile, bf16 and NVFP4",
     "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",
     "router": "routers: softmax, top-k and sort in torch's operations and as moe_router",
+    "parallel": "a layer on several GPUs or processes: expert and tensor parallelism beside one",
     "training": "gradients of experts, biases and activations, expert blocks that train, beside torch's",
     "load": "loads of a 16-bit checkpoint into 4 bits: time and memory",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["CPU_SHAPES", "CUDA_SHAPES", "SHAPES", "Load", "MoEShape", "parse_shape"]
+__all__ = ["CPU_SHAPES", "CUDA_SHAPES", "PARALLEL_SHAPES", "SHAPES", "Load", "MoEShape", "parse_shape"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,13 @@ CPU_SHAPES = (
     MoEShape("qwen3-30b-a3b/4-top1", 2048, 768, 32, 1),
     MoEShape("small", 512, 256, 8, 2),
 )
-SHAPES = {shape.name: shape for shape in (*CUDA_SHAPES, *CPU_SHAPES)}
+# Whole layers, for several devices.
+PARALLEL_SHAPES = (
+    MoEShape("qwen3-30b-a3b", 2048, 768, 128, 8),
+    MoEShape("llama4-maverick", 5120, 8192, 128, 1, num_shared_experts=1),
+    MoEShape("deepseek-v3", 7168, 2048, 256, 8, num_shared_experts=1),
+)
+SHAPES = {shape.name: shape for shape in (*CUDA_SHAPES, *CPU_SHAPES, *PARALLEL_SHAPES)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,276 @@
+"""Times a Llama4MoE layer with NVFP4 experts on several GPUs, expert and tensor parallel, beside one GPU.
+Called by `python -m benchmarks parallel`; calls thunder_moe.parallel and benchmarks/harness.
+
+    one GPU              the whole layer with the tokens of all ranks
+    EP exact             ExpertParallel(): exact sizes, the host waits for them; plain calls
+    EP all_to_all        with a capacity: no synchronisation, in a CUDA graph
+    EP all_gather        likewise
+    TP                   TensorParallel(): each rank has the tokens of all, in a CUDA graph
+    exchange ...         dispatch and combine of the same tokens alone, without experts
+
+Every rank has `tokens` tokens, and all ranks together ranks * tokens. Scaling is the time of one GPU over ranks times
+the time of the ranks: 1 is perfect. A round lets all ranks wait for each other on their devices before it starts,
+behind a flush of L2; the time is that of the slowest rank. Results are compared with the whole layer's before anything
+is timed.
+On a CPU the ranks are processes with gloo, timed by plain calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import functools
+import os
+import pathlib
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from benchmarks.harness.layers import TOLERANCE, build, hidden_states
+from benchmarks.harness.report import aligned, comma_list, parser, plot_lines, positive, relative_error, save
+from benchmarks.harness.shapes import PARALLEL_SHAPES, SHAPES, MoEShape
+from thunder_moe import Llama4MoE, quantize_
+from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+from thunder_moe.parallel.exchange import EXCHANGES, Exchange
+
+STEM = "parallel"
+TOKENS = {"cpu": [1, 32, 256], "cuda": [1, 8, 64, 512, 1024, 2048, 4096, 8192]}
+_FLUSH_BYTES = 256 << 20
+_ONE = "one GPU"
+
+
+def main(argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs the benchmark; prints the table, writes JSON and plot.
+
+    Args:
+        argv: the arguments behind the subcommand.
+
+    Returns:
+        The rows of the JSON.
+
+    Raises:
+        RuntimeError: a parallel layer computes something wrong.
+        SystemExit: bad arguments.
+    """
+    result = parser("parallel", __doc__ or "")
+    result.add_argument(
+        "--tokens", type=comma_list(positive), help=f"of each rank, comma-separated (default: {TOKENS})"
+    )
+    result.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
+    args = result.parse_args(argv)
+    kind = args.device.type
+    args.tokens = args.tokens or TOKENS[kind]
+    args.shapes = args.shapes or ([SHAPES["small"]] if kind == "cpu" else list(PARALLEL_SHAPES))
+    if kind == "cuda" and torch.cuda.device_count() < args.ranks:
+        result.error(f"argument --ranks: got {args.ranks}, wanted at most {torch.cuda.device_count()}, the GPUs here")
+    with tempfile.TemporaryDirectory() as folder:
+        spawn: Any = processes.spawn  # type: ignore[attr-defined]  # it is there
+        spawn(_rank, (args, folder), nprocs=args.ranks)
+        rows: list[dict[str, Any]] = torch.load(f"{folder}/rows.pt", weights_only=True)
+    path = save(STEM, args.device, rows, args.output, ranks=args.ranks, tolerance=TOLERANCE)
+    print(_table(rows))
+    print(path, _plot(path, rows, args.ranks), _plot_load(path, rows, args.ranks), sep="\n")
+    return rows
+
+
+def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One process: measures all shapes; rank 0 leaves the rows in a file."""
+    # Multicast is not needed, and some hosts do not survive it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    kind = args.device.type
+    device = torch.device(f"cuda:{rank}" if kind == "cuda" else kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // args.ranks))
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks,
+        timeout=datetime.timedelta(seconds=120), device_id=device if kind == "cuda" else None,
+    )  # fmt: skip
+    mesh, rows = init_device_mesh(kind, (args.ranks,)), []
+    for shape in args.shapes:
+        layers = _Layers(shape, mesh, device)
+        for tokens in args.tokens:
+            row = layers.measure(tokens, args)
+            rows.append(row)
+            if rank == 0:
+                print(_table([row]), flush=True)
+        del layers
+    if rank == 0:
+        torch.save(rows, f"{folder}/rows.pt")
+    dist.destroy_process_group()
+
+
+class _Layers:
+    """The whole layer of a shape and its parallel forms, which share no memory with it."""
+
+    def __init__(self, shape: MoEShape, mesh: DeviceMesh, device: torch.device) -> None:
+        self.shape, self.mesh, self.device = shape, mesh, device
+        self.whole: Llama4MoE = quantize_(build(shape, device))
+        parallel: Any = tuple(
+            parallelize_module(copy.deepcopy(self.whole), mesh, style, src_data_rank=None)
+            for style in (ExpertParallel(), TensorParallel())
+        )
+        self.expert, self.tensor = parallel
+
+    @torch.no_grad()
+    def measure(self, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
+        ranks, rank = self.mesh.size(), self.mesh.get_local_rank()
+        everybody = hidden_states(self.whole, ranks * tokens, self.device)
+        own = everybody[:, rank * tokens : (rank + 1) * tokens].contiguous()
+        wanted = self.whole(everybody)
+        part = wanted[:, rank * tokens : (rank + 1) * tokens]
+        exchanges: dict[str, Exchange] = {
+            "exact": EXCHANGES["all_to_all"](self.mesh, self.expert.exchange.experts),
+            **{name: make(self.mesh, self.expert.exchange.experts, tokens) for name, make in EXCHANGES.items()},
+        }
+        candidates: dict[str, tuple[Callable[[], Tensor], Tensor | None]] = {
+            _ONE: (lambda: self.whole(everybody), wanted),
+            "TP": (lambda: self.tensor(everybody), wanted),
+        }
+        for name, exchange in exchanges.items():
+            candidates[f"EP {name}"] = (functools.partial(self._expert, exchange, own), part)
+            candidates[f"exchange {name}"] = (functools.partial(self._alone, exchange, own[0]), None)
+        errors = {}
+        for name, (run, expected) in candidates.items():
+            if expected is None:
+                run()
+                continue
+            errors[name] = _largest(relative_error(run(), expected), self.device)
+            if errors[name] > TOLERANCE:
+                raise RuntimeError(f"{name!r} is wrong: relative error {errors[name]:.2g} with {tokens} tokens")
+        seconds = _measure({name: run for name, (run, _) in candidates.items()}, self.device, args)
+        (load,) = expert_load(self.expert, all_ranks=True).values()
+        of_ranks = load.tokens[-1].unflatten(0, (ranks, -1)).sum(1)
+        return {
+            "shape": self.shape.name,
+            "tokens": tokens,
+            "seconds": seconds,
+            "scaling": {name: seconds[_ONE] / (ranks * s) for name, s in seconds.items() if name in errors},
+            "relative_error": errors,
+            "rows_of_ranks": of_ranks.tolist(),
+            "rows_of_experts": load.tokens[-1].tolist(),
+        }
+
+    def _expert(self, exchange: Exchange, x: Tensor) -> Tensor:
+        self.expert.exchange = exchange
+        out: Tensor = self.expert(x)
+        return out
+
+    def _alone(self, exchange: Exchange, x: Tensor) -> Tensor:
+        """Dispatch and combine, with the router's choice."""
+        scores, ids, *_ = torch.ops.thunder_moe.moe_router(
+            self.whole.router(x), top_k=self.whole.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
+        )
+        sent = exchange.start(x, ids, scores)
+        return exchange.combine(sent.receive()[0], sent)
+
+
+def _measure(
+    functions: dict[str, Callable[[], Tensor]], device: torch.device, args: argparse.Namespace
+) -> dict[str, float]:
+    """Median seconds of each, interleaved in an order that all ranks have; of a round the slowest rank's."""
+    runs: dict[str, Callable[[], Any]] = dict(functions)
+    if device.type == "cuda":
+        for name, function in functions.items():
+            for _ in range(2):
+                function()
+            if not name.endswith("exact"):  # its sizes are the host's
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events
+                    function()
+                runs[name] = graph.replay
+    clock = _Clock(device)
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    first = {name: clock(run) for name, run in runs.items()}
+    longest = _largest(sum(first.values()), device)
+    rounds = max(3, min(args.rounds, int(args.budget * len(runs) / longest)))
+    for _ in range(rounds):
+        for name in order.sample(list(runs), len(runs)):
+            seconds[name].append(clock(runs[name]))
+    every = torch.tensor(list(seconds.values()), device=device, dtype=torch.float64)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return {name: statistics.median(of_rounds) for name, of_rounds in zip(seconds, every.tolist(), strict=True)}
+
+
+class _Clock:
+    """Times a call after all ranks' devices have met."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.meeting = device, torch.zeros(1, device=device)
+        self.flush = torch.empty(_FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            dist.barrier()
+            begin = datetime.datetime.now()
+            run()
+            return (datetime.datetime.now() - begin).total_seconds()
+        make: Any = torch.cuda.Event
+        start, end = make(enable_timing=True), make(enable_timing=True)
+        self.flush.zero_()
+        dist.all_reduce(self.meeting)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3
+
+
+def _largest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    tensor = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = [["shape", *(row["shape"] for row in rows)], ["tokens of a rank", *(str(row["tokens"]) for row in rows)]]
+    columns += [[f"{name} [us]", *(f"{row['seconds'][name] * 1e6:.0f}" for row in rows)] for name in rows[0]["seconds"]]
+    columns += [[f"scaling {name}", *(f"{row['scaling'][name]:.2f}" for row in rows)] for name in rows[0]["scaling"]]
+    return aligned(list(zip(*columns, strict=True)))
+
+
+def _plot(path: pathlib.Path, rows: Sequence[dict[str, Any]], ranks: int) -> pathlib.Path:
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        lines = panels.setdefault(row["shape"], {})
+        for name, value in row["scaling"].items():
+            if name != _ONE:
+                lines.setdefault(name, []).append((row["tokens"], value))
+    title = f"A layer with NVFP4 experts on {ranks} ranks: share of perfect scaling"
+    return plot_lines(
+        path.with_suffix(".png"), panels, x="tokens of a rank", y="one / (ranks * parallel)", reference=1.0,
+        title=title, log=False,
+    )  # fmt: skip
+
+
+def _plot_load(path: pathlib.Path, rows: Sequence[dict[str, Any]], ranks: int) -> pathlib.Path:
+    """The rows of each expert with the most tokens of each shape, coloured by rank."""
+    last = {row["shape"]: row for row in rows}
+    figure, axes = plt.subplots(1, len(last), figsize=(4.6 * len(last), 3.2), squeeze=False, layout="constrained")
+    for axis, row in zip(axes.flat, last.values(), strict=True):
+        loads, share = row["rows_of_experts"], len(row["rows_of_experts"]) // ranks
+        for rank in range(ranks):
+            experts = range(rank * share, (rank + 1) * share)
+            label = f"rank {rank}: {row['rows_of_ranks'][rank]} rows"
+            axis.bar(experts, [loads[expert] for expert in experts], width=1.0, color=f"C{rank}", label=label)
+        axis.set(title=f"{row['shape']}, {row['tokens']} tokens of a rank", xlabel="expert", ylabel="rows")
+        axis.legend(fontsize=7)
+    target = path.with_name(f"{path.stem}_load.png")
+    figure.savefig(target, dpi=100)
+    plt.close(figure)
+    return target
