@@ -66,6 +66,11 @@ class ExpertFamily:
         """Why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None when it can."""
         raise NotImplementedError
 
+    def agree(self, module: nn.Module, problem: str | None) -> str | None:
+        """What keeps a module from being quantized: `problem` here, or where several processes have parts of it, one of
+        another process. Each of them calls it."""
+        return problem
+
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters to quantize, each with its view as (E, N, K)."""
         raise NotImplementedError

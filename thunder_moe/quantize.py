@@ -27,12 +27,13 @@ from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.replaceable import has_hook, wrapped
 
 __all__ = [
+    "NOT_FINITE",
     "Chosen",
     "Place",
-    "check_finite",
     "choose_experts",
     "choose_modules",
     "dequantize_",
+    "is_finite",
     "quantize_",
     "quantize_modules",
     "replace_module",
@@ -79,11 +80,12 @@ def quantize_(
     Replaces only modules without customization. A customized module stays 16-bit as a whole, and the logger says at
     level WARNING which and why: a subclass, a forward or another method replaced on the instance, hooks of torch
     (accelerate's on transformers' experts are kept), a parametrization, other children, parameters or buffers than its
-    class has (LoRA), a parameter of another type than ``nn.Parameter`` (DTensor), a ``module.compile()``, a wrapper
-    around it that would keep using the 16-bit module (PEFT's, torch.compile of the module itself, thunder.jit of a
-    module that holds it). Of transformers' experts, subclasses are replaced when they have the forward of transformers'
-    interface; their own gate function is kept. With a `filter` that declines such a `GroupedSwiGLU` and takes its
-    projections, those without customization are replaced one by one.
+    class has (LoRA), a parameter of another type than ``nn.Parameter`` (DTensor, but for experts that transformers 5.23
+    has shared among processes by expert or tensor parallelism: each process quantizes its part, and all of them call
+    this), a ``module.compile()``, a wrapper around it that would keep using the 16-bit module (PEFT's, torch.compile of
+    the module itself, thunder.jit of a module that holds it). Of transformers' experts, subclasses are replaced when
+    they have the forward of transformers' interface; their own gate function is kept. With a `filter` that declines
+    such a `GroupedSwiGLU` and takes its projections, those without customization are replaced one by one.
 
     With `linears` each `nn.Linear` becomes a `NVFP4Linear`: attention's projections, shared experts, dense MLPs, head.
     Those that the source of their parent's forward calls with the same tensor (q, k and v; gate and up) are computed at
@@ -375,9 +377,11 @@ def _check_choice(
     names: dict[nn.Parameter, str] = {}
     for module, (name, family) in chosen.items():
         weights = family.weights(module)
-        for parameter, weight in weights:
-            names[parameter] = name
-            _check_weight(name, weight, loaded)
+        names |= dict.fromkeys((parameter for parameter, _ in weights), name)
+        problem = next(filter(None, (_problem_of(name, weight, loaded) for _, weight in weights)), None)
+        problem = family.agree(module, problem) if loaded else problem
+        if problem is not None:
+            raise ValueError(f"model: {name!r} {problem}")
         devices = sorted({str(weight.device) for _, weight in weights})
         if len(devices) > 1:
             raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
@@ -402,24 +406,25 @@ def _check_choice(
         _report(model, chosen, left, "16-bit", required)
 
 
-def _check_weight(name: str, weight: Tensor, loaded: bool) -> None:
+def _problem_of(name: str, weight: Tensor, loaded: bool) -> str | None:
+    """What keeps a weight (E, N, K) from being quantized."""
     if weight.ndim != 3:
-        raise ValueError(f"model: {name!r} has a weight of shape {tuple(weight.shape)}, wanted three dimensions")
+        return f"has a weight of shape {tuple(weight.shape)}, wanted three dimensions"
     if weight.dtype not in WEIGHT_DTYPES:
-        raise ValueError(f"model: {name!r} has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}")
+        return f"has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}"
     if weight.is_meta and loaded:
-        raise ValueError(f"model: {name!r} is on the meta device: load its weights, then quantize")
+        return "is on the meta device: load its weights, then quantize"
     if weight.shape[-1] % BLOCK_SIZE:
-        k = weight.shape[-1]
-        raise ValueError(f"model: {name!r} has in_features {k}, wanted a multiple of {BLOCK_SIZE}")
-    if loaded:
-        check_finite(name, weight)
+        return f"has in_features {weight.shape[-1]}, wanted a multiple of {BLOCK_SIZE}"
+    return None if not loaded or is_finite(weight) else NOT_FINITE
 
 
-def check_finite(name: str, weight: Tensor) -> None:
-    """Raises the ValueError of `quantize_` if a weight of the module of this name has NaN or Inf."""
-    if not bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
-        raise ValueError(f"model: {name!r} has NaN or Inf in a weight, wanted finite values")
+NOT_FINITE = "has NaN or Inf in a weight, wanted finite values"
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Whether a weight has neither NaN nor Inf."""
+    return bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all())
 
 
 def _check_layout(layout: str, chosen: Chosen, run: Quantization) -> None:

@@ -100,3 +100,34 @@ def refusal_of_tp_plan(path):
     except (ValueError, RuntimeError) as error:
         return type(error).__name__, str(error)
     return None
+
+
+def weights_of(model):
+    """The 4-bit weights and biases of the experts of a model, by their names, on the CPU."""
+    return {name: buffer.clone() for name, buffer in model.state_dict().items() if ".experts." in name}
+
+
+def quantized(path, config, on_load):
+    """Logits and 4-bit experts of a 16-bit checkpoint that is quantized while it loads, or once it is sharded."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from thunder_moe import quantize_
+    from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+
+    options = dict(quantization_config=ThunderMoeConfig()) if on_load else {}
+    options |= dict(distributed_config=DistributedConfig(**config), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    if not on_load:
+        quantize_(model)
+    parts = [block.part for block in experts_of(model)]
+    return logits_of(model), weights_of(model), parts
+
+
+def attempt(path, config, on_load):
+    """The error of `quantized`."""
+    try:
+        quantized(path, config, on_load)
+    except ValueError as error:
+        return str(error)
+    return None

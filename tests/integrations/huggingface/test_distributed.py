@@ -2,6 +2,7 @@
 their part of a checkpoint alone; what is refused. Called by pytest; distributed_jobs has what the processes run.
 """
 
+import copy
 import importlib.util
 
 import distributed_jobs as jobs
@@ -13,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from thunder_moe import quantize_  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
-from thunder_moe.integrations.huggingface.sharding import AVAILABLE  # noqa: E402
+from thunder_moe.integrations.huggingface.sharding import AVAILABLE, cut_  # noqa: E402
 
 needs_sharding = pytest.mark.skipif(not AVAILABLE, reason="transformers < 5.23 cannot shard 4-bit experts")
 
@@ -124,6 +125,58 @@ def test_refused(saved, ranks, tmp_path):
     for _, text in ranks(2)(jobs.refusal, path, EP, dict(device="cpu")):
         assert "device: got 'cpu' with a distributed_config, wanted None" in text
     close(ranks(2)(jobs.logits, path, EP)[1][0], jobs.logits_of(saved("qwen3_moe")[1]))  # nobody waits for anybody
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """16-bit checkpoints of tiny models by architecture, and the model that one process quantizes."""
+    known = {}
+
+    def of(name):
+        if name not in known:
+            path = tmp_path_factory.mktemp(f"{name}-16")
+            model = tiny_model(name)
+            model.save_pretrained(path)
+            known[name] = path, quantize_(model)
+        return known[name]
+
+    return of
+
+
+@needs_sharding
+@pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_moe", "all_reduce"), ("qwen3_moe", "tp"), ("llama4", "tp"), ("gpt_oss", "all_to_all")],
+)
+def test_quantized_in_parts_as_whole(name, layout, on_load, plain, ranks):
+    """Each process quantizes its part to the bits that the whole has there."""
+    path, model = plain(name)
+    answers = ranks(2)(jobs.quantized, path, LAYOUTS[layout], on_load)
+    wholes = jobs.experts_of(model)
+    for actual, weights, parts in answers:
+        close(actual, jobs.logits_of(model))
+        for whole, part in zip(wholes, parts, strict=True):
+            assert not part.is_whole
+            expected = copy.deepcopy(whole)
+            cut_(expected, part)
+            prefix = next(path for path, module in model.named_modules() if module is whole)
+            state = {f"{prefix}.{name}": tensor for name, tensor in expected.state_dict().items()}
+            for key, tensor in state.items():
+                assert torch.equal(weights.pop(key).view(torch.uint8), tensor.view(torch.uint8)), key
+        assert not weights
+
+
+@needs_sharding
+@pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
+def test_one_process_with_nan_stops_all(on_load, plain, ranks, tmp_path):
+    model = tiny_model("qwen3_moe")
+    for experts in (layer.mlp.experts for layer in model.model.layers):
+        experts.down_proj.data[0, 0, 31] = torch.nan  # of the first expert, and of the second share of the features
+    model.save_pretrained(tmp_path)
+    first, second = ranks(2)(jobs.attempt, tmp_path, TP, on_load)
+    assert "another process cannot quantize its part" in first
+    assert "has NaN or Inf in a weight" in second
 
 
 @needs_sharding

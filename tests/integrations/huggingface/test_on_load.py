@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 from thunder_moe import ThunderMoeConfig, dense_linears, dequantize_, quantize_  # noqa: E402
 from thunder_moe.formats.nvfp4 import dequantize  # noqa: E402
-from thunder_moe.integrations.huggingface import on_load  # noqa: E402
+from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
@@ -206,13 +206,13 @@ class Live:
 
     def __init__(self, monkeypatch):
         gc.collect()
-        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.check_finite
+        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.is_finite
 
         def count(*args):
             self.peak, self.calls = max(self.peak, live_bytes() - before), self.calls + 1
-            own(*args)
+            return own(*args)
 
-        monkeypatch.setattr(on_load, "check_finite", count)
+        monkeypatch.setattr(on_load, "is_finite", count)
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["per expert", "fused"])
@@ -398,22 +398,17 @@ def test_quantized_checkpoints(export):
 
 
 def test_parallel_loads(saved, monkeypatch):
-    """Transformers splits the skeleton's parameters, here as on one process of two."""
-    distributed = pytest.importorskip("torch.distributed.tensor")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    """An older transformers splits the skeleton's parameters in a way that is not known; tests/test_distributed.py has
+    those of transformers 5.23."""
     own = on_load._Load.__init__
 
     def split(self, model, *args):
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        head = distributed.distribute_tensor(model.lm_head.weight.detach(), mesh, [distributed.Shard(0)])
-        model.lm_head.weight = torch.nn.Parameter(head)
+        model._device_mesh = object()
         own(self, model, *args)
 
     monkeypatch.setattr(on_load._Load, "__init__", split)
-    try:
-        refused(saved("qwen3_moe"), "ThunderMoeConfig with tp_plan or distributed_config, wanted a load on one process")
-    finally:
-        torch.distributed.destroy_process_group()
+    monkeypatch.setattr(sharding, "AVAILABLE", False)
+    refused(saved("qwen3_moe"), r"got one \(or a tp_plan\) with transformers .*, wanted transformers >= 5.23 for 4-bit")
 
 
 def test_the_log_names_each_module_once(saved, caplog):

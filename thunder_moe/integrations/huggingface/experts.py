@@ -27,6 +27,7 @@ from thunder_moe.integrations.huggingface.forms import (
     stored_weights,
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
+from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels, lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
@@ -121,7 +122,7 @@ class NVFP4Experts(nn.Module):
         new = cls(hf_experts_module, form, *linears)
         own_biases: list[nn.Parameter | None] = [*stored[2:]] or [None, None]
         for name, bias, own in zip(("gate_up_bias", "down_bias"), (gate_up_bias, down_bias), own_biases, strict=True):
-            shape, wanted = (None if tensor is None else tuple(tensor.shape) for tensor in (bias, own))
+            shape, wanted = (None if tensor is None else tuple(local_of(tensor).shape) for tensor in (bias, own))
             if shape != wanted:
                 raise ValueError(f"{name}: got shape {shape}, wanted {wanted}, the module's own")
             if bias is None or own is None:
@@ -222,10 +223,12 @@ def expert_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """The two weights of one of `expert_blocks`, each with its view as (E, N, K)."""
+    """The two weights of one of `expert_blocks`, each with its view, or that of this process' part, as (E, N, K)."""
     form = require_form(experts)
     parameters = [*stored_weights(experts, form).values()][:2]
-    return [(parameter, parameter.transpose(1, 2) if form.transposed else parameter) for parameter in parameters]
+    views = [local_of(parameter) for parameter in parameters]
+    views = [view.transpose(1, 2) if form.transposed else view for view in views]
+    return list(zip(parameters, views, strict=True))
 
 
 @torch.no_grad()
@@ -249,14 +252,21 @@ def quantized_experts(
     """
     form = require_form(experts)
     first, second, *biases = stored_weights(experts, form).values()
+    sharding = sharding_of(experts)
 
     def once(parameter: nn.Parameter, order: str, convert: Any) -> Any:
         # Plain parameters, which all live when the first is converted: an id names one of them for the whole run.
         key = weight_key(parameter, order=order)
         if key not in memo:
-            memo[key] = convert(parameter)
+            memo[key] = convert(local_of(parameter))
         return memo[key]
 
+    if sharding is not None:
+        pack = partial(sharding.pack, pack=pack)
+        biases = [
+            once(bias, "local", partial(nn.Parameter, requires_grad=bias.requires_grad)) if bias is not None else bias
+            for bias in biases
+        ]
     if biases and form.interleaved:
         biases[0] = once(
             biases[0], "bias", lambda bias: nn.Parameter(deinterleave(bias), requires_grad=bias.requires_grad)
@@ -265,7 +275,11 @@ def quantized_experts(
         once(parameter, _order(form, is_first), partial(_pack, form, is_first, pack=pack, layout=layout))
         for parameter, is_first in ((first, True), (second, False))
     ]
-    return NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+    new = NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
+    if sharding is not None:
+        new.part = sharding.part
+        sharding.install(new)
+    return new
 
 
 @torch.no_grad()
@@ -291,7 +305,9 @@ def pack_ahead(
         layout: as in `quantized_experts`.
     """
     form = require_form(experts)
-    is_first = name != "down_proj"
+    is_first, sharding = name != "down_proj", sharding_of(experts)
+    if sharding is not None:
+        pack = partial(sharding.pack, pack=pack)
     packed = _pack(form, is_first, weight, pack=pack, layout=layout)
     stand_in = nn.Parameter(torch.empty_like(weight, device="meta"))
     experts.register_parameter(name, stand_in)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_weights, quantized_experts
-from thunder_moe.integrations.huggingface.forms import has_experts, not_plain_experts
+from thunder_moe.integrations.huggingface.forms import form_of, has_experts, not_plain_experts, stored_weights
 from thunder_moe.integrations.huggingface.routers import RowOrders, fuse_routers, restore_routers
+from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 
 __all__ = ["FAMILIES", "Llama4Experts", "TransformersExperts", "put_experts"]
 
@@ -30,7 +31,11 @@ class TransformersExperts(ExpertFamily):
         return isinstance(module, NVFP4Experts)
 
     def obstacle(self, module: nn.Module) -> str | None:
-        return not_plain_experts(module)
+        return not_plain_experts(module) or _of_no_part(module)
+
+    def agree(self, module: nn.Module, problem: str | None) -> str | None:
+        sharding = sharding_of(module)
+        return problem if sharding is None else sharding.agree(problem)
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         return expert_weights(module)
@@ -101,6 +106,30 @@ def put_experts(parent: nn.Module, name: str, experts: nn.Module) -> None:
             family = known
             break
     family.put(parent, name, experts)
+
+
+def _of_no_part(module: nn.Module) -> str | None:
+    """Why this process' part of 16-bit experts, if it is one, is none that 4-bit weights can have."""
+    sharding, form = sharding_of(module), form_of(module)
+    if sharding is None or form is None:
+        return None
+    first, down, *biases = stored_weights(module, form).items()
+    if sharding.part.expert_ranks > 1:
+        wanted = {name: (0, 1) for name, _ in (first, down, *biases)}
+    else:
+        if biases or form.interleaved or form.post_norm or (form.gated and form.swiglu is None):
+            return f"processes share its features, and it is of the form {form}: use expert parallelism"
+        wanted = {first[0]: (1 + form.transposed, 1 + form.gated), down[0]: (2 - form.transposed, 1)}
+    for name, parameter in (first, down, *biases):
+        placements = [*getattr(parameter, "placements", ())]
+        dims = [(placement.dim % parameter.ndim, getattr(placement, "split_factor", 1)) for placement in placements]
+        if dims != [wanted[name]]:
+            return f"its {name} is shared by processes as {placements}, which is not known for {form}"
+    try:
+        sharding.part.features(down[1].shape[2 - form.transposed])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _is_llama4(experts_class: type) -> bool:

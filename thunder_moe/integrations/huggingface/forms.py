@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.integrations.huggingface.sharded_forward import sharding_of
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.replaceable import has_own_forward, impure, not_plain
 
@@ -82,7 +83,10 @@ def not_plain_experts(module: nn.Module) -> str | None:
     reason = impure(module)
     if reason is not None:
         return reason
-    if not has_own_forward(module):
+    sharded = sharding_of(module) is not None
+    if sharded and not has_experts(module):
+        return "it is one process' part of the experts of several"
+    if not sharded and not has_own_forward(module):
         return "something (expert parallelism?) has wrapped its forward"
     for name, child in module.named_modules():
         reason = impure(child) if child is not module else None
@@ -110,7 +114,7 @@ def not_plain_experts(module: nn.Module) -> str | None:
         if name not in stored:
             return f"it has no parameter {name}"
     for name, parameter in stored.items():
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) is not nn.Parameter and not (sharded and hasattr(parameter, "placements")):
             return f"its {name} is a {type(parameter).__name__}, not a plain parameter"
     return None
 

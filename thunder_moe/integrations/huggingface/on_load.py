@@ -24,9 +24,11 @@ from thunder_moe.integrations.huggingface.forms import require_form, stored_weig
 from thunder_moe.integrations.huggingface.offload import Offloaded, separate
 from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_quantization, mark_quantized
+from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
+from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.quantize import Place, check_finite, choose_modules, quantize_modules, replace_module
+from thunder_moe.quantize import NOT_FINITE, Place, choose_modules, is_finite, quantize_modules, replace_module
 
 try:
     from transformers.core_model_loading import ConversionOps
@@ -97,7 +99,7 @@ class _Load:
     """
 
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
-        _refuse_parallel(model)
+        refuse_parallel(model)
         config.check_names(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
@@ -215,13 +217,17 @@ class _Unit:
     @torch.no_grad()
     def take(self, full_name: str, tensor: Tensor) -> None:
         module, name = self.waiting[full_name]
-        wanted = module.get_parameter(name).shape
+        parameter, sharding = module.get_parameter(name), sharding_of(module)
+        wanted, tensor = local_of(parameter).shape, local_of(tensor)
         if tensor.shape != wanted:
             raise ValueError(
                 f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
             )
         if name in (*_WEIGHTS, "weight"):
-            check_finite(full_name.rpartition(".")[0], tensor)
+            problem = None if is_finite(tensor) else NOT_FINITE
+            problem = problem if sharding is None else sharding.agree(problem)
+            if problem is not None:
+                raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")
         if name in _WEIGHTS:
             pack_ahead(module, name, tensor, self._run.memo, self._run.pack, self._run.layout)
             self.started = True
@@ -295,22 +301,6 @@ class _Failed(dict[str, Any]):
 
     def items(self) -> Any:
         raise self.error
-
-
-def _stored(experts: nn.Module) -> list[str]:
-    """The names of the parameters of an experts module that quantization replaces."""
-    return list(stored_weights(experts, require_form(experts)))
-
-
-def _refuse_parallel(model: Any) -> None:
-    """Raises a ValueError for tensor- and expert-parallel loads, whose parameters are parts of weights."""
-    mesh = getattr(model, "_device_mesh", None)
-    kinds = {type(parameter).__name__ for parameter in model.parameters()} - {"Parameter"}
-    if mesh is not None or "DTensor" in kinds:
-        raise ValueError(
-            "quantization_config: got a ThunderMoeConfig with tp_plan or distributed_config, wanted a load on one"
-            " process (device_map spreads it over several devices): weights are quantized whole"
-        )
 
 
 def _mark_initialized(thing: Any) -> None:
