@@ -1,4 +1,5 @@
-"""LoRA on experts, 4-bit or not: add_lora_(model) -> train -> merge_lora_ or keep beside; use_lora_ switches adapters.
+"""LoRA on experts, 4-bit or not, and 4-bit dense layers: add_lora_(model) -> train -> merge_lora_ or keep beside;
+use_lora_ switches adapters.
 Called by users and integrations.huggingface.lora; calls nn.lora for the modules, quantize to merge into 16 bits.
 """
 
@@ -24,17 +25,37 @@ from thunder_moe.nn import (
     NVFP4GroupedSwiGLU,
     ScaledSwiGLU,
 )
-from thunder_moe.nn.lora import LoRAGroupedLinear, LoRALinear, LoRASpec, NVFP4LoRAGroupedLinear
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.lora import (
+    LoRADense,
+    LoRAGroupedLinear,
+    LoRALinear,
+    LoRASpec,
+    NVFP4LoRAGroupedLinear,
+    NVFP4LoRALinear,
+    NVFP4LoRALinearPart,
+)
 from thunder_moe.quantize import Filter, dequantize_
 from thunder_moe.replaceable import has_hook, has_own_forward, impure
 
-__all__ = ["add_lora_", "lora_linears", "lora_parameters", "merge_lora_", "remove_lora_", "unmerge_lora_", "use_lora_"]
+__all__ = [
+    "add_lora_",
+    "is_dense",
+    "lora_linears",
+    "lora_parameters",
+    "merge_lora_",
+    "remove_lora_",
+    "unmerge_lora_",
+    "use_lora_",
+]
 
 Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     GroupedLinear: LoRAGroupedLinear,
     NVFP4GroupedLinear: NVFP4LoRAGroupedLinear,
+    NVFP4Linear: NVFP4LoRALinear,
+    NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
 _SHARES = (None, "A", "B")
@@ -48,6 +69,7 @@ def add_lora_(
     *,
     dropout: float = 0.0,
     filter: Filter | None = None,
+    linears: bool | Filter = False,
     rslora: bool = False,
     share: str | None = None,
     split_gate_up: bool = False,
@@ -67,7 +89,9 @@ def add_lora_(
         rank: r.
         alpha: B (A x) is multiplied by alpha / rank.
         dropout: of A's input in training.
-        filter: called with each linear and its qualified name; False leaves it without an adapter.
+        filter: called with each linear of experts and its qualified name; False leaves it without an adapter.
+        linears: 4-bit dense layers (of ``quantize_(linears=...)``) get adapters too, A (1, r, K) and B (1, N, r): all
+            of them, or those for which a function of the layer and its qualified name is True.
         rslora: the factor is alpha / sqrt(rank) instead.
         share: "A" or "B": the experts of a linear have one in common, (1, r, K) or (1, N, r).
         split_gate_up: where one weight has the rows of gate and up, each has an adapter of its own: A (E, 2r, K), of
@@ -88,9 +112,10 @@ def add_lora_(
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, GroupedLinear | NVFP4GroupedLinear):
+        if not is_adaptable(module):
             continue
-        if filter is not None and not filter(module, name):
+        wanted: bool | Filter | None = linears if is_dense(module) else filter
+        if wanted is False or (callable(wanted) and not wanted(module, name)):
             continue
         reason = _obstacle(module)
         if reason is not None:
@@ -138,8 +163,19 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
     return model
 
 
+def is_adaptable(module: nn.Module) -> bool:
+    """Whether it is a linear for which there are adapters."""
+    return isinstance(module, GroupedLinear | NVFP4GroupedLinear) or is_dense(module)
+
+
+def is_dense(module: nn.Module) -> bool:
+    """Whether it is a 4-bit dense layer, or a part of a stack of them."""
+    whole = isinstance(module, NVFP4Linear) and not isinstance(module, NVFP4LinearStack)
+    return whole or isinstance(module, NVFP4LinearPart)
+
+
 def lora_linears(model: nn.Module) -> dict[str, Any]:
-    """The linears of experts that have adapters, by qualified name."""
+    """The linears of experts, and the 4-bit dense layers, that have adapters, by qualified name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoRALinear)}
 
 
@@ -208,9 +244,14 @@ def merge_lora_(
     if not any(chosen.values()):
         raise ValueError("adapters: got none, and none is active, wanted names of adapters")
     _refuse_tied(model, linears)
-    errors = {}
+    errors, dense = {}, {}
     for name, linear in linears.items():
         if not chosen[name] and not dequantize:
+            continue
+        if isinstance(linear, LoRADense) and dequantize:
+            dense[name], delta = _sum(linear, chosen[name])
+            _strip(linear)
+            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
             continue
         if isinstance(linear, NVFP4LoRAGroupedLinear) and dequantize:
             linear.lora_active, linear.lora_to_restore = chosen[name], True
@@ -223,8 +264,11 @@ def merge_lora_(
             "merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, errors.get(name, 0)
         )
     if dequantize:
-        if any(isinstance(linear, NVFP4LoRAGroupedLinear) for linear in linears.values()):
+        if any(not isinstance(linear, GroupedLinear) for linear in linears.values()):
             dequantize_(model)
+        for name, total in dense.items():
+            restored: Any = model.get_submodule(name)
+            restored.weight.copy_(total[0])
         for linear in linears.values():
             if isinstance(linear, LoRAGroupedLinear):
                 _strip(linear)
@@ -243,8 +287,8 @@ def unmerge_lora_(model: Model) -> Model:
         raise ValueError("model: has no merged adapters, nothing to unmerge")
     for linear in linears.values():
         before = linear.lora_unmerged
-        if isinstance(linear, NVFP4LoRAGroupedLinear):
-            linear.set_weight(lay_out(before.to(linear.qdata.device), "auto" if linear.auto_layout else linear.layout))
+        if not isinstance(linear, GroupedLinear):
+            _set_weight(linear, before)
         else:
             linear.weight.copy_(before)
         linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
@@ -273,10 +317,18 @@ def _obstacle(module: Any) -> str | None:
     reason = impure(module)
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
-    tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
+    tensor = _tensor(module)
     if reason is None and tensor.device.type == "meta":
         reason = "its weight is on the meta device (offloaded, or not loaded yet)"
     return reason
+
+
+def _tensor(module: Any) -> Tensor:
+    """One of the weight's; of a part that of its stack."""
+    if isinstance(module, NVFP4LinearPart):
+        return module.stack.qdata
+    tensor: Tensor = module.weight if isinstance(module, GroupedLinear) else module.qdata
+    return tensor
 
 
 def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
@@ -297,7 +349,7 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
         module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
     experts, n, k, rank = module.num_experts, module.out_features, module.in_features, spec.rank
-    tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
+    tensor = _tensor(module)
     options: dict[str, Any] = dict(dtype=dtype, device=tensor.device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
     b = torch.zeros(1 if share == "B" else experts, n, rank, **options)
@@ -348,16 +400,15 @@ def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
     """ValueError where a weight is another module's too, which would change with it."""
     owners: dict[int, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, GroupedLinear | NVFP4GroupedLinear):
-            tensor = module.qdata if isinstance(module, NVFP4GroupedLinear) else module.weight
-            other = owners.setdefault(tensor.data_ptr(), name)
+        if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # those share one by intent
+            other = owners.setdefault(_tensor(module).data_ptr(), name)
             if other != name and (name in linears or other in linears):
                 raise ValueError(f"model: {other} and {name} share a weight, wanted weights of their own to merge into")
 
 
 def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """float32 (E, N, K): the weight plus some adapters, and what these add."""
-    if isinstance(linear, NVFP4GroupedLinear):
+    if not isinstance(linear, GroupedLinear):
         weight = dequantize(linear.nvfp4_weight.to_layout(LINEAR), torch.float32)
     else:
         weight = linear.weight.detach().float()
@@ -367,14 +418,15 @@ def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 
 def _merge(linear: Any, names: tuple[str, ...]) -> float:
     total, delta = _sum(linear, names)
-    if isinstance(linear, NVFP4LoRAGroupedLinear):
+    if not isinstance(linear, GroupedLinear):
         weight = linear.nvfp4_weight.to_layout(LINEAR)
-        # Aliases: the module's own tensors are going to have the merged bytes.
-        qdata, scale, global_scale = (tensor.detach() for tensor in weight.tensors())
-        linear.lora_unmerged = NVFP4Weight(qdata, scale, global_scale)
-        parts = len(linear.weight_dtypes)
+        # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
+        own = (tensor.detach() for tensor in weight.tensors())
+        copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
+        linear.lora_unmerged = NVFP4Weight(*copied)
+        parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
         merged = NVFP4Weight.concatenate(*(quantize(part.contiguous()) for part in total.chunk(parts, 1)))
-        linear.set_weight(lay_out(merged, "auto" if linear.auto_layout else linear.layout))
+        _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
     else:
         linear.lora_unmerged = linear.weight.detach().clone()
@@ -382,6 +434,31 @@ def _merge(linear: Any, names: tuple[str, ...]) -> float:
         total -= linear.weight.float()
     linear.lora_active, linear.lora_merged = (), names
     return _ratio(total, delta)
+
+
+def _set_weight(linear: Any, weight: NVFP4Weight) -> None:
+    """Gives a 4-bit linear another weight in layout "linear"; a part its rows of the stack's."""
+    owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
+    weight = weight.to(owner.qdata.device)
+    if owner is not linear:
+        whole, rows = owner.nvfp4_weight.to_layout(LINEAR), linear._rows
+        qdata, bits, scales = (
+            whole.qdata.clone(),
+            whole.scale.view(torch.uint8).clone(),
+            whole.row_global_scale().clone(),
+        )
+        qdata[:, rows], bits[:, rows] = weight.qdata, weight.scale.view(torch.uint8)
+        scales[:, rows] = weight.row_global_scale()
+        alike = bool((scales == scales[:, :1]).all())
+        weight = NVFP4Weight(qdata, bits.view(torch.float8_e4m3fn), scales[:, 0].clone() if alike else scales)
+    owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
+
+
+def _dtype_of(linear: Any) -> torch.dtype:
+    """Of the 16-bit weight that a dense layer stands for."""
+    dtypes = (linear.stack if isinstance(linear, NVFP4LinearPart) else linear).weight_dtypes
+    dtype: torch.dtype = dtypes[linear.index if isinstance(linear, NVFP4LinearPart) else 0]
+    return dtype
 
 
 def _restore_error(linear: Any) -> float:

@@ -1,7 +1,8 @@
-"""LoRA on linears of experts: `LoRAGroupedLinear` and `NVFP4LoRAGroupedLinear`, made in place of their base classes.
-Called by thunder_moe.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized.
+"""LoRA on linears of experts and on 4-bit dense ones: classes that are made in place of their base classes.
+Called by thunder_moe.lora, which adds them, and by integrations.huggingface; calls nn.grouped_linear, nn.quantized,
+nn.linear.
 
-y = W x + b  ->  y + scaling * B (A x), for each active adapter, as two grouped GEMMs beside the one of W
+y = W x + b  ->  y + scaling * B (A x), for each active adapter, as two (grouped) GEMMs beside the one of W
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features, r rank of one adapter, P its parts, R of all.
 """
@@ -18,9 +19,18 @@ from torch import Tensor, nn
 from thunder_moe.formats.nvfp4 import dequantize
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
+from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 from thunder_moe.nn.quantized import NVFP4GroupedLinear
 
-__all__ = ["LoRAGroupedLinear", "LoRALinear", "LoRASpec", "NVFP4LoRAGroupedLinear"]
+__all__ = [
+    "LoRADense",
+    "LoRAGroupedLinear",
+    "LoRALinear",
+    "LoRASpec",
+    "NVFP4LoRAGroupedLinear",
+    "NVFP4LoRALinear",
+    "NVFP4LoRALinearPart",
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class LoRASpec:
 
 
 class LoRALinear(nn.Module):
-    """What a linear of experts with adapters has besides its base class.
+    """What a linear with adapters has besides its base class; of dense ones E is 1.
 
     Attributes:
         lora_A: parameters (E, P r, K) by adapter's name; (1, P r, K) where the experts share it.
@@ -194,6 +204,50 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
         total = dequantize(self.nvfp4_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
         parts = zip(total.chunk(len(self.weight_dtypes), 1), self.weight_dtypes, strict=True)
         return [part.to(dtype).contiguous() for part, dtype in parts]
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.lora_repr()}"
+
+
+class LoRADense(LoRALinear):
+    """What a dense linear with adapters has besides its base class."""
+
+    num_experts = 1
+    lora_unmerged: NVFP4Weight | None
+
+    def plus_dense(self, y: Tensor, x: Tensor) -> Tensor:
+        """y (..., N) plus what the active adapters make of x (..., K), in y's dtype."""
+        if not self.lora_active:
+            return y
+        x = x.to(y.dtype)
+        drops = self.lora_drops_out()
+        for names in [(name,) for name in self.lora_active] if drops else [self.lora_active]:
+            pair = self.lora_pair(y.dtype, names)
+            assert pair is not None
+            rows = F.dropout(x, self.lora_specs[names[0]].dropout, self.training) if drops else x
+            y = y + F.linear(F.linear(rows, pair[0][0]), pair[1][0]).to(y.dtype)
+        return y
+
+
+class NVFP4LoRALinear(LoRADense, NVFP4Linear):
+    """`NVFP4Linear` with adapters, as `thunder_moe.add_lora_` makes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `NVFP4Linear.forward`, plus the active adapters."""
+        return self.plus_dense(NVFP4Linear.forward(self, x), x)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.lora_repr()}"
+
+
+class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
+    """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `NVFP4LinearPart.forward`, plus the active adapters."""
+        # Not by the base class: the stack looks at who calls `part`, by the frames between.
+        y = self.stack.part(x, self.index, shared=not (self._forward_hooks or self._forward_pre_hooks))
+        return self.plus_dense(y, x)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.lora_repr()}"

@@ -13,7 +13,7 @@ from tiny_models import tiny_model, tokens
 
 from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters
 
 peft = pytest.importorskip("peft")
 
@@ -122,12 +122,51 @@ def test_one_tensor_per_expert_beside_attention(name, config, tmp_path):
     assert relative_error(loaded(tokens()).logits, model(tokens()).logits) < 1e-5
 
 
+DENSE = {
+    "with experts": dict(target_parameters=EXPERTS, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2}),
+    "alone": dict(target_modules=["q_proj", "o_proj"], layers_to_transform=[1]),
+    "all-linear": dict(target_modules="all-linear", use_rslora=True),
+}
+
+
+@pytest.mark.parametrize("config", DENSE)
+def test_4_bit_attention(config, tmp_path):
+    """Adapters of `NVFP4Linear`s by PEFT's names: PEFT loads them onto the 16-bit model, and they come back."""
+    kept = ("lm_head", "o_proj") if config == "with experts" else ("lm_head",)
+
+    def quantized():
+        return quantize_(tiny_model("qwen3_moe"), linears=lambda module, name: not name.endswith(kept))
+
+    options = DENSE[config]
+    torch.manual_seed(0)
+    model = get_peft_model(quantized(), peft.LoraConfig(r=4, lora_alpha=8, **options))
+    randomize(model)
+    adapted = {name for name, linear in lora_linears(model.get_base_model()).items() if is_dense(linear)}
+    ends = {"with experts": ("q_proj", "v_proj"), "alone": ("q_proj", "o_proj")}.get(config)
+    assert {name.rpartition(".")[2] for name in adapted} == {*(ends or ("q_proj", "k_proj", "v_proj", "o_proj"))}
+    assert all("layers.1." in name for name in adapted) == (config == "alone")
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        model.save_pretrained(tmp_path)
+        whole = dequantize_(quantized())  # PEFT knows 16-bit layers
+        stock = peft.PeftModel.from_pretrained(whole, tmp_path)
+        assert relative_error(stock(tokens()).logits, logits) < 1e-5
+        loaded = load_peft_model(quantized(), tmp_path)
+        assert relative_error(loaded(tokens()).logits, logits) < 1e-5
+        with model.disable_adapter():
+            assert relative_error(model(tokens()).logits, logits) > 0.01
+        assert torch.equal(model(tokens()).logits, logits)
+    if config == "with experts":
+        train(get_peft_model(quantized(), peft.LoraConfig(r=4, **options)), tmp_path / "run", max_steps=2)
+
+
 def test_what_matches_nothing_is_an_error(tmp_path):
     model = adapted()
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="name none of the 4 linears of 4-bit experts"):
+    with pytest.raises(ValueError, match="name none of the 4 4-bit linears"):
         adapted(target_parameters=["mlp.other.gate_up_proj"])
-    with pytest.raises(ValueError, match="name none of the 0 linears"):
+    with pytest.raises(ValueError, match="name none of the 0 4-bit linears"):
         get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_parameters=EXPERTS))
     other = tmp_path / "attention"
     other.mkdir()

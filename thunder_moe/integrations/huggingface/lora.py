@@ -1,7 +1,8 @@
-"""PEFT with 4-bit experts: `get_peft_model` and `load_peft_model` give a PeftModel whose experts have adapters, too.
-Called by users, Trainer and TRL; calls thunder_moe.lora for the experts, PEFT for all else, lora_files for the files.
+"""PEFT with 4-bit experts and 4-bit dense layers: `get_peft_model` and `load_peft_model` give a PeftModel with adapters
+of these, too.
+Called by users, Trainer and TRL; calls thunder_moe.lora for what is 4-bit, PEFT for all else, lora_files for the files.
 
-config -> the linears of experts that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
+config -> the 4-bit linears that it names get `add_lora_` -> PEFT gets what is left of it -> one PeftModel
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     WEIGHTS,
+    DenseTarget,
     Target,
     adapters,
-    is_of_experts,
+    dense_adapters,
+    dense_targets,
+    is_of_4_bits,
     numbers,
     only,
     pattern,
@@ -56,7 +60,8 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
 
     Experts are named by ``target_parameters`` (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: gate and up share
     A) or by ``target_modules`` (["gate_proj", "up_proj", "down_proj"], or "w1", "w3", "w2": one adapter each). Other
-    modules (attention, routers) are PEFT's. The result is a PeftModel: Trainer and TRL train it; its save_pretrained
+    modules (attention, routers) are PEFT's where they are 16-bit; where ``quantize_(linears=...)`` has made them 4-bit,
+    they get adapters here, by the same names. The result is a PeftModel: Trainer and TRL train it; its save_pretrained
     writes files that PEFT loads onto the 16-bit model, its load_adapter reads them.
 
     Args:
@@ -65,16 +70,16 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
         adapter_name: of the adapter, which becomes the active one.
 
     Raises:
-        ValueError: no experts are named, or the model has no 4-bit ones; gate_proj without up_proj; an option that
+        ValueError: nothing that is 4-bit is named, or the model has nothing; gate_proj without up_proj; an option that
             experts do not have (DoRA, biases, initializations but for True and "gaussian").
     """
     _check(peft_config)
     chosen = _chosen(model, peft_config)
     if not chosen:
-        names = sorted({target.name for target in targets(model)})
+        names = sorted({*(target.name for target in targets(model)), *(layer.name for layer in dense_targets(model))})
         raise ValueError(
             f"peft_config: target_modules={peft_config.target_modules} and target_parameters="
-            f"{peft_config.target_parameters} name none of the {len(names)} linears of 4-bit experts"
+            f"{peft_config.target_parameters} name none of the {len(names)} 4-bit linears"
             f" ({', '.join(names[:2])}, ...), wanted some of them, or peft.get_peft_model"
         )
     _add(model, chosen, peft_config, adapter_name)
@@ -224,9 +229,15 @@ def _check(config: Any) -> None:
         raise ValueError(f"peft_config: got {config.peft_type}, wanted a LoraConfig")
 
 
-def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, bool]]:
+def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, int, float, bool]]:
     """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
-    found = []
+    head = _head(model)
+    found: list[tuple[Target | DenseTarget, int, float, bool]] = [
+        (layer, *_rank(config, layer.name), False)
+        for layer in dense_targets(model)
+        if _in_layers(layer.name, config)
+        and (_is_module(layer.name, config) or (config.target_modules == "all-linear" and layer.linear is not head))
+    ]
     for target in targets(model):
         if not _in_layers(target.experts, config):
             continue
@@ -246,6 +257,10 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target, int, float, boo
         elif any(_is_module(name, config) for name in of):
             found.append((target, *_rank(config, f"{target.experts}.0.down_proj"), False))
     return found
+
+
+def _head(model: Any) -> Any:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
 def _is_named(key: str, names: Any) -> bool:
@@ -280,12 +295,17 @@ def _rank(config: Any, name: str) -> tuple[int, float]:
 
 @torch.no_grad()
 def _add(
-    model: Any, chosen: list[tuple[Target, int, float, bool]], config: Any, adapter: str, active: str | None = None
+    model: Any,
+    chosen: list[tuple[Target | DenseTarget, int, float, bool]],
+    config: Any,
+    adapter: str,
+    active: str | None = None,
 ) -> None:
     for target, rank, alpha, split in chosen:
         options: dict[str, Any] = dict(dropout=config.lora_dropout, rslora=config.use_rslora, split_gate_up=split)
         path = target.path
-        add_lora_(model, rank, alpha, filter=only(path), adapter=adapter, freeze=False, **options)
+        one: dict[str, Any] = dict(filter=only(path), linears=only(path))
+        add_lora_(model, rank, alpha, adapter=adapter, freeze=False, **one, **options)
         if config.init_lora_weights == "gaussian":
             target.linear.lora_A[adapter].normal_(std=1 / rank)
     if active is not None:
@@ -296,23 +316,26 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     """The configuration for PEFT: what is not experts', by whole names, of which the files may have `tensors` alone."""
     rest = copy.deepcopy(config)
     rest.target_parameters = None
-    paths = {target.experts for target in targets(model)}
+    paths = {target.experts for target in targets(model)} | {target.name for target in dense_targets(model)}
 
     def inside(name: str) -> bool:
         return any(name == path or name.startswith(f"{path}.") for path in paths)
 
-    if rest.target_modules != "all-linear":
+    others = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and not inside(name)]
+    if rest.target_modules == "all-linear" and all(module is _head(model) for module in others):
+        rest.target_modules = _NOTHING
+    elif rest.target_modules != "all-linear":
         leaves = [name for name, module in model.named_modules() if name and not inside(name) and not module._modules]
         found = {name for name in leaves if config.target_modules and _is_module(name, config)}
         if tensors is not None:
             found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
         rest.target_modules = found or _NOTHING
-    others = [
+    parameters = [
         name for name, parameter in model.named_parameters()
         if parameter.ndim > 1 and not inside(name) and _is_named(name, config.target_parameters)
     ]  # fmt: skip
-    if others:
-        rest.target_parameters = others
+    if parameters:
+        rest.target_parameters = parameters
     return rest
 
 
@@ -321,10 +344,10 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
 
 def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) -> None:
     """Puts the adapters of experts into files that PEFT has written, in the place of what it took them for."""
-    tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_experts(model, key)}
+    tensors = {key: value for key, value in load_file(folder / WEIGHTS).items() if not is_of_4_bits(model, key)}
     config = json.loads((folder / CONFIG).read_text())
-    chosen = adapters(model, adapter)
-    if chosen:
+    chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
+    if chosen or dense:
         with tempfile.TemporaryDirectory() as own:
             save_lora(model, own, adapter, per_expert=per_expert)
             tensors |= load_file(Path(own) / WEIGHTS)
@@ -333,7 +356,7 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
-            ranks, alphas = numbers(model, chosen, per_expert)
+            ranks, alphas = numbers(model, chosen, dense, per_expert)
             if config.get("use_rslora"):
                 alphas = {name: alpha / ranks[name] ** 0.5 for name, alpha in alphas.items()}
             alphas = {name: round(alpha, 9) for name, alpha in alphas.items()}

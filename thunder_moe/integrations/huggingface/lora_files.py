@@ -1,7 +1,9 @@
-"""PEFT's adapter files of experts: their names and shapes, reading into 4-bit experts, writing for PEFT and vLLM.
+"""PEFT's adapter files of experts and 4-bit dense layers: names and shapes, reading into 4-bit models, writing for PEFT
+and vLLM.
 Called by huggingface.lora and users; calls thunder_moe.lora. It needs neither PEFT nor its classes.
 
     PEFT           <experts>[.base_layer].lora_A.weight (E * r, K), .lora_B.weight (N, r * E): target_parameters
+    dense          <layer>.lora_A.weight (r, K), .lora_B.weight (N, r)
     per expert     <experts>.{e}.gate_proj.lora_A.weight (r, K), ...lora_B.weight (N, r): what vLLM reads
 
 Legend: E experts, N out_features, K in_features, r rank of one part, P parts (2: gate and up apart), R = P * r.
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
-from thunder_moe.lora import add_lora_
+from thunder_moe.lora import add_lora_, is_dense
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.quantize import Filter
 
@@ -32,9 +34,12 @@ __all__ = [
     "CONFIG",
     "WEIGHTS",
     "Adapter",
+    "DenseTarget",
     "Target",
     "adapters",
-    "is_of_experts",
+    "dense_adapters",
+    "dense_targets",
+    "is_of_4_bits",
     "load_lora_",
     "numbers",
     "only",
@@ -85,9 +90,21 @@ class Target:
         return f"{self.experts}.{'down_proj' if self.parameter == 'down_proj' else 'gate_up_proj'}"
 
 
+@dataclass(frozen=True)
+class DenseTarget:
+    """A 4-bit dense layer, which PEFT names as the 16-bit one."""
+
+    name: str
+    linear: Any
+
+    @property
+    def path(self) -> str:
+        return self.name
+
+
 @dataclass
 class Adapter:
-    """The adapter of a `Target`, in the order of rows that our weights have: A (E, P r, K), B (E, N, r)."""
+    """The adapter of a target, in the order of rows that our weights have: A (E, P r, K), B (E, N, r)."""
 
     a: Tensor
     b: Tensor
@@ -109,10 +126,16 @@ def targets(model: nn.Module) -> list[Target]:
     return found
 
 
+def dense_targets(model: nn.Module) -> list[DenseTarget]:
+    """The 4-bit dense layers of a model."""
+    return [DenseTarget(name, module) for name, module in model.named_modules() if is_dense(module)]
+
+
 def save_lora(
     model: Any, path: str | Path, adapter: str = "default", *, per_expert: bool = False, config: Any = None
 ) -> None:
-    """Writes an adapter of the experts as PEFT does: adapter_model.safetensors and adapter_config.json.
+    """Writes an adapter of the experts and 4-bit dense layers as PEFT does: adapter_model.safetensors and
+    adapter_config.json.
 
     PEFT loads it onto the 16-bit model (``PeftModel.from_pretrained(model, path)``), `load_lora_` onto a quantized one.
 
@@ -128,17 +151,17 @@ def save_lora(
     Raises:
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
-    chosen = adapters(model, adapter)
-    if not chosen:
+    chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
+    if not chosen and not dense:
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
-    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in encoded}
+    tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in [*encoded, *_encode_dense(dense)]}
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    (path / CONFIG).write_text(json.dumps(_config(model, chosen, per_expert) | (config or {}), indent=2) + "\n")
+    (path / CONFIG).write_text(json.dumps(_config(model, chosen, dense, per_expert) | (config or {}), indent=2) + "\n")
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
@@ -172,7 +195,7 @@ def set_adapter_(model: nn.Module, found: dict[str, Adapter], adapter: str, *, f
             split = new.parts == 2
             alpha = new.scaling * new.rank
             options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, freeze=freeze)
-            add_lora_(model, new.rank, alpha, filter=only(path), **options)
+            add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
             linear = model.get_submodule(path)
         spec, a, b = linear.lora_specs[adapter], linear.lora_A[adapter], linear.lora_B[adapter]
         if (spec.rank, spec.parts) != (new.rank, new.parts):
@@ -201,25 +224,31 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
         raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
     tensors = load_file(path / WEIGHTS)
     known = targets(model)
-    rest = {}
+    rest, dense = {}, {target.name: target for target in dense_targets(model)}
+    found: dict[str, Adapter] = {}
     by_module: dict[str, dict[tuple[str, str], Tensor]] = {}
     places: dict[str, str] = {}  # of the blocks in the files
+    of_dense: dict[str, dict[str, Tensor]] = {}
     experts = {target.experts for target in known}
     for key, tensor in tensors.items():
         match = _LORA.search(key)
         name = key[: match.start()].removeprefix(_PREFIX) if match else ""
         owner, inside = next(((each, tail) for each in experts if (tail := _tail(name, each)) is not None), ("", ""))
+        if match is not None and name in dense:
+            of_dense.setdefault(name, {})[match[1]] = tensor.float()
+            continue
         if match is None or not owner:
             rest[key] = tensor
             continue
         by_module.setdefault(owner, {})[inside, match[1]] = tensor
         places[owner] = name.removesuffix(inside).rstrip(".")
-    if not by_module:
+    if not by_module and not of_dense:
         raise ValueError(
             f"path: {path / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
             f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
         )
-    found = {}
+    for name, pair in of_dense.items():
+        found[name] = _decode_dense(dense[name], pair, config)
     for owner, given in by_module.items():
         own = [target for target in known if target.experts == owner]
         for target, adapter in _decode(own, given, config, places[owner]):
@@ -235,9 +264,11 @@ def only(path: str) -> Filter:
 # ---- names
 
 
-def is_of_experts(model: nn.Module, key: str) -> bool:
-    """Whether a key of PEFT's state dicts is of a block of 4-bit experts."""
+def is_of_4_bits(model: nn.Module, key: str) -> bool:
+    """Whether a key of PEFT's state dicts is of a block of 4-bit experts or of a 4-bit dense layer."""
     name = key.removeprefix(_PREFIX)
+    if any(name.startswith(f"{target.name}.") for target in dense_targets(model)):
+        return True
     return any(_tail(name, target.experts) is not None for target in targets(model))
 
 
@@ -253,6 +284,24 @@ def _tail(name: str, experts: str) -> str | None:
             if name.startswith(f"{start}."):
                 return name.removeprefix(f"{start}.")
     return None
+
+
+# ---- dense layers
+
+
+def _encode_dense(chosen: list[tuple[DenseTarget, Adapter]]) -> Iterator[tuple[str, Tensor]]:
+    for target, adapter in chosen:
+        yield f"{target.name}.lora_A.weight", adapter.a[0]
+        yield f"{target.name}.lora_B.weight", adapter.b[0]
+
+
+def _decode_dense(target: DenseTarget, pair: dict[str, Tensor], config: dict[str, Any]) -> Adapter:
+    rank, alpha = _rank_and_alpha(config, target.name)
+    wanted = {"A": (rank, target.linear.in_features), "B": (target.linear.out_features, rank)}
+    if {name: tuple(tensor.shape) for name, tensor in pair.items()} != wanted:
+        shapes = {name: tuple(tensor.shape) for name, tensor in pair.items()}
+        raise ValueError(f"path: {target.name} has adapters {shapes}, wanted {wanted}")
+    return Adapter(pair["A"][None], pair["B"][None], rank, _scaling(config, rank, alpha))
 
 
 # ---- PEFT's ParamWrappers: A (E * r, K), B (N, r * E), each wrapped in the next
@@ -389,7 +438,12 @@ def adapters(model: nn.Module, adapter: str) -> list[tuple[Target, Adapter]]:
     return [(target, found) for target in targets(model) if (found := _adapter_of(target, adapter)) is not None]
 
 
-def _adapter_of(target: Target, adapter: str) -> Adapter | None:
+def dense_adapters(model: nn.Module, adapter: str) -> list[tuple[DenseTarget, Adapter]]:
+    """The same of 4-bit dense layers."""
+    return [(target, found) for target in dense_targets(model) if (found := _adapter_of(target, adapter)) is not None]
+
+
+def _adapter_of(target: Target | DenseTarget, adapter: str) -> Adapter | None:
     linear = target.linear
     spec = linear.lora_specs.get(adapter) if isinstance(linear, LoRALinear) else None
     if spec is None:
@@ -410,22 +464,31 @@ def _joined(adapter: Adapter) -> Adapter:
     return Adapter(adapter.a, b, 2 * adapter.rank, adapter.scaling)
 
 
-def _config(model: Any, chosen: list[tuple[Target, Adapter]], per_expert: bool) -> dict[str, Any]:
-    ranks, alphas = numbers(model, chosen, per_expert)
+def _config(
+    model: Any, chosen: list[tuple[Target, Adapter]], dense: list[tuple[DenseTarget, Adapter]], per_expert: bool
+) -> dict[str, Any]:
+    ranks, alphas = numbers(model, chosen, dense, per_expert)
     rank = min(ranks.values())
     alpha = next(alphas[name] for name in ranks if ranks[name] == rank)
-    last = list(dict.fromkeys(name.rpartition(".")[2] for name in ranks)) if per_expert else []
+    modules = [target.name for target, _ in dense]
+    parameters = [name for name in ranks if name not in modules]
+    if per_expert:
+        modules, parameters = parameters + modules, []
     return dict(
         peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none",
         use_rslora=False, use_dora=False, fan_in_fan_out=False, inference_mode=True, init_lora_weights=True,
         base_model_name_or_path=getattr(getattr(model, "config", None), "_name_or_path", None) or None,
-        target_modules=last, target_parameters=None if per_expert else sorted(set(map(_suffix, ranks))),
+        target_modules=list(dict.fromkeys(name.rpartition(".")[2] for name in modules)),
+        target_parameters=sorted(set(map(_suffix, parameters))) or None,
         rank_pattern=pattern(ranks, rank), alpha_pattern=pattern(alphas, alpha),
     )  # fmt: skip
 
 
 def numbers(
-    model: nn.Module, chosen: list[tuple[Target, Adapter]], per_expert: bool
+    model: nn.Module,
+    chosen: list[tuple[Target, Adapter]],
+    dense: list[tuple[DenseTarget, Adapter]],
+    per_expert: bool,
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Rank and alpha (for alpha / rank) by what the files name: parameters, or the projections of experts as
     "...experts.#.gate_proj", for any expert."""
@@ -436,6 +499,8 @@ def numbers(
             name = f"{path}.{_ANY}.{projection}" if per_expert else f"{path}.{projection}"
             ranks[name] = adapter.rank if per_expert else adapter.rank * adapter.parts
             alphas[name] = ranks[name] * adapter.scaling
+    for layer, adapter in dense:
+        ranks[layer.name], alphas[layer.name] = adapter.rank, adapter.rank * adapter.scaling
     return ranks, alphas
 
 
