@@ -65,9 +65,11 @@ def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device:
     return format_of(module).read_dense(files, module, dtype, device)
 
 
-def decode_dense_weight(files: TensorFiles, module: Module, device: torch.device | str) -> NVFP4Weight:
-    """The weight (1, N, K) of a 4-bit module that is no expert, in memory of its own."""
-    weight = format_of(module).read_dense_weight(files, module)
+def decode_dense_weight(
+    files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
+) -> NVFP4Weight:
+    """The weight (1, N, K) of a 4-bit module that is no expert, in memory of its own; `part` as in the reader."""
+    weight = format_of(module).read_dense_weight(files, module, part)
     scale = weight.scale.view(torch.uint8).to(device, copy=True).view(torch.float8_e4m3fn)
     return NVFP4Weight(weight.qdata.to(device, copy=True), scale, weight.global_scale.to(device, copy=True))
 

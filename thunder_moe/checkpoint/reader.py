@@ -128,13 +128,20 @@ class Checkpoint:
         """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
         return not self._dense[name].is_fp8
 
-    def read_dense_weight(self, name: str, device: torch.device | str = "cpu") -> NVFP4Weight:
+    def read_dense_weight(
+        self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
+    ) -> NVFP4Weight:
         """The weight (1, N, K) of a 4-bit module that is no expert, by its path, as it is.
+
+        Args:
+            name: its path.
+            device: to read it to.
+            part: (dim, index, count): one of `count` equal parts along dim 1 or 2, of which alone is read.
 
         Raises:
             ValueError: as `read_experts`.
         """
-        return decode_dense_weight(self.files, self._dense[name], device)
+        return decode_dense_weight(self.files, self._dense[name], device, part)
 
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"

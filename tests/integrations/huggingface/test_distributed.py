@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from thunder_moe import quantize_  # noqa: E402
 from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from thunder_moe.integrations.huggingface.sharding import AVAILABLE, cut_  # noqa: E402
+from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
 
 needs_sharding = pytest.mark.skipif(not AVAILABLE, reason="transformers < 5.23 cannot shard 4-bit experts")
 
@@ -35,7 +36,9 @@ def saved(tmp_path_factory):
             model = tiny_model(name)
             if change is not None:
                 change(model)
-            save_checkpoint(quantize_(model), path)
+            if not any(isinstance(module, NVFP4Module) for module in model.modules()):
+                quantize_(model)
+            save_checkpoint(model, path)
             known[name, change] = path, load_checkpoint(path, dtype=torch.float32)
         return known[name, change]
 
@@ -59,6 +62,26 @@ def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
         close(actual, expected)
         assert gate_up == (experts, 2 * features, 64)
         assert down == (experts, 64, features)
+
+
+def all_linears(model):
+    quantize_(model, linears=lambda module, name: True)
+
+
+@needs_sharding
+@pytest.mark.parametrize("linears", [True, False])
+@pytest.mark.parametrize("layout", ["all_reduce", "fsdp"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_dense_layers(name, layout, linears, saved, ranks):
+    """Those that are 4-bit in the checkpoint, too, and those that become 16-bit; attention has parts of both."""
+    path, _ = saved(name, all_linears)
+    expected = jobs.logits_of(load_checkpoint(path, dtype=torch.float32, linears=linears))
+    if layout == "fsdp" and not linears:
+        for _, message in ranks(2)(jobs.refusal, path, FSDP, dict(linears=False)):
+            assert "would be dequantized into a parameter of FSDP, wanted linears=True" in message
+        return
+    for actual, *_ in ranks(2)(jobs.logits, path, LAYOUTS[layout], 9, dict(linears=linears)):
+        close(actual, expected)
 
 
 def one_expert_for_all(model):

@@ -97,9 +97,25 @@ class CheckpointFormat(ABC):
             ValueError: a value that the format does not allow; names file and tensor.
         """
 
-    def read_dense_weight(self, files: TensorFiles, module: Module) -> NVFP4Weight:
-        """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible."""
-        qdata, bits, global_scale = self.read(files, self.infos(module, 2))
+    def read_dense_weight(
+        self, files: TensorFiles, module: Module, part: tuple[int, int, int] | None = None
+    ) -> NVFP4Weight:
+        """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible.
+
+        Args:
+            files: the files.
+            module: its tensors.
+            part: (dim, index, count): one of `count` equal parts along dim 1 or 2.
+        """
+        infos = self.infos(module, 2)
+        if part is not None:
+            (n, k, _), (dim, index, count) = self.sizes(infos, 2), part
+            size = (n if dim == 1 else k) // count
+            own, all_rows, all_columns = slice(index * size, (index + 1) * size), slice(0, n), slice(0, k)
+            rows, columns = (own, all_columns) if dim == 1 else (all_rows, own)
+            qdata, bits, global_scale = self.read(self.cut(files, infos, None, [rows], columns), infos)
+        else:
+            qdata, bits, global_scale = self.read(files, infos)
         return NVFP4Weight(qdata[None], bits.view(torch.float8_e4m3fn)[None], global_scale.reshape(1))
 
     def read_dense(

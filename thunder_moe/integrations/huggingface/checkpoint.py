@@ -168,7 +168,7 @@ def write_model(
 ) -> Path:
     """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    refuse_part(blocks, "saved by one process that loads it whole")
+    refuse_part(model, "saved by one process that loads it whole")
     if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

@@ -252,10 +252,10 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
     def _refuse_sharded_linears(self, model: Any) -> None:
         """Raises for what tensor parallelism or FSDP would have of dense layers that are 4-bit in the file."""
         for source, linear in self._linears.items():
-            if not has_own_forward(linear):
+            if not has_own_forward(linear) and linear.process_part is None:
                 raise ValueError(
-                    f"linears: {source} is 4-bit in the checkpoint and the tp_plan shards it, wanted linears=False"
-                    " (dense layers in 16 bits, of which each rank has its part) or a tp_plan without it"
+                    f"linears: {source} is 4-bit in the checkpoint and has a rule of the tp_plan that is not known for"
+                    " 4-bit layers, wanted linears=False (dense layers in 16 bits, in parts) or a tp_plan without it"
                 )
         if self._dense and getattr(model, "_is_fsdp_managed_module", False):
             raise ValueError(
@@ -351,7 +351,7 @@ def _put_linear(model: nn.Module, name: str, linear: Any) -> NVFP4Linear:
 
 def _fill_linear(source: str, linear: NVFP4Linear, checkpoint: Checkpoint) -> None:
     """Reads the weight of a dense layer onto the device where transformers put the module, as `_fill`."""
-    weight = checkpoint.read_dense_weight(source, linear.qdata.device)
+    weight = checkpoint.read_dense_weight(source, linear.qdata.device, linear.process_part)
     wanted = (1, linear.out_features, linear.in_features)
     if weight.shape != wanted:
         raise ValueError(f"{checkpoint.path}: {source} has a weight {weight.shape[1:]}, wanted {wanted[1:]}")

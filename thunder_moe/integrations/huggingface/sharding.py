@@ -10,17 +10,16 @@ Legend: T tokens, A = top_k, H hidden_size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.nn import NVFP4GroupedLinear
+from thunder_moe.nn.linear import NVFP4Linear
 
 try:
     import transformers
@@ -36,6 +35,9 @@ else:
 
 __all__ = ["AVAILABLE", "add_rules", "cut_", "refuse_parallel", "refuse_part", "register_styles", "require_available"]
 
+# Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
+# features. Where their results are gathered at once, each process has the layer whole.
+_DENSE_STYLES = {"colwise": 1, "rowwise": 2, "colwise_gather_output": 0, "colwise_rep": 0}
 _EP_STYLE, _TP_STYLE = "ep_dispatch_experts", "moe_tp_experts"
 
 
@@ -62,11 +64,13 @@ def require_available() -> None:
         )
 
 
-def refuse_part(blocks: Mapping[str, NVFP4Experts], wanted: str) -> None:
-    """Raises a ValueError where this process has a part of some block of experts."""
-    for name, module in blocks.items():
-        if not module.part.is_whole:
+def refuse_part(model: nn.Module, wanted: str) -> None:
+    """Raises a ValueError where this process has a part of a layer's experts or of a dense layer."""
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Experts) and not module.part.is_whole:
             raise ValueError(f"model: {name} is a part of its experts ({module.part}), wanted a model {wanted}")
+        if isinstance(module, NVFP4Linear) and module.process_part is not None:
+            raise ValueError(f"model: {name} is a part of its weight, wanted a model {wanted}")
 
 
 def add_rules(model: Any, plan: dict[str, str]) -> None:
@@ -97,18 +101,20 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
             f"tp_plan: {experts.experts_class.__name__} ({form}) computes with all features of an expert, wanted"
             " expert parallelism: ep_size"
         )
-    own, features = part.experts(first.num_experts), part.features(second.in_features)
-    rows = part.rows(first.out_features, 2 if form.gated else 1)
-    everything = slice(0, second.out_features), slice(0, first.in_features)
-    for name, linear, kept, columns in (
-        ("gate_up_proj", first, rows, everything[1]),
-        ("down_proj", second, [everything[0]], features),
-    ):
+    own, features, parts = part.experts(first.num_experts), part.features(second.in_features), 2 if form.gated else 1
+    rows = [slice(None)] if features == slice(0, second.in_features) else part.rows(first.out_features, parts)
+    for name, linear in (("gate_up_proj", first), ("down_proj", second)):
         options: dict[str, Any] = dict(weight_dtype=linear.weight_dtypes, auto_layout=linear.auto_layout)
         options["weight_requires_grad"] = linear.weights_require_grad
-        new = NVFP4GroupedLinear(_cut_weight(linear.nvfp4_weight, own, kept, columns), **options)
+        # Another module: transformers wraps the one that it has found here.
+        new = NVFP4GroupedLinear(linear.nvfp4_weight, **options)
+        new.narrow_(0, part.expert_rank, part.expert_ranks)
+        if linear is first:
+            new.narrow_(1, part.feature_rank, part.feature_ranks, parts)
+        else:
+            new.narrow_(2, part.feature_rank, part.feature_ranks)
         setattr(experts, name, new.train(linear.training))
-    for name, kept in (("gate_up_bias", rows), ("down_bias", [everything[0]])):
+    for name, kept in (("gate_up_bias", rows), ("down_bias", [slice(None)])):
         bias = getattr(experts, name)
         if bias is not None:
             value = torch.cat([bias.detach()[own, each] for each in kept], 1)
@@ -119,27 +125,14 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
     experts.part = part
 
 
-def _cut_weight(weight: NVFP4Weight, own: slice, rows: list[slice], columns: slice) -> NVFP4Weight:
-    weight = weight.to_layout("linear")
-    codes, scales = slice(columns.start // 2, columns.stop // 2), slice(*_blocks(columns))
-    qdata = torch.cat([weight.qdata[own, each, codes] for each in rows], 1)
-    scale = torch.cat([weight.scale.view(torch.uint8)[own, each, scales] for each in rows], 1)
-    global_scale = weight.global_scale[own]
-    if global_scale.ndim == 2:
-        global_scale = torch.cat([global_scale[:, each] for each in rows], 1)
-    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale.clone())
-
-
-def _blocks(columns: slice) -> tuple[int, int]:
-    return columns.start // BLOCK_SIZE, columns.stop // BLOCK_SIZE
-
-
 def register_styles() -> None:
     """Makes transformers cut `NVFP4Experts`, too; once is enough. Other modules are sharded as before."""
     if AVAILABLE and not isinstance(ALL_PARALLEL_STYLES[_EP_STYLE], DispatchedExperts):
         styles: Any = ALL_PARALLEL_STYLES
         styles.register(_EP_STYLE, DispatchedExperts())
         styles.register(_TP_STYLE, SharedFeatures())
+        for name, dim in _DENSE_STYLES.items():
+            styles.register(name, _dense_style(styles[name], dim))
 
 
 if AVAILABLE:
@@ -164,6 +157,30 @@ if AVAILABLE:
             if isinstance(module, NVFP4Experts) and module.part is WHOLE:
                 cut_(module, ExpertsPart(feature_rank=mesh.get_local_rank(), feature_ranks=mesh.size()))
             return super().install_forward(module, mesh)  # type: ignore[no-untyped-call]
+
+
+def _dense_style(style: Any, dim: int) -> Any:
+    """A style of transformers' for dense layers, for `NVFP4Linear`s, too.
+
+    Args:
+        style: transformers' own.
+        dim: see `_DENSE_STYLES`.
+    """
+
+    class DenseParts(type(style)):  # type: ignore[misc]
+        def install_forward(self, module: Any, mesh: Any) -> Any:
+            if not isinstance(module, NVFP4Linear):
+                return super().install_forward(module, mesh)
+            if dim == 0:
+                return module
+            module.narrow_(dim, mesh.get_local_rank(), mesh.size())
+            module.process_part = (dim, mesh.get_local_rank(), mesh.size())
+            module._hf_quantized_needs_local_tp = True
+            return super().install_forward(module, mesh)
+
+    parts: Any = object.__new__(DenseParts)
+    vars(parts).update(vars(style))
+    return parts
 
 
 def _weighted_ahead(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -66,8 +66,7 @@ def load_by_checkpoint_names(
     left = {name: tensor for name, tensor in state_dict.items() if name not in own}
     new: dict[str, Any] = {}
     sources = expert_sources(model)
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    refuse_part(blocks, "whose experts are whole: a checkpoint's names number all of them")
+    refuse_part(model, "whose layers are whole, as a checkpoint has them")
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Experts):
             new |= _experts(name, module, *sources[name], left)
