@@ -18,6 +18,7 @@ COMMANDS = {
     "linear": "dense layers, torch's linear in bf16 and NVFP4 (on a GPU also their configurations)",
     "router": "routers: softmax, top-k and sort in torch's operations and as moe_router",
     "parallel": "a layer on several GPUs or processes: expert and tensor parallelism beside one",
+    "sharded": "a 4-bit checkpoint by transformers' DistributedConfig: loads and decode steps beside one GPU",
     "training": "gradients of experts, biases and activations, expert blocks that train, beside torch's",
     "load": "loads of a 16-bit checkpoint into 4 bits: time and memory",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",

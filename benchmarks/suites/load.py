@@ -108,7 +108,7 @@ def worker(way: str, directory: str, device: str) -> None:
         options["device_map"] = device
     if way == "ThunderMoeConfig":
         options["quantization_config"] = ThunderMoeConfig()
-    peak = _Peak(device)
+    peak = Peak(device)
     start = time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     if way == "quantize_":
@@ -120,7 +120,7 @@ def worker(way: str, directory: str, device: str) -> None:
     print(json.dumps(row))
 
 
-class _Peak:
+class Peak:
     """The most memory since it was made, beyond that of then, and what is in use at the end."""
 
     def __init__(self, device: str) -> None:

@@ -175,7 +175,7 @@ def _dense_style(style: Any, dim: int) -> Any:
                 return module
             module.narrow_(dim, mesh.get_local_rank(), mesh.size())
             module.process_part = (dim, mesh.get_local_rank(), mesh.size())
-            module._hf_quantized_needs_local_tp = True
+            vars(module)["_hf_quantized_needs_local_tp"] = True  # transformers' word for a weight that is no DTensor
             return super().install_forward(module, mesh)
 
     parts: Any = object.__new__(DenseParts)
