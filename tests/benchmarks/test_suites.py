@@ -77,6 +77,16 @@ def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
         main(["load", "--model", "qwen3_moe", "--device", "cpu", "--layers", "1", "--output", str(tmp_path)])
 
 
+@pytest.mark.slow
+def test_sharded_runs_end_to_end(tmp_path):
+    pytest.importorskip("transformers", "5.23")
+    small = ["--model", "qwen3_moe", "--device", "cpu", "--layers", "1", "--batches", "1,2", "--rounds", "1"]
+    rows = main(["sharded", *small, "--output", str(tmp_path)])
+    assert json.loads((tmp_path / f"sharded_{HERE}.json").read_text())["rows"] == json.loads(json.dumps(rows))
+    assert [row["way"] for row in rows] == ["one GPU", "EP all_reduce", "EP all_to_all", "TP"]
+    assert all(row["relative_error"] < 2e-2 and set(row["step_seconds"]) == {"1", "2"} for row in rows)
+
+
 def test_router_runs_end_to_end(tmp_path):
     arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--tokens", "2,40", "--output", str(tmp_path)]
     rows = main(["router", *arguments])

@@ -437,3 +437,16 @@ def test_refuses_ranks_that_cannot_share_evenly(part, message):
         checkpoint = Checkpoint(DATA / export)
         with pytest.raises(ValueError, match=message):
             checkpoint.read_experts(checkpoint.experts[0], part=part)
+
+
+@pytest.mark.parametrize(("dim", "index"), [(1, 0), (1, 1), (2, 1)])
+def test_reads_a_part_of_a_dense_weight_and_nothing_else(dim, index, monkeypatch):
+    checkpoint = Checkpoint(DATA / "compressed_tensors_qwen3_moe")
+    name = next(name for name in checkpoint.dense if name.endswith("o_proj"))
+    whole = decoded(checkpoint.read_dense_weight(name))
+    read = []
+    own_read = TensorFiles.read
+    monkeypatch.setattr(TensorFiles, "read", lambda *args: read.append(own_read(*args)) or read[-1])
+    got = checkpoint.read_dense_weight(name, part=(dim, index, 2))
+    assert torch.equal(decoded(got), whole.chunk(2, dim)[index])
+    assert sum(tensor.nbytes for tensor in read) == got.nbytes
