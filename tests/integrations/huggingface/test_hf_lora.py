@@ -144,3 +144,22 @@ def test_float32_rows_under_autocast():
 def test_16_bit_experts_are_not_found():
     with pytest.raises(ValueError, match="16-bit experts of transformers: quantize_ it"):
         add_lora_(tiny_model("qwen3_moe"), 4, 8)
+
+
+def test_offloaded_models():
+    """Adapters come after the hooks of accelerate; the other order, or packed weights that are not there, are errors."""
+    accelerate = pytest.importorskip("accelerate")
+    expected = adapted("qwen3_moe")(tokens()).logits
+    model = accelerate.cpu_offload(quantize_(tiny_model("qwen3_moe")), torch.device("cpu"))
+    with pytest.raises(ValueError, match="on meta, wanted device cpu"):
+        accelerate.cpu_offload(adapted("qwen3_moe"), torch.device("cpu"))(tokens())
+    add_lora_(model, 4, 8)
+    model.load_state_dict({k: v for k, v in adapted("qwen3_moe").state_dict().items() if "lora_" in k}, strict=False)
+    out = model(tokens()).logits
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in lora_parameters(model))
+    model = quantize_(tiny_model("qwen3_moe"))
+    model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    with pytest.raises(ValueError, match="its weight is on the meta device .offloaded"):
+        add_lora_(model, 4, 8)

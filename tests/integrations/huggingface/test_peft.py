@@ -2,6 +2,7 @@
 Called by pytest where PEFT is installed (the extra "test" has it); judged by PEFT itself on the dequantized model.
 """
 
+import itertools
 import json
 import warnings
 
@@ -185,6 +186,14 @@ def test_what_matches_nothing_is_an_error(tmp_path):
         load_lora_(quantized(), tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*target_parameters")
+def test_stock_loading_onto_4_bit_experts_is_an_error(tmp_path):
+    """PEFT itself warns where attention has adapters, and the model would compute without those of experts."""
+    adapted(config="with attention").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="experts.*got adapters of PEFT's for 4-bit experts, wanted load_peft_model"):
+        peft.PeftModel.from_pretrained(quantized(), tmp_path)
+
+
 def test_experts_that_peft_has_wrapped_are_refused_by_name():
     model = peft.get_peft_model(tiny_model("qwen3_moe"), peft.LoraConfig(target_parameters=EXPERTS))
     with pytest.raises(ValueError, match="a ParamWrapper of PEFT wraps it: quantize_ before PEFT"):
@@ -301,3 +310,39 @@ def _tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")), pad_token="<pad>", eos_token="<eos>"
     )
+
+
+def test_accelerates_loop_is_the_plain_one():
+    """Ten steps with clipping, of experts and attention."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, PartialState
+
+    def data():
+        return torch.utils.data.DataLoader(Texts(), batch_size=2)
+
+    def loop(model, optimizer, loader, backward, clip):
+        losses = []
+        for batch in itertools.islice(itertools.cycle(loader), 10):
+            loss = model(**batch).loss
+            backward(loss)
+            clip([p for p in model.parameters() if p.requires_grad], 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, [p.detach() for p in model.parameters() if p.requires_grad]
+
+    def made():
+        model = adapted(config="with attention")
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    wanted = loop(*made(), data(), torch.Tensor.backward, torch.nn.utils.clip_grad_norm_)
+    try:
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared = accelerator.prepare(*made(), data())
+        found = loop(*prepared, accelerator.backward, accelerator.clip_grad_norm_)
+    finally:
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    assert found[0] == wanted[0]
+    assert wanted[0][-1] < wanted[0][0]
+    assert all(map(torch.equal, found[1], wanted[1]))

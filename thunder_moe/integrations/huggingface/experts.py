@@ -7,6 +7,7 @@ Legend: T tokens, A = top_k, E experts, H hidden_size, I intermediate_size.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,9 @@ __all__ = ["NVFP4Experts", "expert_blocks", "expert_weights", "pack_ahead", "qua
 
 # Torch's own bookkeeping in a module's __dict__; all else is the module's.
 _TORCH_STATE = frozenset(vars(nn.Module()))
+
+# PEFT's names of adapters below the experts: of a fused parameter, or of a projection of one expert.
+_OF_PEFT = re.compile(r"(base_layer\.)*lora_[AB]\.|\d+\.\w+\.lora_[AB]\.")
 
 
 class NVFP4Experts(nn.Module):
@@ -133,6 +137,17 @@ class NVFP4Experts(nn.Module):
                 new.register_parameter(name, nn.Parameter(bias.detach(), requires_grad=own.requires_grad))
         hook_alike(new, hf_experts_module)
         return new
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As that of every module; adapters that PEFT made for the 16-bit experts are an error, where PEFT would leave
+        them out with a warning."""
+        strange = [key for key in state_dict if key.startswith(prefix) and _OF_PEFT.match(key[len(prefix) :])]
+        if strange:
+            args[-1].append(
+                f"{strange[0]} and {len(strange) - 1} more: got adapters of PEFT's for 4-bit experts, wanted "
+                "load_peft_model of thunder_moe.integrations.huggingface.lora, which reads them"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         hidden_states = autocast_rows(hidden_states)
