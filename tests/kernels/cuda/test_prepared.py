@@ -189,12 +189,12 @@ def test_the_launcher_gives_the_driver_what_it_wants(monkeypatch):
     monkeypatch.setattr(nvrtc, "bind_context", lambda device: None)
     kernel = SimpleNamespace(function=77, device=0, config=nvrtc.launch_config(256, 1024, overlap=True))
     run = launch.Launcher(kernel, 12, arguments.GatherArguments)
-    fields = (2**40, None, 3, 4, 5, 6)
-    run(9, 2**40, 0, 3, 4, 5, 6)
+    fields = (2**40, None, 3, 4, 5, 6, 7)
+    run(9, 2**40, 0, 3, 4, 5, 6, 7)
     run.launch(10, arguments.GatherArguments(*fields))
     assert seen == [(12, 256, 1024, 9, 1, fields), (12, 256, 1024, 10, 1, fields)]
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-        run(9, 2**40, 0, 3, 4, 5, 6)
+        run(9, 2**40, 0, 3, 4, 5, 6, 7)
 
 
 def test_another_device_than_the_current_one_is_switched_to(emulated, monkeypatch):

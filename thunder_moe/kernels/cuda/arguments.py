@@ -56,7 +56,7 @@ class GatherArguments(ctypes.Structure):
     """In grouped_mm.cuh."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "row_slot", "out", "end")),
         *((name, ctypes.c_int) for name in ("rows", "k", "top_k")),
     )
 

@@ -39,7 +39,6 @@ __all__ = [
     "GemmLaunch",
     "RouteLaunch",
     "combine_launch",
-    "dequantize_kernel",
     "dgrad_launch",
     "gemm_launch",
     "route_launch",
@@ -90,7 +89,6 @@ class GemmLaunch:
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
         config: in place of the one that is best.
-        format: of the weight, one of `configs.FORMATS`.
 
     Attributes:
         layout: of the weight that it reads.
@@ -120,13 +118,12 @@ class GemmLaunch:
         device: torch.device,
         facts: tuple[int, tuple[int, int]],
         config: GemmConfig | None,
-        format: str = "nvfp4",
     ) -> None:
         multiprocessors, capability = facts
         gathered, scaled = top_k is not None, slot_scale is not None
         plan = plan_gemm(
             rows, num_experts, n, k, form is not None, gathered, scaled, dtype, layout, multiprocessors, capability,
-            format, config,
+            config,
         )  # fmt: skip
         self.layout = plan.config.layout
         self._device, self._index = device, device.index
@@ -164,7 +161,7 @@ class GemmLaunch:
         activation: Tensor,
         qdata: Tensor,
         scale: Tensor,
-        global_scale: Tensor | None,
+        global_scale: Tensor,
         offsets: Tensor | None,
         row_slot: Tensor | None,
         slot_scale: Tensor | None,
@@ -172,8 +169,7 @@ class GemmLaunch:
     ) -> Tensor:
         """(M, K) rows, or (T, K) tokens with row_slot -> (M, N), or (M, I) for SwiGLU.
 
-        qdata is contiguous as (E, N, K // 2), of MXFP8 (E, N, K), in whatever view; without offsets there is one
-        group of all rows. MXFP8 has no global_scale.
+        qdata is contiguous as (E, N, K // 2), in whatever view; without offsets there is one group of all rows.
         """
         index = self._index
         if launch.current_device() != index:
@@ -188,7 +184,7 @@ class GemmLaunch:
         activation: Tensor,
         qdata: Tensor,
         scale: Tensor,
-        global_scale: Tensor | None,
+        global_scale: Tensor,
         offsets: Tensor | None,
         row_slot: Tensor | None,
         slot_scale: Tensor | None,
@@ -203,14 +199,11 @@ class GemmLaunch:
         """
         late_x = late_x and self.reads_early
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        globals_ = 0 if global_scale is None else global_scale.data_ptr()
+        globals_ = global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15:
             # The kernels load 16 bytes at a time. The copies live until the kernel is launched, on the same stream.
-            activation, qdata, scale = map(_aligned, (activation, qdata, scale))
-            x, codes, scales = map(Tensor.data_ptr, (activation, qdata, scale))
-            if global_scale is not None:
-                global_scale = _aligned(global_scale)
-                globals_ = global_scale.data_ptr()
+            activation, qdata, scale, global_scale = map(_aligned, (activation, qdata, scale, global_scale))
+            x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
         out = self._empty(self._shape, self._strides, self._dtype)
         slots = 0 if row_slot is None else row_slot.data_ptr()
         partial_sums = tile_counter = 0
@@ -223,7 +216,8 @@ class GemmLaunch:
                 partial_sums = sums.data_ptr()
         if self._gather is not None:
             rows = self._empty(self._gather_shape, (self._gather_shape[1], 1), self._dtype)
-            gather = x, slots, rows.data_ptr(), *self._gather_numbers
+            end = 0 if offsets is None else offsets.data_ptr() + 4 * (offsets.shape[0] - 1)
+            gather = x, slots, rows.data_ptr(), end, *self._gather_numbers
             x = rows.data_ptr()
         fields = self.fields(
             x, codes, scales, globals_, 0 if offsets is None else offsets.data_ptr(), slots,
@@ -372,13 +366,13 @@ class CombinedLaunch:
         self._memory = ((self._sums + gemm.sums_bytes,), (1,), torch.uint8)
 
     def __call__(
-        self, activation: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
+        self, activation: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
         slot_row: Tensor, slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         """(M, K) rows -> (T, N); operands as in `GemmLaunch` and `CombineLaunch`."""
         gemm, index = self._gemm, self._index
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        globals_ = 0 if global_scale is None else global_scale.data_ptr()
+        globals_ = global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15 or launch.current_device() != index:
             rows = gemm(activation, qdata, scale, global_scale, offsets, None, None, bias)
             return self._combine(rows, slot_row, slot_weight)
@@ -411,18 +405,18 @@ class DgradLaunch:
         per_row: whether there is a global scale for each row of a weight.
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
-        format: of the weights, one of `configs.FORMATS`.
     """
 
     def __init__(
         self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, tiled: bool, per_row: bool,
-        device: torch.device, facts: tuple[int, tuple[int, int]], format: str = "nvfp4",
+        device: torch.device, facts: tuple[int, tuple[int, int]],
     ) -> None:  # fmt: skip
         self._index, self._empty = device.index, launch.allocator(device)
         self._weight, self._out = ((num_experts, n, k), (n * k, k, 1), dtype), ((rows, k), (k, 1), dtype)
         self._numbers = num_experts * n, 1 if per_row else n, k, n
+        bf16 = str(dtype == torch.bfloat16).lower()
         self._dequantize = elementwise_launcher(
-            DEQUANTIZE, dequantize_kernel(format, tiled, dtype), num_experts * n * k // 16, DequantizeArguments,
+            DEQUANTIZE, f"dequantize{'_tiled' * tiled}<{bf16}>", num_experts * n * k // 16, DequantizeArguments,
             self._index,
         )  # fmt: skip
         self._row_starts = self._multiply = None
@@ -435,23 +429,20 @@ class DgradLaunch:
                 rows, num_experts, k, n, dtype, True, False, False, kernel, device, facts, None
             )
 
-    def __call__(
-        self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor
-    ) -> Tensor:
-        """(M, N) -> (M, K); qdata is contiguous, with the rows of the weight in order, in whatever view."""
+    def __call__(self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor) -> Tensor:
+        """(M, N) -> (M, K); qdata is contiguous as (E, N, K // 2), in whatever view."""
         index = self._index
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(grad, qdata, scale, global_scale, offsets)
         rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        if (rows | codes | scales) & 15:
-            grad, qdata, scale = map(_aligned, (grad, qdata, scale))
+        if (rows | codes | scales | global_scale.data_ptr()) & 15:
+            grad, qdata, scale, global_scale = map(_aligned, (grad, qdata, scale, global_scale))
             rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
         weight = self._empty(*self._weight)
         address, stream = weight.data_ptr(), launch.current_stream(index)
         ends = offsets.data_ptr()
-        globals_ = 0 if global_scale is None else global_scale.data_ptr()
-        self._dequantize(stream, codes, scales, globals_, address, ends, *self._numbers)
+        self._dequantize(stream, codes, scales, global_scale.data_ptr(), address, ends, *self._numbers)
         if self._multiply is not None:
             out = self._empty(*self._out)
             self._multiply(rows, address, ends, out.data_ptr())
@@ -466,12 +457,6 @@ gemm_launch = functools.lru_cache(maxsize=4096)(GemmLaunch)
 combine_launch = functools.lru_cache(maxsize=4096)(CombineLaunch)
 dgrad_launch = functools.lru_cache(maxsize=4096)(DgradLaunch)
 route_launch = functools.lru_cache(maxsize=4096)(RouteLaunch)
-
-
-def dequantize_kernel(format: str, tiled: bool, dtype: torch.dtype) -> str:
-    """The C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
-    name = "dequantize" if format == "nvfp4" else f"dequantize_{format}"
-    return f"{name}{'_tiled' * tiled}<{str(dtype == torch.bfloat16).lower()}>"
 
 
 def elementwise_blocks(items: int) -> int:
