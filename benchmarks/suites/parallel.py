@@ -5,6 +5,7 @@ Called by `python -m benchmarks parallel`; calls thunder_moe.parallel and benchm
     EP exact             ExpertParallel(): exact sizes, the host waits for them; plain calls
     EP all_to_all        with a capacity: no synchronisation, in a CUDA graph
     EP all_gather        likewise
+    EP symmetric_memory  likewise, on GPUs
     TP                   TensorParallel(): each rank has the tokens of all, in a CUDA graph
     exchange ...         dispatch and combine of the same tokens alone, without experts
 
@@ -133,7 +134,11 @@ class _Layers:
         part = wanted[:, rank * tokens : (rank + 1) * tokens]
         exchanges: dict[str, Exchange] = {
             "exact": EXCHANGES["all_to_all"](self.mesh, self.expert.exchange.experts),
-            **{name: make(self.mesh, self.expert.exchange.experts, tokens) for name, make in EXCHANGES.items()},
+            **{
+                name: make(self.mesh, self.expert.exchange.experts, tokens)
+                for name, make in EXCHANGES.items()
+                if self.device.type == "cuda" or name != "symmetric_memory"
+            },
         }
         candidates: dict[str, tuple[Callable[[], Tensor], Tensor | None]] = {
             _ONE: (lambda: self.whole(everybody), wanted),

@@ -281,6 +281,15 @@ def two_dimensions(meshes):
     return "nothing was raised"
 
 
+def no_gpu(meshes):
+    moe = parallelize_module(layer(), meshes.two, ExpertParallel(exchange="symmetric_memory"))
+    try:
+        moe(torch.randn(1, 4, H))
+    except ValueError as reason:
+        return str(reason)
+    return "nothing was raised"
+
+
 def too_many(meshes):
     moe = parallelize_module(layer(), meshes.two, ExpertParallel(exchange="all_gather", capacity=3))
     try:

@@ -115,6 +115,10 @@ def test_more_tokens_than_a_gather_has_room_for(ranks):
     assert all("at most capacity = 3 tokens" in outcome for outcome in ranks.run(programs.too_many))
 
 
+def test_symmetric_memory_wants_gpus(ranks):
+    assert all("wanted CUDA devices" in outcome for outcome in ranks.run(programs.no_gpu))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as collectives
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,7 @@ class Sent:
         top_k: A.
         weighted: whether there are weights.
         tokens: T.
+        first: what the numbers of this rank's experts begin with in `routing`.
         overflow: int64 scalar, tokens that a rank had no room for; None where there always is.
         back: what `combine` needs to bring the sums back.
     """
@@ -46,14 +48,15 @@ class Sent:
     top_k: int
     weighted: bool
     tokens: int
+    first: int
     overflow: Tensor | None
     back: tuple[Any, ...]
 
     def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Waits for the collectives: tokens (T', H), int32 ids (T', A) among this rank's experts, -1 where there is
-        none, and float32 weights (T', A)."""
+        """Waits for the collectives: tokens (T', H), int32 ids (T', A) among this rank's experts, outside of [0, L)
+        where the expert is elsewhere, and float32 weights (T', A)."""
         rows, routing = wait(self.rows), wait(self.routing)
-        ids = routing[:, : self.top_k].detach().to(torch.int32)
+        ids = (routing[:, : self.top_k].detach() - self.first).to(torch.int32)
         return rows, ids, routing[:, self.top_k :].contiguous() if self.weighted else None
 
 
@@ -132,16 +135,15 @@ class AllToAll(Exchange):
         filled, token = pair < pairs, pair.clamp_max(max(pairs - 1, 0)) // self.ranks
         if tokens:
             rows, routing = x.index_select(0, token), self._routing(ids, weights).index_select(0, token)
-            own = routing[:, :top_k] - (pair % self.ranks * self.experts)[:, None]
-            own = torch.where(filled[:, None] & (own >= 0) & (own < self.experts), own, -1)
-            routing = own if weights is None else torch.cat([own, routing[:, top_k:]], 1)
+            # The numbers of all experts; a row that nobody fills is of none.
+            routing = torch.where(filled[:, None], routing, -1.0)
         else:  # still in the graph of gradients: the backward has collectives, too
             rows, routing = (F.pad(t, (0, 0, 0, total), value=-1.0) for t in (x, self._routing(ids, weights)))
         slot_row = torch.where(wanted_TR, row_TR, -1).int()
         sent = _all_to_all(rows, coming, sending, self._group)
         routing = _all_to_all(routing, coming, sending, self._group)
         back = (slot_row, ends_R.int(), coming, sending)
-        return Sent(sent, routing, top_k, weights is not None, tokens, overflow, back)
+        return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back)
 
     def combine(self, sums: Tensor, sent: Sent) -> Tensor:
         slot_row, ends, coming, sending = sent.back
@@ -166,22 +168,53 @@ class AllGather(Exchange):
         routing = self._routing(ids, weights)
         if room != tokens:
             x, routing = F.pad(x, (0, 0, 0, room - tokens)), F.pad(routing, (0, 0, 0, room - tokens), value=-1.0)
-        rows, routing = _all_gather(x, self._group), _all_gather(routing, self._group)
-        return _Gathered(rows, routing, top_k, weights is not None, tokens, None, (self.first, self.experts))
+        # Their memory is read by another stream until the wait.
+        back = x, routing = x.contiguous(), routing.contiguous()
+        rows, all_routing = self._gather(x, routing)
+        return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, back)
 
     def combine(self, sums: Tensor, sent: Sent) -> Tensor:
-        return wait(_reduce_scatter(sums, self._group))[: sent.tokens]
+        return wait(self._reduce_scatter(sums))[: sent.tokens]
+
+    def _gather(self, x: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
+        gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)
+        if x.is_cuda and not gradients:  # one kernel of NCCL's
+            run: Any = _named("all_gather_coalesced")
+            rows, all_routing = run([x, routing], self._group)
+            return rows, all_routing
+        return _all_gather(x, self._group), _all_gather(routing, self._group)
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        return _reduce_scatter(x, self._group)
 
 
-class _Gathered(Sent):
-    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows, ids, weights = super().receive()
-        first, experts = self.back
-        own = ids - first
-        return rows, torch.where((own >= 0) & (own < experts), own, -1), weights
+class SymmetricMemory(AllGather):
+    """`AllGather` by copies between GPUs that can read each other's memory, which leave the multiprocessors to the
+    experts; for inference."""
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+        if not x.is_cuda:
+            raise ValueError(f"hidden_states: got {x.device}, wanted CUDA devices for exchange='symmetric_memory'")
+        if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
+            raise ValueError("exchange: got 'symmetric_memory', which has no gradients; wanted torch.no_grad()")
+        return super().start(x, ids, weights)
+
+    def _gather(self, x: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
+        # The workspace has to have its size for the sums before others read it: growing makes a new one.
+        name = self._group.group_name
+        symmetric_memory.get_symm_mem_workspace(name, max(self.ranks * x.nbytes, routing.nbytes))
+        gather = torch.ops.symm_mem._low_contention_all_gather
+        return _pending(gather(x, name)), _pending(gather(routing, name))
+
+    def _reduce_scatter(self, x: Tensor) -> Tensor:
+        return _pending(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
 
 
-EXCHANGES: dict[str, type[Exchange]] = {"all_to_all": AllToAll, "all_gather": AllGather}
+EXCHANGES: dict[str, type[Exchange]] = {
+    "all_to_all": AllToAll,
+    "all_gather": AllGather,
+    "symmetric_memory": SymmetricMemory,
+}
 
 
 def _host_sizes(*sizes: Tensor) -> list[list[int]]:
@@ -198,6 +231,14 @@ def wait(tensor: Tensor) -> Tensor:
         waited: Tensor = tensor.wait()
         return waited
     return tensor
+
+
+def _pending(tensor: Tensor) -> Tensor:
+    """What an operator gives whose work still runs, as the functional collectives give it."""
+    if torch.compiler.is_compiling():
+        waited: Tensor = collectives.wait_tensor(tensor)
+        return waited
+    return collectives.AsyncCollectiveTensor(tensor)
 
 
 def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Tensor:
@@ -217,9 +258,16 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-def _named(collective: str, x: Tensor) -> Any:
-    """A collective by its name of torch 2.13, or by that of older versions; with a gradient where one is wanted."""
-    newer, older = f"{collective}_single", f"{collective}_tensor"
-    suffix = "_autograd" if torch.is_grad_enabled() and x.requires_grad else ""
-    name = newer if hasattr(collectives, newer) else older
-    return getattr(collectives, name + suffix)
+# By their names of torch 2.13, and those of older versions.
+_NAMES = {
+    "all_gather": ("all_gather_single", "all_gather_tensor"),
+    "all_gather_coalesced": ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced"),
+    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+}
+
+
+def _named(collective: str, x: Tensor | None = None) -> Any:
+    """A functional collective; the form with a gradient where x wants one."""
+    newer, older = _NAMES[collective]
+    suffix = "_autograd" if x is not None and torch.is_grad_enabled() and x.requires_grad else ""
+    return getattr(collectives, (newer if hasattr(collectives, newer) else older) + suffix)

@@ -54,7 +54,8 @@ def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Exper
         if _RECENT not in module._buffers:
             continue
         exchange: Any = module.exchange
-        tokens, dropped, first = module.get_buffer(_RECENT).clone(), module.get_buffer(_DROPPED).clone(), exchange.first
+        ends, dropped, first = module.get_buffer(_RECENT), module.get_buffer(_DROPPED).clone(), exchange.first
+        tokens = torch.where(ends < 0, -1, torch.diff(ends, dim=1, prepend=ends.new_zeros(ends.shape[0], 1))).long()
         if all_ranks:
             parts = [torch.empty_like(tokens) for _ in range(exchange.ranks)]
             dist.all_gather(parts, tokens, group=exchange.mesh.get_group())
@@ -70,8 +71,9 @@ def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Exper
 
 
 def add_buffers(module: nn.Module, steps: int, experts: int, device: torch.device) -> None:
-    """Gives a module the buffers of its load; they are not part of its state dict."""
-    module.register_buffer(_RECENT, torch.full((steps, experts), -1, device=device), persistent=False)
+    """Gives a module the buffers of its load, row ends and a count; they are not part of its state dict."""
+    ends = torch.full((steps, experts), -1, dtype=torch.int32, device=device)
+    module.register_buffer(_RECENT, ends, persistent=False)
     module.register_buffer(_DROPPED, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
 
 
@@ -83,5 +85,4 @@ def record(module: nn.Module, offsets: Tensor, overflow: Tensor | None) -> None:
         module.get_buffer(_DROPPED).add_(overflow)
     recent = module.get_buffer(_RECENT)
     if recent.shape[0]:
-        counts = torch.diff(offsets, prepend=offsets.new_zeros(1)).to(recent.dtype)
-        recent.copy_(torch.cat([recent[1:], counts[None]]))
+        recent.copy_(torch.cat([recent[1:], offsets[None]]))

@@ -34,7 +34,8 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         exchange: "all_to_all": a token goes once to each rank that has one of its experts; "all_gather": all tokens to
-            all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone).
+            all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": likewise, by
+            copies between GPUs that can read each other's memory (CUDA, inference).
         capacity: None: buffers have the exact sizes, for which the host waits once in each call. A number: there is
             room for that many tokens between each two ranks, the same number on all ranks; the host waits for nothing,
             CUDA graphs can be captured, and rows that nobody needs are computed as padding. As large as the most tokens
@@ -60,9 +61,10 @@ class ExpertParallel(ParallelStyle):
         cls = _parallel_class(module, EXPERT_PARALLEL, "ExpertParallel", device_mesh)
         experts: Any = module.routed_experts if isinstance(module, Llama4MoE) else module
         linears = _linears(experts)
-        if self.exchange == "all_gather" and experts is module:
+        if self.exchange != "all_to_all" and experts is module:
             raise ValueError(
-                f"exchange: got 'all_gather' for a {type(module).__name__}, whose rows are sorted; wanted 'all_to_all'"
+                f"exchange: got {self.exchange!r} for a {type(module).__name__}, whose rows are sorted; wanted"
+                " 'all_to_all'"
             )
         cut = Cut(device_mesh, 0)
         for name, linear in linears.items():
