@@ -124,6 +124,8 @@ def add_lora_(
         if isinstance(module, LoRALinear) and (adapter in module.lora_specs or module.lora_merged):
             what = f"merged adapters {list(module.lora_merged)}" if module.lora_merged else f"{adapter!r}, which it has"
             raise ValueError(f"adapter: got {what} at {name!r}, wanted another name, or unmerge_lora_ before")
+        if share is not None and getattr(module, "process_part", None) is not None:
+            raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
         chosen[name] = module
     if not chosen:
         why = (
@@ -317,6 +319,8 @@ def _obstacle(module: Any) -> str | None:
     reason = impure(module)
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
+    if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
+        reason = "processes share its features: adapters are for whole linears, or whole experts of each process"
     tensor = _tensor(module)
     if reason is None and tensor.device.type == "meta":
         reason = "its weight is on the meta device (offloaded, or not loaded yet)"

@@ -56,9 +56,6 @@ class NVFP4Linear(NVFP4Module):
     bias: nn.Parameter | None
     _of_experts = False
     _bound: Bound | None = None
-    # The dimension (1 of out_features, 2 of in_features), number and count of the part that it is of a layer that
-    # processes share.
-    process_part: tuple[int, int, int] | None = None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         if weight.shape[0] != 1:

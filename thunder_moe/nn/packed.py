@@ -63,6 +63,9 @@ class NVFP4Module(nn.Module):
     _relaid: int = 0  # times that a buffer took another shape: torch.compile of torch < 2.13 guards no shape here
     _part_features: tuple[int, ...] | None = None  # None: evenly
     _cut: Any = None  # how parallel.shards has cut the weight: this rank has a part of what state dicts have
+    # Of a weight that processes share by transformers' plans: (dim, index, count) of this one's part, dim 0 of
+    # experts, 1 of out_features, 2 of in_features.
+    process_part: tuple[int, int, int] | None = None
     _of_experts = True  # whether the buffers have the dimension of experts
 
     def __init__(

@@ -102,6 +102,44 @@ def refusal_of_tp_plan(path):
     return None
 
 
+def adapted(path, config, experts=8):
+    """Logits of a model with adapters of the experts, and the gradients of these by their names."""
+    from thunder_moe import add_lora_
+
+    model = add_lora_(load(path, config), 4, 8.0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            whole = torch.randn(experts, *parameter.shape[1:], generator=torch.Generator().manual_seed(len(name)))
+            part = next(block.part for path, block in blocks_of(model).items() if name.startswith(path))
+            parameter.data.copy_(0.1 * whole[part.experts(experts)])
+    out = model(tokens()).logits
+    out.float().square().mean().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def refusals_of_adapters(path, config, where):
+    """What adapters raise that are not of whole experts, or not of all of them."""
+    from thunder_moe import add_lora_
+    from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
+
+    model, messages = load(path, config), []
+    for attempt in (
+        lambda: add_lora_(model, 4, 8.0, share="A"),
+        lambda: add_lora_(model, 4, 8.0),
+        lambda: save_lora(model, where),
+        lambda: load_lora_(model, where),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def blocks_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
+
+
 def weights_of(model):
     """The 4-bit weights and biases of the experts of a model, by their names, on the CPU."""
     return {name: buffer.clone() for name, buffer in model.state_dict().items() if ".experts." in name}

@@ -203,6 +203,33 @@ def test_one_process_with_nan_stops_all(on_load, plain, ranks, tmp_path):
 
 
 @needs_sharding
+@pytest.mark.parametrize("layout", ["all_reduce", "all_to_all"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
+def test_adapters_train_on_whole_experts(name, layout, saved, ranks):
+    path, _ = saved(name)
+    expected, wanted = jobs.adapted(path, None)
+    assert len(wanted) == 8
+    for rank, (actual, gradients) in enumerate(ranks(2)(jobs.adapted, path, LAYOUTS[layout])):
+        close(actual, expected)
+        assert gradients.keys() == wanted.keys()
+        for key, gradient in gradients.items():
+            close(gradient, wanted[key][4 * rank : 4 * rank + 4])
+
+
+@needs_sharding
+def test_adapters_that_are_refused(saved, ranks, tmp_path):
+    path, _ = saved("qwen3_moe")
+    for messages in ranks(2)(jobs.refusals_of_adapters, path, TP, tmp_path):
+        assert len(messages) == 4
+        assert all("processes share its features: adapters are for whole linears" in each for each in messages[:2])
+        assert all("is a part of its experts" in each for each in messages[2:])
+    for messages in ranks(2)(jobs.refusals_of_adapters, path, EP, tmp_path):
+        assert len(messages) == 3
+        assert "share: got 'A' at" in messages[0]
+        assert all("is a part of its experts" in each for each in messages[1:])
+
+
+@needs_sharding
 @pytest.mark.parametrize("layout", ["all_reduce", "fsdp"])
 def test_a_part_is_not_saved(layout, saved, ranks, tmp_path):
     path, _ = saved("qwen3_moe")

@@ -228,6 +228,14 @@ class NVFP4Experts(nn.Module):
         hook_alike(experts, self)
         return experts.train(self.training)
 
+    def note_part(self, part: ExpertsPart) -> None:
+        """Notes that the weights are a part of those of the layer."""
+        self.part = part
+        whole_experts = part.feature_ranks == 1
+        for dim, linear in ((1, self.gate_up_proj), (2, self.down_proj)):
+            by_features = (dim, part.feature_rank, part.feature_ranks)
+            linear.process_part = (0, part.expert_rank, part.expert_ranks) if whole_experts else by_features
+
     def extra_repr(self) -> str:
         return f"{self.experts_class.__name__}, {self.gate_up_proj.num_experts} experts, {self.form}"
 
@@ -292,7 +300,7 @@ def quantized_experts(
     ]
     new = NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
     if sharding is not None:
-        new.part = sharding.part
+        new.note_part(sharding.part)
         sharding.install(new)
     return new
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.lora import add_lora_, is_dense
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.quantize import Filter
@@ -151,6 +152,7 @@ def save_lora(
     Raises:
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
+    refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
     chosen, dense = adapters(model, adapter), dense_adapters(model, adapter)
     if not chosen and not dense:
         raise ValueError(
@@ -218,6 +220,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     Raises:
         ValueError: as `load_lora_`, but for other tensors.
     """
+    refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
     path = Path(path)
     config = json.loads((path / CONFIG).read_text())
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):

@@ -122,7 +122,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
             experts.register_parameter(name, nn.Parameter(value, requires_grad=bias.requires_grad))
     if part.expert_ranks > 1:
         experts.num_experts = own.stop - own.start
-    experts.part = part
+    experts.note_part(part)
 
 
 def register_styles() -> None:
