@@ -11,7 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, grouped_swiglu, groups, llama4_moe, relative_error
+from oracle import (
+    KERNEL_TOLERANCE,
+    dequantize,
+    dequantize_mxfp8,
+    grouped_mm,
+    grouped_swiglu,
+    groups,
+    llama4_moe,
+    relative_error,
+)
 from oracle import moe_experts as oracle_experts
 from router_forms import FORMS, make_router
 
@@ -31,6 +40,7 @@ from thunder_moe import (
     rewrite_report,
 )
 from thunder_moe.activations import SWIGLU
+from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc, prepared, workspace
@@ -380,18 +390,21 @@ def test_training_through_torch_compile(frozen):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
-def test_every_configuration_of_the_cuda_kernels(backend, mean_rows, swiglu, dtype):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_every_configuration_of_the_cuda_kernels(backend, format, mean_rows, swiglu, dtype):
     if backend != "cuda":
         pytest.skip("of the kernels of the cuda backend")
-    shape = 6, 200, 656
-    configs = candidates(Point(shape[0], mean_rows, *shape[1:]), swiglu, torch.cuda.get_device_capability())
-    check_configurations(configs, "linear", shape, mean_rows, swiglu, dtype)
+    shape = 6, 200, 656 if format == "nvfp4" else 672
+    point = Point(shape[0], mean_rows, *shape[1:])
+    configs = candidates(point, swiglu, torch.cuda.get_device_capability(), "linear", format)
+    check_configurations(configs, "linear", shape, mean_rows, swiglu, dtype, format)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("mean_rows", [1, 12, 30, 90])
-def test_every_chosen_configuration_of_tiled_weights(backend, mean_rows, swiglu, dtype):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_every_chosen_configuration_of_tiled_weights(backend, format, mean_rows, swiglu, dtype):
     """K is long and tiles are few, so that blocks share them where they may."""
     layout, capability = "tiled_64x64", torch.cuda.get_device_capability()
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) != layout:
@@ -403,17 +416,21 @@ def test_every_chosen_configuration_of_tiled_weights(backend, mean_rows, swiglu,
         if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu
     }
     shape = 6, 192, 4096
-    served = (config for config in configs if config.layout == layout and config.serves(shape[0], shape[2]))
-    tiled = sorted(served, key=str)  # those of one weight alone: test_gpu_linears.py
+    wanted = (config for config in configs if (config.layout, config.format) == (layout, format))
+    tiled = sorted(
+        (config for config in wanted if config.serves(shape[0], shape[2])), key=str
+    )  # those of one weight alone: test_gpu_linears.py
     assert tiled
-    check_configurations(tiled, layout, shape, mean_rows, swiglu, dtype)
+    check_configurations(tiled, layout, shape, mean_rows, swiglu, dtype, format)
 
 
-def check_configurations(configs, layout, shape, mean_rows, swiglu, dtype):
+def check_configurations(configs, layout, shape, mean_rows, swiglu, dtype, format="nvfp4"):
     """Random and skewed routings, with the memory of the output poisoned before each call; shape: E, features, K."""
     experts, features, k = shape
-    weight = quantize(torch.randn(experts, 2 * features if swiglu else features, k))
-    exact, weight = dequantize(*weight.tensors()), weight.to("cuda").to_layout(layout)
+    values = torch.randn(experts, 2 * features if swiglu else features, k)
+    weight = quantize(values) if format == "nvfp4" else mxfp8.quantize(values)
+    exact = (dequantize if format == "nvfp4" else dequantize_mxfp8)(*weight.tensors())
+    weight = weight.to("cuda").to_layout(layout)
     capability = torch.cuda.get_device_capability()
     with ThreadPoolExecutor() as pool:  # the calls below find the kernels in the cache
         list(
@@ -510,10 +527,12 @@ def check_two_streams_and_a_graph(weights, exact, tolerance):
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 200])
-def test_overlapping_kernels_of_a_layer_equal_its_parts(kernel_layout, tokens):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_overlapping_kernels_of_a_layer_equal_its_parts(kernel_layout, format, tokens):
     """Two layers in one graph, replayed with other routings: a kernel that read too early would see an older one."""
+    pack = quantize if format == "nvfp4" else mxfp8.quantize
     layers = [
-        [quantize(torch.randn(8, n, k)).to("cuda").to_layout(kernel_layout) for n, k in ((1024, 512), (512, 512))]
+        [pack(torch.randn(8, n, k)).to("cuda").to_layout(kernel_layout) for n, k in ((1024, 512), (512, 512))]
         for _ in range(2)
     ]
     x, ids = torch.randn(tokens, 512, device="cuda", dtype=BF16), torch.randint(0, 8, (tokens, 2), device="cuda")
@@ -530,11 +549,13 @@ def test_overlapping_kernels_of_a_layer_equal_its_parts(kernel_layout, tokens):
         graph.replay()
         row_slot, offsets, slot_row = moe_route(ids, 8)
         for out, (gate_up, down) in zip((first, second), layers, strict=True):
-            rows = f16a_nvfp4weight_grouped_swiglu(x, *operands(gate_up), offsets, row_slot, layout=gate_up.layout)
-            torch.cuda.synchronize()  # the parts one after the other
-            parts = torch.ops.thunder_moe.f16a_nvfp4weight_grouped_mm_combine(
-                rows, *operands(down), offsets, slot_row, scores, layout=down.layout
+            swiglu, combine = (
+                getattr(torch.ops.thunder_moe, f"f16a_{format}weight_{name}")
+                for name in ("grouped_swiglu", "grouped_mm_combine")
             )
+            rows = swiglu(x, *operands(gate_up), offsets, row_slot, layout=gate_up.layout)
+            torch.cuda.synchronize()  # the parts one after the other
+            parts = combine(rows, *operands(down), offsets, slot_row, scores, layout=down.layout)
             assert torch.equal(out, parts)
 
 

@@ -1,5 +1,6 @@
 """The registry of layouts of packed weights: how the codes and block scales of (E, N, K) lie in memory.
-Called by weight, kernels.select, nn and whoever checks operands; calls block_format, swizzled_128x4 and tiled_64x64.
+Called by weight, kernels.select, nn and whoever checks operands; calls block_format, swizzled_128x4,
+tiled_64x64 and mxfp8_tiled_64x64.
 
 - "linear": codes and scales row by row, as checkpoints hold them.
 - "swizzled_128x4": NVFP4 with the scales as Blackwell's tensor cores read them.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thunder_moe.formats import mxfp8_tiled_64x64
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.swizzled_128x4 import padded, swizzle_scale, unswizzle_scale
 from thunder_moe.formats.tiled_64x64 import TILE, from_tiled, to_tiled
@@ -112,6 +114,15 @@ REGISTRY: dict[tuple[str, str], Layout] = {
             to_linear=lambda codes, scales, n, k: (codes, scales),
             format=MXFP8,
             block_shape=lambda experts, n, k: (experts, n, k),
+        ),
+        Layout(
+            TILED_64X64,
+            from_linear=mxfp8_tiled_64x64.to_tiled,
+            to_linear=lambda codes, scales, n, k: mxfp8_tiled_64x64.from_tiled(codes, scales),
+            format=MXFP8,
+            block_shape=lambda experts, n, k: (experts, n // TILE, k // TILE, TILE * TILE),
+            multiple=TILE,
+            preferred_on=frozenset({(9, 0)}),
         ),
     )
 }

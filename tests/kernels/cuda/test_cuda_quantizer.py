@@ -1,12 +1,14 @@
-"""The CUDA quantizer, byte for byte as formats/nvfp4.py: its own source run by the emulator on a CPU, and on a GPU.
-Called by pytest, with -m gpu on a GPU; judged by `formats.nvfp4.quantize` and `NVFP4Weight.to_layout` on the CPU, which
-have oracles of their own.
+"""The CUDA quantizer, byte for byte as formats/nvfp4.py and mxfp8.py: its source run by the emulator, and on a GPU.
+Called by pytest, with -m gpu on a GPU; judged by `quantize` of those modules and by `to_layout` on the CPU, which have
+oracles of their own.
 """
 
 import pytest
 import torch
 
+from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import quantizer
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -25,7 +27,7 @@ def device(request):
 
 def same(got, expected):
     assert got.layout == expected.layout
-    for name in ("qdata", "scale", "global_scale"):
+    for name in expected.format.fields:
         mine, theirs = (getattr(weight, name).cpu().view(torch.uint8) for weight in (got, expected))
         assert torch.equal(mine, theirs), name
 
@@ -55,6 +57,17 @@ def test_the_same_bytes(device, dtype, scale_search):
     same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bytes_of_mxfp8(device, dtype):
+    weight = awkward(dtype)
+    weight[0, 11, :32] = torch.tensor([448.0, 449.0, 450.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 464.0, 17.0]).repeat(4)
+    weight[0, 12, :32] = weight[0, 12, :32].sign() * 1e-7
+    expected = mxfp8.quantize(weight)
+    got = quantizer.quantize_mxfp8(weight.to(device))
+    same(got, expected)
+    same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
+
+
 @pytest.mark.parametrize("default_dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_makes_no_difference(device, default_dtype):
     weight = awkward(torch.bfloat16)
@@ -78,6 +91,8 @@ def test_strides_chunks_and_shapes(device, monkeypatch):
         awkward(torch.bfloat16).to(device).flatten()[1 : 1 + 64 * 128].view(1, 64, 128),  # not aligned
     ):
         same(quantizer.quantize(weight), quantize(weight.cpu()))
+        if weight.shape[-1] % 32 == 0:
+            same(quantizer.quantize_mxfp8(weight), mxfp8.quantize(weight.cpu()))
 
 
 def test_tiny_and_huge_experts(device):
@@ -87,6 +102,8 @@ def test_tiny_and_huge_experts(device):
     weight[1, 1, 3] = 1.0
     weight[2, 0, :4] = torch.tensor([1e-44, 1e-45, -1e-45, 0.0])
     same(quantizer.quantize(weight.to(device)), quantize(weight))
+    weight[3, 0, 0], weight[3, 1, :2] = 2.6e-36, 1e-37
+    same(quantizer.quantize_mxfp8(weight.to(device)), mxfp8.quantize(weight))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -95,6 +112,8 @@ def test_refuses_what_is_not_finite(device, value):
     weight[1, 2, 3] = value
     with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
         quantizer.quantize(weight.to(device))
+    with pytest.raises(ValueError, match=r"weight: got NaN or Inf in experts \[1\], wanted finite values"):
+        quantizer.quantize_mxfp8(weight.to(device))
 
 
 def test_to_tiled_of_any_bytes(device):
@@ -103,5 +122,10 @@ def test_to_tiled_of_any_bytes(device):
     scale[0, 0, :4] = 0
     weight = NVFP4Weight(
         torch.randint(256, (2, 128, 96), dtype=torch.uint8), scale.view(torch.float8_e4m3fn), torch.rand(2, 128)
+    )
+    same(quantizer.to_tiled(weight.to(device)), weight.to_layout("tiled_64x64"))
+    weight = MXFP8Weight(
+        torch.randint(256, (2, 128, 192), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.randint(256, (2, 128, 6), dtype=torch.uint8).view(torch.float8_e8m0fnu),
     )
     same(quantizer.to_tiled(weight.to(device)), weight.to_layout("tiled_64x64"))

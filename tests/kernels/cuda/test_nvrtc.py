@@ -8,6 +8,7 @@ import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -63,7 +64,10 @@ OTHERS = {
     cuda_arguments.SwigluArguments: (cuda._SWIGLU, ["swiglu<true>", "swiglu<false>"]),
     cuda_arguments.DequantizeArguments: (
         cuda._DEQUANTIZE,
-        ["dequantize<true>", "dequantize<false>", "dequantize_tiled<true>", "dequantize_tiled<false>"],
+        [
+            f"dequantize{format}{layout}<{dtype}>"
+            for format, layout, dtype in itertools.product(("", "_mxfp8"), ("", "_tiled"), ("true", "false"))
+        ],
     ),
     cuda_arguments.ActivationArguments: (
         training.ACTIVATION,
@@ -104,6 +108,8 @@ OTHERS = {
             *(f"largest_magnitude<{dtype}>" for dtype in range(3)),
             *(f"quantize<{dtype}, {search}>" for dtype in range(3) for search in ("false", "true")),
             "write_tiled",
+            *(f"quantize_mxfp8<{dtype}>" for dtype in range(3)),
+            "write_tiled_mxfp8",
         ],
     ),
 }
@@ -146,6 +152,9 @@ def test_measured_configurations_compile(kept, kernel):
         for point, config in cuda_configs._measured((9, 0), swiglu, layout)
         if config.kernel == kernel
     }
+    for swiglu in (False, True):  # of MXFP8 a sample: the kernels are the same but for the decoding
+        measured = cuda_configs._measured((9, 0), swiglu, "tiled_64x64", "mxfp8")[::9]
+        found |= {gemm(c, torch.bfloat16, swiglu, at.k, False, (9, 0)) for at, c in measured if c.kernel == kernel}
     compile_all(found)
 
 
@@ -160,6 +169,8 @@ def test_configurations_by_rule_compile(kept, capability):
             configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
         for config, dtype in itertools.product(configs, DTYPES):
             found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
+        of_mxfp8 = replace(configs[-1], format="mxfp8")
+        found.add(gemm(of_mxfp8, DTYPES[swiglu], swiglu, k, swiglu, capability))
     compile_all(found)
 
 

@@ -11,7 +11,7 @@ H200 = (132, (9, 0))
 
 def plan(rows=64, num_experts=8, n=1024, k=2048, config=None, **given):
     options = dict(swiglu=False, gathered=False, scaled=False, dtype=torch.bfloat16, layout="linear") | given
-    return plan_gemm(rows, num_experts, n, k, *options.values(), *H200, config)
+    return plan_gemm(rows, num_experts, n, k, *options.values(), *H200, config=config)
 
 
 def test_a_plan_is_computed_once():

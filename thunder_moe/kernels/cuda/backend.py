@@ -1,4 +1,4 @@
-"""The CUDA backend: grouped GEMMs of 16-bit rows and NVFP4 weights on SM80 and newer, compiled on first use.
+"""The CUDA backend: grouped GEMMs of 16-bit rows and packed weights on SM80 and newer, compiled on first use.
 Called through kernels/select.py with validated operands; calls prepared.py and launch.py beside it, which launch the
 kernels of src/*.cu.
 
@@ -22,12 +22,13 @@ from torch import Tensor
 
 from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import by_parts, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.by_parts import Order
-from thunder_moe.kernels.cuda import launch, nvrtc
+from thunder_moe.kernels.cuda import configs, launch, nvrtc
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
@@ -39,6 +40,7 @@ from thunder_moe.kernels.cuda.prepared import (
     CombinedLaunch,
     GemmLaunch,
     combine_launch,
+    dequantize_kernel,
     dgrad_launch,
     elementwise_blocks,
     gemm_launch,
@@ -48,6 +50,7 @@ from thunder_moe.kernels.slow_paths import to_linear, warn_once
 from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
+    "FORMATS",
     "PREPARED",
     "combine",
     "dequantize",
@@ -71,6 +74,7 @@ _DEQUANTIZE = DEQUANTIZE
 _ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
+FORMATS = configs.FORMATS
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -83,7 +87,9 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
     return nvrtc.missing_reason()
 
 
-def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, config: GemmConfig | None = None) -> Tensor:
+def grouped_mm(
+    activation: Tensor, weight: PackedWeight, offsets: Tensor, *, config: GemmConfig | None = None
+) -> Tensor:
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
@@ -92,7 +98,7 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor, *, conf
 
 def grouped_swiglu(
     activation: Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: Tensor,
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
@@ -112,7 +118,7 @@ def grouped_swiglu(
 
 def grouped_mm_combine(
     activation: Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: Tensor,
     slot_row: Tensor,
     slot_weight: Tensor | None,
@@ -130,8 +136,8 @@ def moe_experts(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: NVFP4Weight,
-    down: NVFP4Weight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: Order | None,
@@ -152,9 +158,9 @@ def moe_experts(
     gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
     first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
     run = layer_launch(
-        x, ids, weights, first.layout, second.layout, first.global_scale.ndim == 2, second.global_scale.ndim == 2,
-        _dtype(gate_up_bias), _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form,
-        configs,
+        x, ids, weights, first.layout, second.layout, _per_row(first), _per_row(second), _dtype(gate_up_bias),
+        _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form, configs,
+        (first.format.name, second.format.name),
     )  # fmt: skip
     if order is not None:
         order = (order[0].contiguous(), order[1].contiguous(), order[2].contiguous())
@@ -162,17 +168,31 @@ def moe_experts(
     return run(x, ids, weights, gate_up_tensors, _tensors(second, run.down.layout), gate_up_bias, down_bias, order)
 
 
-def _tensors(weight: NVFP4Weight, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors of a weight in a layout, contiguous."""
-    qdata, scale, global_scale = weight.to_layout(layout).tensors()
-    return qdata.contiguous(), scale.contiguous(), global_scale.contiguous()
+def _tensors(weight: PackedWeight, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors of a weight in a layout, contiguous; None for the global scale of a format without."""
+    weight = weight.to_layout(layout)
+    global_scale = weight.global_scale
+    return (
+        weight.qdata.contiguous(),
+        weight.scale.contiguous(),
+        None if global_scale is None else global_scale.contiguous(),
+    )
+
+
+def _per_row(weight: PackedWeight) -> bool:
+    """Whether there is a global scale for each row."""
+    return _is_per_row(weight.global_scale)
+
+
+def _is_per_row(global_scale: Tensor | None) -> bool:
+    return global_scale is not None and global_scale.ndim == 2
 
 
 def layer_launch(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up_layout: str, down_layout: str,
     gate_up_per_row: bool, down_per_row: bool, gate_up_bias: torch.dtype | None, down_bias: torch.dtype | None,
     num_experts: int, features: int, routes: bool, weight_on_input: bool, form: GLU,
-    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
+    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None), formats: tuple[str, str] = ("nvfp4", "nvfp4"),
 ) -> LayerLaunch:  # fmt: skip
     """The launches of `moe_experts` for operands of the dtypes, shapes and layouts of these."""
     (tokens, top_k), hidden_size = expert_ids.shape, hidden_states.shape[1]
@@ -183,11 +203,11 @@ def layer_launch(
         route_launch((tokens, top_k), num_experts, expert_ids.dtype, device) if routes else None,
         gemm_launch(
             rows, num_experts, 2 * features, hidden_size, top_k, dtype, gate_up_layout, gate_up_per_row, on_input,
-            gate_up_bias, form, device, facts, configs[0],
+            gate_up_bias, form, device, facts, configs[0], formats[0],
         ),
         gemm_launch(
             rows, num_experts, hidden_size, features, None, dtype, down_layout, down_per_row, None, down_bias, None,
-            device, facts, configs[1],
+            device, facts, configs[1], formats[1],
         ),
         combine_launch(rows, tokens, top_k, hidden_size, dtype, on_output, device, True),
         weight_on_input,
@@ -195,7 +215,7 @@ def layer_launch(
     )  # fmt: skip
 
 
-def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
     rows, (experts, n, k) = grad.shape[0], weight.shape
     if grad.dtype == torch.float32:
@@ -205,8 +225,8 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     _warn_of_odd_features(n)
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
     run = dgrad_launch(
-        rows, experts, n, k, grad.dtype, weight.layout == TILED, weight.global_scale.ndim == 2, grad.device,
-        _device_facts(grad.device),
+        rows, experts, n, k, grad.dtype, weight.layout == TILED, _per_row(weight), grad.device,
+        _device_facts(grad.device), weight.format.name,
     )  # fmt: skip
     return run(grad.detach().contiguous(), *_tensors(weight, weight.layout), offsets.contiguous())
 
@@ -221,7 +241,7 @@ def _warn_of_odd_features(n: int) -> None:
 
 
 def mm(
-    activation: Tensor, weight: NVFP4Weight, bias: Tensor | None = None, *, config: GemmConfig | None = None
+    activation: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, config: GemmConfig | None = None
 ) -> Tensor:
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
     if _runs_on_reference(activation, weight):
@@ -229,7 +249,7 @@ def mm(
     return _gemm(activation, weight, None, None, None, bias, None, config)
 
 
-def mm_dgrad(grad: Tensor, weight: NVFP4Weight) -> Tensor:
+def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
     """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
     if _runs_on_reference(grad, weight):
         return reference.mm_dgrad(grad, weight.to_layout(LINEAR))
@@ -272,17 +292,18 @@ def swiglu(
     return out
 
 
-def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
-    """The same as `dequantize` of formats/nvfp4.py, bit for bit: (E, N, K) of bfloat16 or float16."""
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The same as `dequantize` of the module of the weight's format, bit for bit: (E, N, K) of bfloat16 or float16."""
     num_experts, n, k = weight.shape
-    name = "dequantize_tiled"
-    if weight.layout != TILED:
-        name, weight = "dequantize", to_linear(weight, "the kernels of gradients")
-    qdata, scale, global_scale = (_aligned(tensor) for tensor in weight.tensors())
+    weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
+    global_scale = None if weight.global_scale is None else _aligned(weight.global_scale)
+    tensors = _aligned(weight.qdata), _aligned(weight.scale), global_scale
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    pointers = map(pointer, (qdata, scale, global_scale, out))
-    argument = DequantizeArguments(*pointers, None, num_experts * n, 1 if global_scale.ndim == 2 else n, k, n)
-    _launch_elementwise(_DEQUANTIZE, f"{name}<{_is_bf16(out)}>", out.numel() // 16, argument, weight.device)
+    argument = DequantizeArguments(
+        *map(pointer, (*tensors, out)), None, num_experts * n, 1 if _per_row(weight) else n, k, n
+    )
+    expression = dequantize_kernel(weight.format.name, weight.layout == TILED, dtype)
+    _launch_elementwise(_DEQUANTIZE, expression, out.numel() // 16, argument, weight.device)
     return out
 
 
@@ -346,7 +367,7 @@ def _is_bf16(tensor: Tensor) -> str:
     return str(tensor.dtype == torch.bfloat16).lower()
 
 
-def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:
+def _runs_on_reference(activation: Tensor, weight: PackedWeight) -> bool:
     """True for fp32 activations or more than 1024 experts: no CUDA kernel serves them. Warns of it."""
     reasons = []
     if activation.dtype == torch.float32:
@@ -358,7 +379,7 @@ def _runs_on_reference(activation: Tensor, weight: NVFP4Weight) -> bool:
     return bool(reasons)
 
 
-def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remedy: str) -> None:
+def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, remedy: str) -> None:
     warn_once(
         ("reference", what),
         f"no CUDA kernel serves {what} (got {activation.dtype} {tuple(activation.shape)} and a weight of {weight.shape}"
@@ -369,7 +390,7 @@ def _warn_of_reference(what: str, activation: Tensor, weight: NVFP4Weight, remed
 
 def _gemm(
     activation: Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: Tensor | None,
     row_slot: Tensor | None,
     slot_scale: Tensor | None,
@@ -389,8 +410,8 @@ def _gemm(
     top_k = None if row_slot is None else rows // activation.shape[0]
     weight = weight if weight.layout == TILED else to_linear(weight)
     run = gemm_launch(
-        rows, num_experts, n, k, top_k, activation.dtype, weight.layout, weight.global_scale.ndim == 2,
-        _dtype(slot_scale), _dtype(bias), form, activation.device, _device_facts(activation.device), config,
+        rows, num_experts, n, k, top_k, activation.dtype, weight.layout, _per_row(weight), _dtype(slot_scale),
+        _dtype(bias), form, activation.device, _device_facts(activation.device), config, weight.format.name,
     )  # fmt: skip
     return run(activation, *_tensors(weight, run.layout), offsets, row_slot, slot_scale, bias)
 
@@ -443,11 +464,12 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _prepared_gemm(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor | None,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor | None,
     row_slot: Tensor | None, slot_scale: Tensor | None, bias: Tensor | None, layout: str, form: GLU | None,
+    format: BlockFormat,
 ) -> GemmLaunch | None:  # fmt: skip
     """What runs `_gemm` on operands like these; None where they have to be converted or gathered first."""
-    num_experts, half, n = fp4_weight.shape
+    num_experts, codes, n = packed.shape
     rows = (activation if row_slot is None else row_slot).shape[0]
     features = n if form is None else n // 2
     if (
@@ -457,14 +479,14 @@ def _prepared_gemm(
         or features == 0
         or layout not in (LINEAR, TILED)
         or (layout == TILED and form is not None and features % 64 != 0)
-        or not all(map(_is_read, (activation, fp4_weight.mT, scale, global_scale, offsets, row_slot)))
+        or not all(map(_is_read, (activation, packed.mT, scale, global_scale, offsets, row_slot)))
         or not all(map(_is_read_as_float, (slot_scale, bias)))
     ):
         return None
     top_k = None if row_slot is None else rows // activation.shape[0]
     run = gemm_launch(
-        rows, num_experts, n, 2 * half, top_k, activation.dtype, layout, global_scale.ndim == 2, _dtype(slot_scale),
-        _dtype(bias), form, activation.device, _device_facts(activation.device), None,
+        rows, num_experts, n, format.codes_per_byte * codes, top_k, activation.dtype, layout, _is_per_row(global_scale),
+        _dtype(slot_scale), _dtype(bias), form, activation.device, _device_facts(activation.device), None, format.name,
     )  # fmt: skip
     return run if run.layout == layout else None
 
@@ -478,47 +500,54 @@ def _is_read_as_float(tensor: Tensor | None) -> bool:
 
 
 def _prepare_grouped_mm(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any,
-    layout: str = LINEAR,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *_: Any,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
-    gemm = _prepared_gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, None, layout, None)
+    gemm = _prepared_gemm(activation, packed, scale, global_scale, offsets, None, None, None, layout, None, format)
     if gemm is None:
         return None
 
     def run(
-        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *_: Any, **__: Any
+        activation: Tensor,
+        packed: Tensor,
+        scale: Tensor,
+        global_scale: Tensor | None,
+        offsets: Tensor,
+        *_: Any,
+        **__: Any,
     ) -> Tensor:
-        return gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, None)
+        return gemm(activation, packed, scale, global_scale, offsets, None, None, None)
 
     return run
 
 
 def _prepare_grouped_swiglu(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
     row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, *,
-    layout: str = LINEAR, **form: Any,
+    layout: str = LINEAR, format: BlockFormat = NVFP4, **form: Any,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     gemm = _prepared_gemm(
-        activation, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias, layout, GLU(**form)
+        activation, packed, scale, global_scale, offsets, row_slot, slot_scale, bias, layout, GLU(**form), format
     )
     if gemm is None:
         return None
 
     def run(
-        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+        activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
         row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        return gemm(activation, fp4_weight, scale, global_scale, offsets, row_slot, slot_scale, bias)
+        return gemm(activation, packed, scale, global_scale, offsets, row_slot, slot_scale, bias)
 
     return run
 
 
 def _prepare_combine(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
     slot_weight: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
-    (tokens, top_k), n = slot_row.shape, fp4_weight.shape[2]
-    gemm = _prepared_gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, bias, layout, None)
+    (tokens, top_k), n = slot_row.shape, packed.shape[2]
+    gemm = _prepared_gemm(activation, packed, scale, global_scale, offsets, None, None, bias, layout, None, format)
     if gemm is None or tokens == 0 or not (_is_read(slot_row) and _is_read_as_float(slot_weight)):
         return None
     summed = combine_launch(
@@ -528,23 +557,22 @@ def _prepare_combine(
         return CombinedLaunch(gemm, summed)
 
     def run(
-        activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, slot_row: Tensor,
-        slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
+        activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
+        slot_row: Tensor, slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
-        return summed(
-            gemm(activation, fp4_weight, scale, global_scale, offsets, None, None, bias), slot_row, slot_weight
-        )
+        return summed(gemm(activation, packed, scale, global_scale, offsets, None, None, bias), slot_row, slot_weight)
 
     return run
 
 
 def _prepare_experts(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
+    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
+    format: BlockFormat = NVFP4, **form: Any,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     num_experts, features = gate_up.shape[0], gate_up.shape[2] // 2
     read = (hidden_states, expert_ids, gate_up.mT, gate_up_scale, down.mT, down_scale, row_slot, offsets, slot_row)
@@ -559,17 +587,17 @@ def _prepare_experts(
     ):
         return None
     chain = layer_launch(
-        hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, gate_up_global_scale.ndim == 2,
-        down_global_scale.ndim == 2, _dtype(gate_up_bias), _dtype(down_bias), num_experts, features, row_slot is None,
-        weight_on_input, GLU(**form),
+        hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, _is_per_row(gate_up_global_scale),
+        _is_per_row(down_global_scale), _dtype(gate_up_bias), _dtype(down_bias), num_experts, features,
+        row_slot is None, weight_on_input, GLU(**form), formats=(format.name, format.name),
     )  # fmt: skip
     if (chain.gate_up.layout, chain.down.layout) != (gate_up_layout, down_layout):
         return None
 
     def run(
         hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-        gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-        down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+        gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+        down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
         gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
         row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
@@ -625,26 +653,26 @@ def _prepare_linear_router(
 
 
 def _prepare_mm(
-    activation: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, bias: Tensor | None = None, *,
-    layout: str = LINEAR,
+    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
+    layout: str = LINEAR, format: BlockFormat = NVFP4,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     leading, rows = activation.shape[:-1], activation.flatten(0, -2) if activation.ndim > 1 else activation[None]
-    packed = fp4_weight[None], scale[None], global_scale[None]
-    gemm = _prepared_gemm(rows, *packed, None, None, None, bias, layout, None)
+    weight = packed[None], scale[None], None if global_scale is None else global_scale[None]
+    gemm = _prepared_gemm(rows, *weight, None, None, None, bias, layout, None, format)
     if gemm is None or not activation.is_contiguous():
         return None
-    shape = *leading, fp4_weight.shape[1]
+    shape = *leading, packed.shape[1]
 
     def run(
         activation: Tensor,
-        fp4_weight: Tensor,
+        packed: Tensor,
         scale: Tensor,
-        global_scale: Tensor,
+        global_scale: Tensor | None,
         bias: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         out: Tensor = torch.ops.aten._unsafe_view.default(  # a result is no view, to autograd
-            gemm(activation, fp4_weight, scale, global_scale, None, None, None, bias), shape
+            gemm(activation, packed, scale, global_scale, None, None, None, bias), shape
         )
         return out
 
@@ -652,24 +680,50 @@ def _prepare_mm(
 
 
 def _prepare_dgrad(
-    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, *, layout: str = LINEAR
+    grad: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    global_scale: Tensor | None,
+    offsets: Tensor,
+    *,
+    layout: str = LINEAR,
+    format: BlockFormat = NVFP4,
 ) -> Callable[..., Tensor] | None:
-    experts, half, n = fp4_weight.shape
-    operands = grad, fp4_weight.mT, scale, global_scale, offsets
-    unserved = grad.dtype == torch.float32 or grad.numel() == 0 or half == 0 or layout not in (LINEAR, TILED)
+    experts, codes, n = packed.shape
+    operands = grad, packed.mT, scale, global_scale, offsets
+    unserved = grad.dtype == torch.float32 or grad.numel() == 0 or codes == 0 or layout not in (LINEAR, TILED)
     if unserved or not all(map(_is_read, operands)):
         return None
     multiply = dgrad_launch(
-        grad.shape[0], experts, n, 2 * half, grad.dtype, layout == TILED, global_scale.ndim == 2, grad.device,
-        _device_facts(grad.device),
+        grad.shape[0], experts, n, format.codes_per_byte * codes, grad.dtype, layout == TILED,
+        _is_per_row(global_scale), grad.device, _device_facts(grad.device), format.name,
     )  # fmt: skip
-    return lambda grad, fp4_weight, scale, global_scale, offsets, **_: multiply(
-        grad, fp4_weight, scale, global_scale, offsets
-    )
+    return lambda grad, packed, scale, global_scale, offsets, **_: multiply(grad, packed, scale, global_scale, offsets)
+
+
+def _in_mxfp8(prepare: Callable[..., Any], *places: int) -> Callable[..., Callable[..., Any] | None]:
+    """What prepares an operator of MXFP8 weights, from NVFP4's, which gets None at the places of global scales."""
+
+    def with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        for place in places:
+            args = (*args[:place], None, *args[place:])
+        return args
+
+    def prepared(*args: Any, **options: Any) -> Callable[..., Any] | None:
+        run = prepare(*with_places(args), format=MXFP8, **options)
+        return None if run is None else lambda *args, **options: run(*with_places(args), **options)
+
+    return prepared
 
 
 # By the operator's name: its arguments -> what runs it on all operands of the same shapes, strides, dtypes and devices.
 PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
+    "f16a_mxfp8weight_scaled_grouped_mm": _in_mxfp8(_prepare_grouped_mm, 3),
+    "f16a_mxfp8weight_grouped_swiglu": _in_mxfp8(_prepare_grouped_swiglu, 3),
+    "f16a_mxfp8weight_grouped_mm_combine": _in_mxfp8(_prepare_combine, 3),
+    "f16a_mxfp8weight_moe_experts": _in_mxfp8(_prepare_experts, 5, 8),
+    "f16a_mxfp8weight_scaled_grouped_mm_dgrad": _in_mxfp8(_prepare_dgrad, 3),
+    "f16a_mxfp8weight_scaled_mm": _in_mxfp8(_prepare_mm, 3),
     "f16a_nvfp4weight_scaled_grouped_mm": _prepare_grouped_mm,
     "f16a_nvfp4weight_grouped_swiglu": _prepare_grouped_swiglu,
     "f16a_nvfp4weight_grouped_mm_combine": _prepare_combine,

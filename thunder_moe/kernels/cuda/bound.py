@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.by_parts import Order, PackedOrder
 from thunder_moe.kernels.cuda import backend, launch
@@ -28,6 +28,7 @@ from thunder_moe.kernels.cuda.router import linear_router_launch, router_launch,
 from thunder_moe.routing import RouterForm
 
 __all__ = [
+    "FORMATS",
     "BoundExperts",
     "BoundLinear",
     "Chain",
@@ -38,12 +39,14 @@ __all__ = [
     "bind_router",
 ]
 
+FORMATS = backend.FORMATS
 _ALIGNED = 256  # bytes: of the parts of a chain's memory
 _MAX_KINDS = 256  # of calls that bound experts remember
 
 
 class Weights(NamedTuple):
-    """Addresses; those of gate_up and down are of qdata, scale and global_scale, all multiples of 16, 0 for no bias."""
+    """Addresses, multiples of 16; those of gate_up and down are of qdata, scale and global_scale. 0 for no bias, and
+    for the global scale of a format without."""
 
     gate_up: tuple[int, int, int]
     down: tuple[int, int, int]
@@ -213,11 +216,12 @@ class BoundLinear:
         self._known[kind] = known
 
 
-def bind_linear(weight: NVFP4Weight, bias: Tensor | None) -> BoundLinear | None:
+def bind_linear(weight: PackedWeight, bias: Tensor | None) -> BoundLinear | None:
     """`f16a_nvfp4weight_scaled_mm` bound to a weight (1, N, K) and a bias (N,); None where they have to be converted at
     every call."""
     tensors = *weight.tensors(), *(() if bias is None else (bias,))
-    device, (_, n, k), layout, per_row = weight.device, weight.shape, weight.layout, weight.global_scale.ndim == 2
+    device, (_, n, k), layout, per_row = weight.device, weight.shape, weight.layout, backend._per_row(weight)
+    format = weight.format.name
     of_bias = None if bias is None else bias.dtype
     if layout not in (LINEAR, TILED) or not _addressable(tensors, device) or of_bias not in (None, *DTYPE_CODES):
         return None
@@ -227,11 +231,18 @@ def bind_linear(weight: NVFP4Weight, bias: Tensor | None) -> BoundLinear | None:
         if x.dtype == torch.float32 or rows == 0 or x.device != device:
             return None
         facts = backend._device_facts(device)
-        gemm = gemm_launch(rows, 1, n, k, None, x.dtype, layout, per_row, None, of_bias, None, device, facts, None)
+        gemm = gemm_launch(
+            rows, 1, n, k, None, x.dtype, layout, per_row, None, of_bias, None, device, facts, None, format
+        )
         return gemm if gemm.layout == layout and gemm.alone else None
 
-    qdata, scale, global_scale = (tensor.data_ptr() for tensor in weight.tensors())
-    return BoundLinear(launch_of, (qdata, scale, global_scale), 0 if bias is None else bias.data_ptr(), n, device)
+    return BoundLinear(launch_of, _addresses(weight), 0 if bias is None else bias.data_ptr(), n, device)
+
+
+def _addresses(weight: PackedWeight) -> tuple[int, int, int]:
+    """Of qdata, scale and global_scale; 0 for the last of a format without."""
+    global_scale = weight.global_scale
+    return weight.qdata.data_ptr(), weight.scale.data_ptr(), 0 if global_scale is None else global_scale.data_ptr()
 
 
 def _addressable(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -240,7 +251,7 @@ def _addressable(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 
 def bind_experts(
-    gate_up: NVFP4Weight, down: NVFP4Weight, gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None, down_bias: Tensor | None,
     weight_on_input: bool, form: GLU,
 ) -> BoundExperts | None:  # fmt: skip
     """`moe_experts` bound to its weights; None where they have to be converted at every call."""
@@ -256,9 +267,9 @@ def bind_experts(
     ):
         return None
     of_weights = (
-        gate_up.layout, down.layout, gate_up.global_scale.ndim == 2, down.global_scale.ndim == 2,
+        gate_up.layout, down.layout, backend._per_row(gate_up), backend._per_row(down),
         None if gate_up_bias is None else gate_up_bias.dtype, None if down_bias is None else down_bias.dtype,
-        experts, features, True, weight_on_input, form,
+        experts, features, True, weight_on_input, form, (None, None), (gate_up.format.name, down.format.name),
     )  # fmt: skip
 
     def launches(hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> LayerLaunch | None:
@@ -270,8 +281,8 @@ def bind_experts(
         fit = all(each.alone and not each.maps_rows for each in (layer.gate_up, layer.down))
         return layer if same and fit else None
 
-    first, second, third, *more = (0 if tensor is None else tensor.data_ptr() for tensor in (*tensors[:6], *biases))
-    weights = Weights((first, second, third), (more[0], more[1], more[2]), more[3], more[4])
+    of_biases = [0 if bias is None else bias.data_ptr() for bias in biases]
+    weights = Weights(_addresses(gate_up), _addresses(down), *of_biases)
     return BoundExperts(launches, weights, device)
 
 

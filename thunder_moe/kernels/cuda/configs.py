@@ -22,8 +22,10 @@ from thunder_moe.formats.layouts import TILED_64X64 as TILED
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
 
 __all__ = [
+    "BLOCK_BYTES",
     "CHUNK",
     "COMMON",
+    "FORMATS",
     "LAYOUTS",
     "MEASURED",
     "TILED",
@@ -38,14 +40,15 @@ COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every ker
 MEASURED = Path(__file__).with_name("configs.json")
 CHUNK = 128  # k of a step of the kernels of "linear" weights
 LAYOUTS = (LINEAR, TILED)  # that the kernels read
-_TILED_FILES = ("tiled_decode.cuh", "pipeline.cuh", "tile_scheduler.cuh")
+FORMATS = ("nvfp4", "mxfp8")  # of weights: each has a header in src
+_TILED_FILES = ("pipeline.cuh", "tile_scheduler.cuh")
 _FILES = {
     "split": ("grouped_mm.cu",),
     "staged": ("grouped_mm.cu",),
     "wgmma": ("wgmma.cuh", "grouped_mm_wgmma.cu"),
     "tiled_mma": (*_TILED_FILES, "tiled_mma.cu"),
     "tiled_wgmma": ("wgmma.cuh", *_TILED_FILES, "tiled_wgmma.cu"),
-    "tiled_cluster": ("wgmma.cuh", "tiled_decode.cuh", "pipeline.cuh", "tiled_cluster.cu"),
+    "tiled_cluster": ("wgmma.cuh", "pipeline.cuh", "tiled_cluster.cu"),
 }
 # Of "tiled_mma": blocks of 64 weight rows of a warpgroup, warpgroups along N and K, blocks of 64 k of each per stage.
 _TILED_MMA_SPLITS = (
@@ -73,6 +76,8 @@ _CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
 _MAX_CLUSTER_ROWS = 512  # beyond, the tensor cores are the limit, and "tiled_wgmma" is as fast
 _MAX_STREAM_K = 1 << 20  # `TileScheduler` multiplies the stages of two rounds of tiles by blocks, in int32
 _SHARED_BYTES = 227 << 10  # of a block on SM90
+BLOCK_BYTES = {"nvfp4": 2048 + 256, "mxfp8": 4096 + 128}  # codes and scales of 64 x 64 weights, tiled
+_ROW_BYTES = {"nvfp4": 16 + 4, "mxfp8": 32 + 4}  # of a thread's part of a row in a stage of "wgmma"
 _TABLES_BYTES = 8704  # static shared memory of kernels of tiled weights: where tiles and rows of 1,024 experts start
 # Blocks of 8 tokens, blocks of 64 weight rows of a warpgroup, warpgroups: what registers allow.
 _WGMMA_SHAPES = ((8, 1, 4), (8, 2, 1), (8, 2, 2), (8, 2, 3), (16, 1, 2), (16, 1, 3), (16, 2, 1), (16, 2, 2), (24, 1, 2))
@@ -94,6 +99,7 @@ class GemmConfig:
             latter two K has to be a multiple of a stage.
         stream_k: of the kernels of tiled weights, whether blocks share tiles where some of them would have none.
         splits: of "tiled_cluster", blocks of a cluster, which share the K of a tile.
+        format: of the weights, one of `FORMATS`.
     """
 
     kernel: str
@@ -104,11 +110,13 @@ class GemmConfig:
     depth: int
     stream_k: bool = False
     splits: int = 1
+    format: str = "nvfp4"
 
     @property
     def sources(self) -> tuple[Path, ...]:
         """The files that make up the kernel's source."""
-        return COMMON, *(COMMON.with_name(file) for file in ("ptx.cuh", "grouped_mm.cuh", *_FILES[self.kernel]))
+        files = "ptx.cuh", f"{self.format}.cuh", "grouped_mm.cuh", *_FILES[self.kernel]
+        return COMMON, *(COMMON.with_name(file) for file in files)
 
     @property
     def argument(self) -> type[ctypes.Structure]:
@@ -163,7 +171,7 @@ class GemmConfig:
         padding, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
         footer = 16 if self.kernel == "tiled_cluster" else 48  # `StageBarriers`, `StageFooter`
         tokens = 8 * self.token_blocks * (128 * k_blocks + padding)
-        return -(-(blocks * k_blocks * (2048 + 256) + tokens + footer) // align) * align
+        return -(-(blocks * k_blocks * BLOCK_BYTES[self.format] + tokens + footer) // align) * align
 
     @property
     def _other_bytes(self) -> int:
@@ -185,7 +193,7 @@ class GemmConfig:
     def shared_bytes(self) -> int:
         """Dynamic shared memory: chunks of 8 * token_blocks tokens, 128 16-bit numbers each.
 
-        For "wgmma" also 20 bytes per thread and row of weights, and 1 KiB to align it all.
+        For "wgmma" also codes and scales of each thread and row of weights, and 1 KiB to align it all.
         """
         if self.layout == TILED:
             return self.stages * self._stage_bytes + self._other_bytes
@@ -194,7 +202,7 @@ class GemmConfig:
             return 2 * chunk * max(4 * self.warps_k, 8 // self.token_blocks)
         if self.kernel == "staged":
             return self.depth * chunk
-        return self.depth * (chunk + 20 * 2 * self.row_blocks * self.threads) + 1024
+        return self.depth * (chunk + _ROW_BYTES[self.format] * 2 * self.row_blocks * self.threads) + 1024
 
     def tile_features(self, swiglu: bool) -> int:
         """Output features of a tile."""
@@ -259,6 +267,7 @@ def choose_config(
     multiprocessors: int,
     capability: tuple[int, int],
     layout: str = LINEAR,
+    format: str = "nvfp4",
 ) -> GemmConfig:
     """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
 
@@ -274,14 +283,15 @@ def choose_config(
         multiprocessors: of the device.
         capability: of the device, such as (9, 0).
         layout: of the weight, one of `LAYOUTS`.
+        format: of the weight, one of `FORMATS`.
     """
     live = max(min(rows, num_experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
-    measured = [entry for entry in _measured(capability, swiglu, layout) if entry[1].serves(num_experts, k)]
+    measured = [entry for entry in _measured(capability, swiglu, layout, format) if entry[1].serves(num_experts, k)]
     alone = num_experts == 1 and not swiglu and layout == TILED and capability == (9, 0) and rows <= _MAX_CLUSTER_ROWS
     clusters = [at for at, config in measured if config.kernel == "tiled_cluster"]
     if alone and not any(at.features == features and at.k == k for at in clusters):
-        cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k)
+        cluster = _fastest_cluster(-(-max(rows, 1) // 8) * 8, features, k, format)
         if cluster is not None:
             return cluster
         # More tiles than run at once: kernels whose blocks take one after the other.
@@ -302,41 +312,45 @@ def choose_config(
         order = [(at.distance(point), config.kernel != "tiled_cluster", config) for at, config in fits or measured]
         return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
-        return _by_rule_tiled(point).fitted(k)
-    return _by_rule(point, swiglu, multiprocessors, capability)
+        return replace(_by_rule_tiled(point), format=format).fitted(k)
+    return replace(_by_rule(point, swiglu, multiprocessors, capability), format=format)
 
 
-def candidates(point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR) -> list[GemmConfig]:
+def candidates(
+    point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
+) -> list[GemmConfig]:
     """The configurations worth timing at a point: those that won on an H200; "staged" where there is no wgmma."""
     row_blocks = (2,) if swiglu else (1, 2)
     if layout == TILED:
-        return list(_tiled_candidates(point, swiglu)) if capability == (9, 0) else []
+        return list(_tiled_candidates(point, swiglu, format)) if capability == (9, 0) else []
     found = []
     if point.rows <= 48:
         warps = ((8, 1), (4, 1), (2, 1), (4, 2), (2, 2))
         for c, r, (warps_n, warps_k), depth in itertools.product((1, 2, 4), row_blocks, warps, (2, 4)):
             if warps_k * CHUNK <= point.k and c * r <= 4 and 4 * c < max(5, 2 * point.rows) and point.rows <= 16 * c:
-                found.append(GemmConfig("split", c, r, warps_n, warps_k, depth))
+                found.append(GemmConfig("split", c, r, warps_n, warps_k, depth, format=format))
     if capability == (9, 0):
         for (c, r, groups), depth in itertools.product(_WGMMA_SHAPES, (3, 4)):
             if point.rows > 12 and 4 * c <= max(point.rows, 32) and r in row_blocks:
-                found.append(GemmConfig("wgmma", c, r, groups, 1, depth))
+                found.append(GemmConfig("wgmma", c, r, groups, 1, depth, format=format))
     elif point.rows > 8:
         for c, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
-            found.append(GemmConfig("staged", c, r, warps_n, 1, depth))
+            found.append(GemmConfig("staged", c, r, warps_n, 1, depth, format=format))
     available = _SHARED_BYTES if capability == (9, 0) else 99 << 10  # 99: Ada and consumer Blackwell
     return [config for config in found if config.shared_bytes <= available]
 
 
-def dense_candidates(rows: int, n: int, k: int, capability: tuple[int, int], layout: str = LINEAR) -> list[GemmConfig]:
+def dense_candidates(
+    rows: int, n: int, k: int, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
+) -> list[GemmConfig]:
     """`candidates` for rows (M, K) and one weight (N, K), with the likeliest of those that only one weight can take."""
-    found = candidates(Point(1, float(rows), n, k), False, capability, layout)
+    found = candidates(Point(1, float(rows), n, k), False, capability, layout, format)
     if layout == TILED and capability == (9, 0):
-        found += sorted(_cluster_candidates(rows, n, k), key=lambda config: _cluster_time(config, n, k))[:40]
+        found += sorted(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k))[:40]
     return found
 
 
-def _cluster_candidates(rows: int, n: int, k: int) -> Iterator[GemmConfig]:
+def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[GemmConfig]:
     """Those of which all blocks run at once."""
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
     tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
@@ -345,7 +359,7 @@ def _cluster_candidates(rows: int, n: int, k: int) -> Iterator[GemmConfig]:
         deep = (2 if c < 12 else 1) <= warps_k * depth <= (8 if c <= 4 else 4)
         if not deep or c > _TILED_CLUSTER_SUMS[warps_n * warps_k]:
             continue
-        config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits)
+        config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits, format=format)
         if config.clusters(Point(1, rows, n, k)) > _CLUSTERS[splits - 1]:
             continue
         if config.stages >= 2 and config.fitted(k) == config and config.serves(1, k):
@@ -353,9 +367,9 @@ def _cluster_candidates(rows: int, n: int, k: int) -> Iterator[GemmConfig]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _fastest_cluster(rows: int, n: int, k: int) -> GemmConfig | None:
+def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | None:
     """That of `_cluster_candidates` which is estimated to be the fastest; None where there is none."""
-    return min(_cluster_candidates(rows, n, k), key=lambda config: _cluster_time(config, n, k), default=None)
+    return min(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k), default=None)
 
 
 def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
@@ -369,16 +383,16 @@ def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
     units = groups * config.depth * -(-k // (64 * config.warps_k * config.depth * config.splits))
     sent = groups * c * (parts - 1) / parts
     multiply = units * (0.0359 + 0.0058 * c + 0.0437 / groups + 0.0285 / min(config.depth, 4))
-    return 2.77 + multiply + 0.0835 * sent + 0.0764e-6 * n * k
+    return 2.77 + multiply + 0.0835 * sent + 0.0764e-6 * n * k * (BLOCK_BYTES[config.format] / BLOCK_BYTES["nvfp4"])
 
 
-def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
+def _tiled_candidates(point: Point, swiglu: bool, format: str) -> Iterator[GemmConfig]:
     row_blocks = (2,) if swiglu else (1, 2, 4)
     # Blocks of weight rows of a warpgroup, warpgroups along N and along K, blocks of 64 k of each in a stage.
     splits = [shape for shape in _TILED_MMA_SPLITS if shape[0] in row_blocks and shape[2] * shape[3] * 64 <= point.k]
     for c, (r, warps_n, warps_k, depth) in itertools.product((1, 2, 4), splits):
         if point.rows <= 8 * c and point.rows > (0, 0, 2, 0, 12)[c] and c * r <= 8:
-            config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth)
+            config = GemmConfig("tiled_mma", c, r, warps_n, warps_k, depth, format=format)
             if config.stages < 3:
                 continue
             yield config
@@ -387,7 +401,7 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
         if point.rows <= 5 or not max(6, 0.9 * min(point.rows, 128)) <= 8 * c <= max(2.5 * point.rows, 48):
             continue
         for r, groups, depth in _TILED_WGMMA_SMALL if c <= 12 else _TILED_WGMMA_LARGE:
-            config = GemmConfig("tiled_wgmma", c, r, groups, 1, depth)
+            config = GemmConfig("tiled_wgmma", c, r, groups, 1, depth, format=format)
             fits = c * r <= _TILED_WGMMA_SUMS[groups] and config.stages >= 3
             if fits and r in row_blocks and point.k % (64 * depth) == 0:
                 yield config
@@ -396,14 +410,16 @@ def _tiled_candidates(point: Point, swiglu: bool) -> Iterator[GemmConfig]:
 
 
 @functools.cache
-def _measured(capability: tuple[int, int], swiglu: bool, layout: str) -> list[tuple[Point, GemmConfig]]:
-    """The entries of configs.json for a device and a layout."""
+def _measured(
+    capability: tuple[int, int], swiglu: bool, layout: str, format: str = "nvfp4"
+) -> list[tuple[Point, GemmConfig]]:
+    """The entries of configs.json for a device, a layout and a format."""
     if not MEASURED.exists():
         return []
     entries = json.loads(MEASURED.read_text())["entries"]
     wanted = [entry for entry in entries if tuple(entry["capability"]) == capability and entry["swiglu"] == swiglu]
     found = [(Point(*entry["point"]), GemmConfig(*entry["config"])) for entry in wanted]
-    return [(point, config) for point, config in found if config.layout == layout]
+    return [(point, config) for point, config in found if (config.layout, config.format) == (layout, format)]
 
 
 def _by_rule_tiled(point: Point) -> GemmConfig:

@@ -24,7 +24,7 @@ from thunder_moe.kernels.cuda.prepared import CombineLaunch, GemmLaunch, RouteLa
 
 __all__ = ["GEMMS", "LayerLaunch"]
 
-Weight = tuple[Tensor, Tensor, Tensor]  # qdata, scale, global_scale
+Weight = tuple[Tensor, Tensor, Tensor | None]  # qdata, scale, global_scale
 # Two threads may use one stream. Were a chain's GEMMs launched between another's, the two down GEMMs would follow each
 # other, and begin with the same tile counter.
 GEMMS = threading.Lock()

@@ -5,12 +5,12 @@ Called by kernels/cuda/backend.py at every call, so it is cached; calls kernels/
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from thunder_moe.kernels.cuda.configs import CHUNK, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.cuda.configs import BLOCK_BYTES, CHUNK, TILED, GemmConfig, choose_config
 
 __all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
 
@@ -66,6 +66,7 @@ def plan_gemm(
     layout: str,
     multiprocessors: int,
     capability: tuple[int, int],
+    format: str = "nvfp4",
     config: GemmConfig | None = None,
 ) -> GemmPlan:
     """The plan for rows (M, K) and weights (E, N, K).
@@ -82,6 +83,7 @@ def plan_gemm(
         layout: of the weight, one of `configs.LAYOUTS`.
         multiprocessors: of the device.
         capability: of the device, such as (9, 0).
+        format: of the weight, one of `configs.FORMATS`.
         config: to be used in place of the one that `choose_config` chooses.
 
     Raises:
@@ -89,9 +91,9 @@ def plan_gemm(
     """
     features = n // 2 if swiglu else n
     if config is None:
-        config = choose_config(rows, num_experts, features, k, swiglu, multiprocessors, capability, layout)
+        config = choose_config(rows, num_experts, features, k, swiglu, multiprocessors, capability, layout, format)
     else:
-        config = config.fitted(k)
+        config = replace(config, format=format).fitted(k)
     if config.layout == TILED and capability != (9, 0):
         raise ValueError(
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
@@ -126,7 +128,7 @@ def plan_gemm(
             row_sums, workspace = workspace, workspace + multiprocessors * config.warps_n * config.row_blocks * 64
         blocks = min(tiles * (k // 64), multiprocessors)
     compute_bound = config.token_blocks > 1
-    few_weights = live * n * k * 9 // 16 <= _READ_ONCE_BYTES
+    few_weights = live * n * k * BLOCK_BYTES[format] // 64**2 <= _READ_ONCE_BYTES
     return GemmPlan(
         config,
         config.sources,

@@ -39,6 +39,7 @@ __all__ = [
     "GemmLaunch",
     "RouteLaunch",
     "combine_launch",
+    "dequantize_kernel",
     "dgrad_launch",
     "gemm_launch",
     "route_launch",
@@ -89,6 +90,7 @@ class GemmLaunch:
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
         config: in place of the one that is best.
+        format: of the weight, one of `configs.FORMATS`.
 
     Attributes:
         layout: of the weight that it reads.
@@ -118,12 +120,13 @@ class GemmLaunch:
         device: torch.device,
         facts: tuple[int, tuple[int, int]],
         config: GemmConfig | None,
+        format: str = "nvfp4",
     ) -> None:
         multiprocessors, capability = facts
         gathered, scaled = top_k is not None, slot_scale is not None
         plan = plan_gemm(
             rows, num_experts, n, k, form is not None, gathered, scaled, dtype, layout, multiprocessors, capability,
-            config,
+            format, config,
         )  # fmt: skip
         self.layout = plan.config.layout
         self._device, self._index = device, device.index
@@ -161,7 +164,7 @@ class GemmLaunch:
         activation: Tensor,
         qdata: Tensor,
         scale: Tensor,
-        global_scale: Tensor,
+        global_scale: Tensor | None,
         offsets: Tensor | None,
         row_slot: Tensor | None,
         slot_scale: Tensor | None,
@@ -169,7 +172,8 @@ class GemmLaunch:
     ) -> Tensor:
         """(M, K) rows, or (T, K) tokens with row_slot -> (M, N), or (M, I) for SwiGLU.
 
-        qdata is contiguous as (E, N, K // 2), in whatever view; without offsets there is one group of all rows.
+        qdata is contiguous as (E, N, K // 2), of MXFP8 (E, N, K), in whatever view; without offsets there is one
+        group of all rows. MXFP8 has no global_scale.
         """
         index = self._index
         if launch.current_device() != index:
@@ -184,7 +188,7 @@ class GemmLaunch:
         activation: Tensor,
         qdata: Tensor,
         scale: Tensor,
-        global_scale: Tensor,
+        global_scale: Tensor | None,
         offsets: Tensor | None,
         row_slot: Tensor | None,
         slot_scale: Tensor | None,
@@ -199,11 +203,14 @@ class GemmLaunch:
         """
         late_x = late_x and self.reads_early
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        globals_ = global_scale.data_ptr()
+        globals_ = 0 if global_scale is None else global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15:
             # The kernels load 16 bytes at a time. The copies live until the kernel is launched, on the same stream.
-            activation, qdata, scale, global_scale = map(_aligned, (activation, qdata, scale, global_scale))
-            x, codes, scales, globals_ = map(Tensor.data_ptr, (activation, qdata, scale, global_scale))
+            activation, qdata, scale = map(_aligned, (activation, qdata, scale))
+            x, codes, scales = map(Tensor.data_ptr, (activation, qdata, scale))
+            if global_scale is not None:
+                global_scale = _aligned(global_scale)
+                globals_ = global_scale.data_ptr()
         out = self._empty(self._shape, self._strides, self._dtype)
         slots = 0 if row_slot is None else row_slot.data_ptr()
         partial_sums = tile_counter = 0
@@ -366,13 +373,13 @@ class CombinedLaunch:
         self._memory = ((self._sums + gemm.sums_bytes,), (1,), torch.uint8)
 
     def __call__(
-        self, activation: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor,
+        self, activation: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
         slot_row: Tensor, slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         """(M, K) rows -> (T, N); operands as in `GemmLaunch` and `CombineLaunch`."""
         gemm, index = self._gemm, self._index
         x, codes, scales = activation.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        globals_ = global_scale.data_ptr()
+        globals_ = 0 if global_scale is None else global_scale.data_ptr()
         if (x | codes | scales | globals_) & 15 or launch.current_device() != index:
             rows = gemm(activation, qdata, scale, global_scale, offsets, None, None, bias)
             return self._combine(rows, slot_row, slot_weight)
@@ -405,18 +412,18 @@ class DgradLaunch:
         per_row: whether there is a global scale for each row of a weight.
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
+        format: of the weights, one of `configs.FORMATS`.
     """
 
     def __init__(
         self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, tiled: bool, per_row: bool,
-        device: torch.device, facts: tuple[int, tuple[int, int]],
+        device: torch.device, facts: tuple[int, tuple[int, int]], format: str = "nvfp4",
     ) -> None:  # fmt: skip
         self._index, self._empty = device.index, launch.allocator(device)
         self._weight, self._out = ((num_experts, n, k), (n * k, k, 1), dtype), ((rows, k), (k, 1), dtype)
         self._numbers = num_experts * n, 1 if per_row else n, k, n
-        bf16 = str(dtype == torch.bfloat16).lower()
         self._dequantize = elementwise_launcher(
-            DEQUANTIZE, f"dequantize{'_tiled' * tiled}<{bf16}>", num_experts * n * k // 16, DequantizeArguments,
+            DEQUANTIZE, dequantize_kernel(format, tiled, dtype), num_experts * n * k // 16, DequantizeArguments,
             self._index,
         )  # fmt: skip
         self._row_starts = self._multiply = None
@@ -429,20 +436,23 @@ class DgradLaunch:
                 rows, num_experts, k, n, dtype, True, False, False, kernel, device, facts, None
             )
 
-    def __call__(self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor) -> Tensor:
-        """(M, N) -> (M, K); qdata is contiguous as (E, N, K // 2), in whatever view."""
+    def __call__(
+        self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor
+    ) -> Tensor:
+        """(M, N) -> (M, K); qdata is contiguous, with the rows of the weight in order, in whatever view."""
         index = self._index
         if launch.current_device() != index:
             with torch.cuda.device(index):
                 return self(grad, qdata, scale, global_scale, offsets)
         rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
-        if (rows | codes | scales | global_scale.data_ptr()) & 15:
-            grad, qdata, scale, global_scale = map(_aligned, (grad, qdata, scale, global_scale))
+        if (rows | codes | scales) & 15:
+            grad, qdata, scale = map(_aligned, (grad, qdata, scale))
             rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
         weight = self._empty(*self._weight)
         address, stream = weight.data_ptr(), launch.current_stream(index)
         ends = offsets.data_ptr()
-        self._dequantize(stream, codes, scales, global_scale.data_ptr(), address, ends, *self._numbers)
+        globals_ = 0 if global_scale is None else global_scale.data_ptr()
+        self._dequantize(stream, codes, scales, globals_, address, ends, *self._numbers)
         if self._multiply is not None:
             out = self._empty(*self._out)
             self._multiply(rows, address, ends, out.data_ptr())
@@ -457,6 +467,12 @@ gemm_launch = functools.lru_cache(maxsize=4096)(GemmLaunch)
 combine_launch = functools.lru_cache(maxsize=4096)(CombineLaunch)
 dgrad_launch = functools.lru_cache(maxsize=4096)(DgradLaunch)
 route_launch = functools.lru_cache(maxsize=4096)(RouteLaunch)
+
+
+def dequantize_kernel(format: str, tiled: bool, dtype: torch.dtype) -> str:
+    """The C++ name of the kernel of `DEQUANTIZE` for a format of weights and a dtype of the result."""
+    name = "dequantize" if format == "nvfp4" else f"dequantize_{format}"
+    return f"{name}{'_tiled' * tiled}<{str(dtype == torch.bfloat16).lower()}>"
 
 
 def elementwise_blocks(items: int) -> int:

@@ -1,11 +1,11 @@
-// NVFP4 weights -> 16-bit weights, for the gradient of the activation.
+// NVFP4 and MXFP8 weights -> 16-bit weights, for the gradient of the activation.
 // Compiled at run time by kernels/cuda/backend.py behind common.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 // One thread decodes 16 weights: (e2m1 * (scale * global)) in float32, rounded once, as formats/nvfp4.py's dequantize.
 
 struct DequantizeArguments {
-  const uint8_t* qdata;       // (E, N, K / 2)
-  const uint8_t* scale;       // (E, N, K / 16)
-  const float* global_scale;  // (E,) or (E, N)
+  const uint8_t* qdata;       // (E, N, K / 2), of MXFP8 (E, N, K)
+  const uint8_t* scale;       // (E, N, K / 16), of MXFP8 (E, N, K / 32)
+  const float* global_scale;  // (E,) or (E, N); null for MXFP8
   uint16_t* out;              // (E, N, K)
   const int* offsets;         // (E,) row ends: experts without rows are left out; null for none
   int64_t rows;               // E * N
@@ -75,5 +75,67 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
         uint16_t* out = args.out + (first_row + i % 2 * 8) * args.k + k0 + 16 * odd + i / 2 * 8;
         *reinterpret_cast<uint32_t*>(out) = narrow2<BF16>(low, high);
       }
+  }
+}
+
+// ---- MXFP8 (formats/mxfp8.py): global_scale is not read ----
+
+// With NaN.
+DEVICE float e4m3_signed(uint32_t code) {
+  const float magnitude = (code & 0x7F) == 0x7F ? bits_to_float(0x7FC00000) : e4m3(code);
+  return code & 0x80 ? -magnitude : magnitude;
+}
+DEVICE float e8m0(uint32_t bits) { return bits_to_float(bits == 0 ? 1u << 22 : bits == 255 ? 0x7FC00000u : bits << 23); }
+
+// One thread decodes 16 weights, as e4m3 * e8m0 in float32, rounded once.
+template <bool BF16>
+__global__ void __launch_bounds__(256) dequantize_mxfp8(const DequantizeArguments args) {
+  await_previous_kernel();
+  const int pieces_k = args.k / 16;
+  const int64_t items = args.rows * pieces_k, step = static_cast<int64_t>(gridDim.x) * 256;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {
+    if (is_left_out(args, item / pieces_k)) continue;
+    const float factor = e8m0(args.scale[item / 2]);
+    const uint4 codes = reinterpret_cast<const uint4*>(args.qdata)[item];
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    alignas(16) uint16_t values[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) values[i] = narrow<BF16>(e4m3_signed(words[i / 4] >> (8 * (i % 4)) & 0xFF) * factor);
+    uint4* out = reinterpret_cast<uint4*>(args.out + item * 16);
+    out[0] = reinterpret_cast<const uint4*>(values)[0];
+    out[1] = reinterpret_cast<const uint4*>(values)[1];
+  }
+}
+
+// The same for weights in layout "tiled_64x64" (`to_tiled` in formats/mxfp8_tiled_64x64.py): one thread decodes four words of
+// codes, rows g and g + 8 of a warp's 16 and 4 of each of two steps of 16 k.
+template <bool BF16>
+__global__ void __launch_bounds__(256) dequantize_mxfp8_tiled(const DequantizeArguments args) {
+  await_previous_kernel();
+  constexpr uint32_t kTaken = 0x87F087F0;
+  const int blocks_k = args.k / 64;
+  const int64_t items = args.rows / 64 * blocks_k * 256, step = static_cast<int64_t>(gridDim.x) * 256;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {
+    const int64_t block = item / 256;
+    const int within = static_cast<int>(item % 256), warp = within / 64, half = within / 32 % 2, lane = within % 32;
+    const int64_t first_row = block / blocks_k * 64 + 16 * warp + lane / 4;
+    const int64_t k0 = block % blocks_k * 64 + 32 * half + 2 * (lane % 4);
+    if (is_left_out(args, block / blocks_k * 64)) continue;
+    const uint4 codes = reinterpret_cast<const uint4*>(args.qdata)[item];
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    const uint32_t scales = rotate_left(reinterpret_cast<const uint32_t*>(args.scale)[block * 32 + warp * 8 + lane / 4], 25);
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const uint32_t exponent = scales >> (16 * below + 8 * half) & 0xFF;
+      const float factor = e8m0(exponent == 255 ? 255 : exponent - 88);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t pair = (below ? words[i] << 4 ^ words[i] >> 4 : words[i]) & kTaken;
+        const float low = e4m3_signed((pair >> 4 & 0x7F) | (pair >> 8 & 0x80)) * factor;
+        const float high = e4m3_signed((pair >> 20 & 0x7F) | (pair >> 24 & 0x80)) * factor;
+        uint16_t* out = args.out + (first_row + 8 * below) * args.k + k0 + 8 * i;
+        *reinterpret_cast<uint32_t*>(out) = narrow2<BF16>(low, high);
+      }
+    }
   }
 }

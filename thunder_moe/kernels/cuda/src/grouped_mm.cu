@@ -1,7 +1,7 @@
-// Grouped GEMM of 16-bit rows with NVFP4 weights by mma.sync (SM80 and newer): from memory straight into registers.
+// Grouped GEMM of 16-bit rows with packed weights by mma.sync (SM80 and newer): from memory straight into registers.
 // Compiled at run time by kernels/cuda/nvrtc.py behind grouped_mm.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
-// A thread reads 16 bytes (32 weights) of a row of weights at a time, always the same 32 k of a chunk, and the same
+// A thread reads 32 weights of a row of weights at a time, always the same 32 k of a chunk, and the same
 // 32 k of its token: within a chunk the order of k is free, so neither operand is exchanged between threads and both
 // keep their natural order in memory. `grouped_mm` can split K over the warps of a block and waits rarely (few rows per
 // expert); `grouped_mm_staged` stages many tokens' chunks in shared memory.
@@ -9,19 +9,6 @@
 // The place of the 16 bytes (8 k) `unit` of a chunk of a token in its 256 bytes of shared memory, swizzled so that the 8 threads
 // that read together (4 t of 2 tokens) use all banks.
 DEVICE int place_of_unit(int token, int unit) { return ((unit % 4 * 4 + unit / 4) ^ (token % 2 * 4)); }
-
-// Thread s of the four that share a row has the scales of chunk s, two of each thread's k; afterwards thread t has its own
-// two of all four chunks: those of chunks 0 and 1 in x, 2 and 3 in y.
-DEVICE uint2 exchange_scales(uint2 chunk, int t) {
-  const bool odd = t % 2, high = t / 2;
-  const uint32_t mine = high ? chunk.y : chunk.x;
-  const uint32_t other = __shfl_xor_sync(0xffffffffu, high ? chunk.x : chunk.y, 2);
-  const uint32_t low = high ? other : mine, up = high ? mine : other;  // of chunks t % 2 and t % 2 + 2
-  const uint32_t own = permute_bytes(low, up, odd ? 0x7632u : 0x5410u);
-  const uint32_t next = __shfl_xor_sync(0xffffffffu, permute_bytes(low, up, odd ? 0x5410u : 0x7632u), 1);
-  const uint32_t even = odd ? next : own, uneven = odd ? own : next;
-  return make_uint2(permute_bytes(even, uneven, 0x5410u), permute_bytes(even, uneven, 0x7632u));
-}
 
 // C: blocks of 8 tokens of a tile; R: blocks of 16 weight rows of a warp (SwiGLU: one of gate, one of up); WN, WK: warps
 // along N and along K; DEPTH: chunks of weights in flight. Persistent. Shared memory holds its tokens' k of a segment of
@@ -60,7 +47,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
     Rows rows[R];
     find_rows<SWIGLU, R, 16>(rows, args, expert, n0, g, k_first);
     Weights ring[DEPTH][R];
-    uint2 scales[R][2];  // FULL: thread t has those of all four threads for chunk t of the next four
+    ChunkScales scales[R][2];  // FULL: thread t has those of all four threads for chunk t of the next four
     int left = chunks - warp_k, k_left = args.k - k_first;  // from this warp's, and this thread's, position on
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -70,8 +57,8 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if constexpr (!FULL) continue;
-        rows[r].scales[half] += t * (WK * kChunk / 16 - 2);  // from its own in a chunk to all of chunk t
-        scales[r][half] = left > t * WK ? load8(rows[r].scales[half]) : make_uint2(0, 0);
+        rows[r].scales[half] += t * (WK * kChunk / kScaleK - kThreadScales);  // from its own in a chunk to all of chunk t
+        scales[r][half] = left > t * WK ? load_chunk_scales(rows[r].scales[half]) : no_scales();
       }
     }
 
@@ -96,15 +83,15 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
         __syncthreads();  // this segment has arrived, and the one before is no longer read
         if (first + kSegment < chunks) fetch(segment + 1);
       }
-      uint2 own[R][2];
+      ChunkScales own[R][2];
       if constexpr (FULL) {
 #pragma unroll
         for (int r = 0; r < R; ++r)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             own[r][half] = exchange_scales(scales[r][half], t);
-            rows[r].scales[half] += kGroup * (kChunk / 16);
-            if (left > (4 + t) * WK) scales[r][half] = load8(rows[r].scales[half]);
+            rows[r].scales[half] += kGroup * (kChunk / kScaleK);
+            if (left > (4 + t) * WK) scales[r][half] = load_chunk_scales(rows[r].scales[half]);
           }
       }
       const uint4* from = tokens + (segment % 2 * kTokens + g) * kUnits + (first % kSegment + warp_k) * 16;
@@ -121,10 +108,7 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
           Weights& now = ring[d % DEPTH][r];
           if constexpr (FULL) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const uint32_t two_chunks = d < 2 ? own[r][half].x : own[r][half].y;
-              now.scales[half] = d % 2 ? two_chunks >> 16 : two_chunks;
-            }
+            for (int half = 0; half < 2; ++half) now.scales[half] = scales_of_chunk(own[r][half], d);
           }
 #pragma unroll
           for (int part = 0; part < 2; ++part) {
@@ -141,8 +125,8 @@ __global__ void __launch_bounds__(32 * WN * WK) grouped_mm(const GemmArguments a
       for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          rows[r].codes[half] += kGroup * (kChunk / 2);
-          if constexpr (!FULL) rows[r].scales[half] += kGroup * (kChunk / 16);
+          rows[r].codes[half] += kGroup * (kChunk / kCodesPerByte);
+          if constexpr (!FULL) rows[r].scales[half] += kGroup * (kChunk / kScaleK);
         }
     }
 

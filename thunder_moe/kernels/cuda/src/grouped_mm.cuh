@@ -1,5 +1,6 @@
-// Shared by the grouped GEMM kernels: operands, the tiles of a routing, decoding of layout "linear", the epilogue.
-// Compiled behind common.cuh and ptx.cuh and in front of the kernels' own files (kernels/cuda/configs.py); calls both.
+// Shared by the grouped GEMM kernels: operands, the tiles of a routing, the epilogue.
+// Compiled behind the header of the weights' format and in front of the kernels' own files (kernels/cuda/configs.py); calls it,
+// common.cuh and ptx.cuh.
 //
 // The weights are the left operand of the tensor cores: 16 rows by 16 k of a warp, in registers; the tokens are the
 // right one, 8 columns by 16 k. Legend: M rows sorted by expert, E experts, N output features, K input features,
@@ -7,9 +8,9 @@
 
 struct GemmArguments {
   const uint16_t* x;        // (M, K), or the tokens (T, K) with row_slot
-  const uint8_t* qdata;     // (E, N, K / 2)
-  const uint8_t* scale;     // (E, N, K / 16)
-  const float* global_scale;  // (E,) or (E, N)
+  const uint8_t* qdata;     // (E, N, K / kCodesPerByte)
+  const uint8_t* scale;     // (E, N, K / kScaleK)
+  const float* global_scale;  // (E,) or (E, N), or null where the format has none
   const int* offsets;       // (E,) row ends, or null: one expert that has all rows
   const int* row_slot;      // (M,) or null
   const void* slot_scale;   // (M,), or (T * A,) with row_slot, or null
@@ -41,46 +42,6 @@ DEVICE int rows_to_gather(const GatherArguments& args) {
 
 constexpr int kChunk = 128;     // k of a chunk: 32 of each of the 4 threads that share a row
 constexpr int kMaxExperts = 1024;
-constexpr float kUnscale = 256.0f;  // decoded weights are 2**-8 of their value, see decode
-
-DEVICE uint2 load8(const uint8_t* p) { return *reinterpret_cast<const uint2*>(p); }
-
-// ---- decoding ----
-
-// Two E4M3 scales (bytes 0 and 1 of `pair`) -> two 16-bit floats, times 2**118 (bf16) or 2**6 (fp16).
-// E4M3's exponent and mantissa, moved under a 16-bit float's, give the value times 2**-120 (bf16) or 2**-8 (fp16),
-// subnormals too; the rest is multiplied, in two steps for bf16 since 2**238 is no float. Scales are not negative.
-template <bool BF16>
-DEVICE uint32_t decode_scales(uint32_t pair) {
-  const uint32_t bits = permute_bytes(pair, 0u, 0x4140u);
-  if constexpr (BF16) return multiply2<true>(multiply2<true>(bits << 4, 0x7B007B00u), 0x7B007B00u);  // 2**119 twice
-  else return multiply2<false>(bits << 7, 0x74007400u);  // 2**14
-}
-
-// Each of two scales twice, for the two values of a register.
-DEVICE void spread_scales(uint32_t (&scale)[2], uint32_t both) {
-  scale[0] = permute_bytes(both, 0u, 0x1010u);
-  scale[1] = permute_bytes(both, 0u, 0x3232u);
-}
-
-// The two E2M1 codes of byte i of `codes` (low nibble: low half) times their scale -> two 16-bit floats, 2**-8 of the value;
-// `shifted` is codes << 4. A code's exponent and mantissa, moved under a 16-bit float's, give its value times 2**-126 (bf16) or
-// 2**-14 (fp16), subnormals too. The products are exact: 2 significant bits times 4.
-template <bool BF16>
-DEVICE uint32_t decode_byte(uint32_t codes, uint32_t shifted, int i, uint32_t scale) {
-  // In each half: the byte whose upper nibble is the code, below its sign bit eight times. Shifted left, the code's bits are in
-  // place with the sign on top. The shift can be a multiplication, which relieves the pipeline of the logical operations.
-  const uint32_t bytes = permute_bytes(shifted, codes, 0xC480u + i * 0x1111u);
-  return multiply2<BF16>(BF16 ? (bytes << 2) & 0x81C081C0u : (bytes << 5) & 0x8E008E00u, scale);
-}
-
-// Eight codes (low nibble first) of one scale -> four registers.
-template <bool BF16>
-DEVICE void decode(uint32_t codes, uint32_t scale, uint32_t (&out)[4]) {
-  const uint32_t shifted = codes << 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) out[i] = decode_byte<BF16>(codes, shifted, i, scale);
-}
 
 // ---- the tiles of a routing ----
 
@@ -147,12 +108,6 @@ DEVICE const uint16_t* token_of_row(const GemmArguments& args, int row, int end)
 
 // ---- the GEMM ----
 
-// A thread's part of a chunk of its rows g and g + 8: 32 codes and 2 scales of each.
-struct Weights {
-  uint4 codes[2];
-  uint32_t scales[2];
-};
-
 // Where a thread reads its rows g and g + 8, from its first chunk on.
 struct Rows {
   const uint8_t* codes[2];
@@ -170,8 +125,8 @@ DEVICE void find_rows(Rows (&rows)[R], const GemmArguments& args, int expert, in
     for (int half = 0; half < 2; ++half) {
       const int feature = min(n0 + (SWIGLU ? 0 : STRIDE * r) + g + 8 * half, features - 1);
       const int64_t row = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-      rows[r].codes[half] = args.qdata + row * (args.k / 2) + k / 2;
-      rows[r].scales[half] = args.scale + row * (args.k / 16) + k / 16;
+      rows[r].codes[half] = args.qdata + row * (args.k / kCodesPerByte) + k / kCodesPerByte;
+      rows[r].scales[half] = args.scale + row * (args.k / kScaleK) + k / kScaleK;
     }
   }
 }
@@ -184,55 +139,18 @@ DEVICE void prefetch_for_epilogue(const GemmArguments& args, int expert, int n0,
   for (int r = 0; r < R; ++r) {
     const int feature = min(n0 + g + (SWIGLU ? 0 : STRIDE * r), features - 1);
     const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-    if (r == 0 || args.global_per_row) prefetch(args.global_scale + (args.global_per_row ? index : expert));
+    if (kGlobalScales && (r == 0 || args.global_per_row)) prefetch(args.global_scale + (args.global_per_row ? index : expert));
     if (args.bias != nullptr) prefetch(static_cast<const uint8_t*>(args.bias) + index * (args.bias_dtype == 0 ? 4 : 2));
   }
 }
 
-// FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's 32 on.
+// Of chunk `chunk` from there on. FULL: K is a multiple of the chunk. Otherwise k_left says how many k there are from the thread's
+// 32 of that chunk on.
 template <bool FULL, bool SCALES = true>
 DEVICE void load_weights(Weights& w, const Rows& rows, int chunk, int k_left) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint8_t* codes = rows.codes[half] + chunk * (kChunk / 2);
-    const uint8_t* scales = rows.scales[half] + chunk * (kChunk / 16);
-    if constexpr (FULL) {
-      w.codes[half] = load_weights16(codes);
-      if constexpr (SCALES) w.scales[half] = *reinterpret_cast<const uint16_t*>(scales);
-    } else {
-      w.codes[half] = make_uint4(0, 0, 0, 0);
-      w.scales[half] = 0;
-      if (k_left > 0) {
-        const uint2 low = load8(codes);
-        w.codes[half].x = low.x, w.codes[half].y = low.y;
-        w.scales[half] = scales[0];
-      }
-      if (k_left > 16) {
-        const uint2 high = load8(codes + 8);
-        w.codes[half].z = high.x, w.codes[half].w = high.y;
-        w.scales[half] |= static_cast<uint32_t>(scales[1]) << 8;
-      }
-    }
-  }
-}
-
-// The left operands of 4 of a chunk's 8 steps of 16 k: step 2 * i + j takes bytes 2 * j and 2 * j + 1 of word i of each
-// row; the first half has words 0 and 1.
-template <bool BF16>
-DEVICE void decode_half_chunk(uint32_t (&a)[4][4], const Weights& w, int part) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t scale[2];
-    spread_scales(scale, decode_scales<BF16>(w.scales[half]));
-    const uint32_t words[4] = {w.codes[half].x, w.codes[half].y, w.codes[half].z, w.codes[half].w};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t values[4];
-      decode<BF16>(words[2 * part + i], scale[part], values);
-      a[2 * i][half] = values[0], a[2 * i][2 + half] = values[1];
-      a[2 * i + 1][half] = values[2], a[2 * i + 1][2 + half] = values[3];
-    }
-  }
+  for (int half = 0; half < 2; ++half)
+    load_row<FULL, SCALES>(w, half, rows.codes[half] + chunk * (kChunk / kCodesPerByte), rows.scales[half] + chunk * (kChunk / kScaleK), k_left);
 }
 
 // One block of 8 tokens against half a decoded chunk; x holds the thread's 32 k of its token.
@@ -274,7 +192,7 @@ struct RowFactors {
       for (int half = 0; half < 2; ++half) {
         const int feature = min(n0 + g + 8 * half + (SWIGLU ? 0 : STRIDE * r), features - 1);
         const int64_t index = static_cast<int64_t>(expert) * args.n + feature + (SWIGLU && r ? features : 0);
-        factor[r][half] = args.global_scale[args.global_per_row ? index : expert];
+        factor[r][half] = kGlobalScales ? args.global_scale[args.global_per_row ? index : expert] : 1.0f;
         bias[r][half] = args.bias != nullptr ? load_float(args.bias, index, args.bias_dtype) : 0.0f;
       }
   }
@@ -295,7 +213,7 @@ DEVICE void store(const GemmArguments& args, const float (&acc)[R][C][4], const 
 #pragma unroll
   for (int c = 0; c < C; ++c) {
     if (row0 + 8 * c >= end) break;
-    const float row_scale[2] = {kUnscale * scale_of(8 * c + 2 * t), kUnscale * scale_of(8 * c + 2 * t + 1)};
+    const float row_scale[2] = {kUnscale<BF16> * scale_of(8 * c + 2 * t), kUnscale<BF16> * scale_of(8 * c + 2 * t + 1)};
     const int row = row0 + 8 * c + g;
     uint16_t* out = args.out + static_cast<int64_t>(row) * ((features + 1) & ~1) + n0 + 2 * t;
 #pragma unroll

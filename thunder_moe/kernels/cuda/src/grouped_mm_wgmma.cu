@@ -1,4 +1,4 @@
-// Grouped GEMM of many 16-bit rows per expert with NVFP4 weights in layout "linear", by wgmma (SM90).
+// Grouped GEMM of many 16-bit rows per expert with packed weights in layout "linear", by wgmma (SM90).
 // Compiled at run time by kernels/cuda/nvrtc.py behind wgmma.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // A warpgroup owns 64 * R rows of weights, decoded from memory into registers, and multiplies them with a tile of
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
   static_assert(STAGES >= 3, "a stage is filled while two are read");
   constexpr int kThreads = 128 * WG, kTokens = 8 * C;
   // A stage in units of 16 bytes: [2 halves of a chunk][kTokens][8], then with FULL each thread's part of its rows,
-  // codes [R][2][kThreads] and scales (4 bytes each, of which a thread needs 2) [R][2][kThreads].
-  constexpr int kCodes = kTokens * 16, kScales = kCodes + 2 * R * kThreads;
+  // codes [kCodePieces][R][2][kThreads] and scales (4 bytes each, of which a thread needs kThreadScales) [R][2][kThreads].
+  constexpr int kCodes = kTokens * 16, kScales = kCodes + 2 * R * kCodePieces * kThreads;
   constexpr int kStage = FULL ? kScales + 2 * R * kThreads / 4 : kCodes;
   constexpr int kTileRows = WG * 64 * (SWIGLU ? 1 : R);
   DYNAMIC_SHARED(uint4, memory);  // [STAGES][kStage]
@@ -86,9 +86,11 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int slot = (2 * r + half) * kThreads + threadIdx.x;
-              cp_async16(in + kCodes + slot, rows[r].codes[half], true);
-              cp_async4(reinterpret_cast<uint32_t*>(in + kScales) + slot, rows[r].scales[half] - 2 * (t % 2));
-              rows[r].codes[half] += kChunk / 2, rows[r].scales[half] += kChunk / 16;
+#pragma unroll
+              for (int piece = 0; piece < kCodePieces; ++piece)
+                cp_async16(in + kCodes + piece * (2 * R * kThreads) + slot, rows[r].codes[half] + 16 * piece, true);
+              cp_async4(reinterpret_cast<uint32_t*>(in + kScales) + slot, rows[r].scales[half] - kThreadScales * (t % (4 / kThreadScales)));
+              rows[r].codes[half] += kChunk / kCodesPerByte, rows[r].scales[half] += kChunk / kScaleK;
             }
         }
       }
@@ -118,8 +120,9 @@ __global__ void __launch_bounds__(128 * WG, 1) grouped_mm_wgmma(const GemmArgume
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const int slot = (2 * r + half) * kThreads + threadIdx.x;
-            now.codes[half] = stage[kCodes + slot];
-            now.scales[half] = reinterpret_cast<const uint32_t*>(stage + kScales)[slot] >> (16 * (t % 2));
+#pragma unroll
+            for (int piece = 0; piece < kCodePieces; ++piece) now.codes[half][piece] = stage[kCodes + piece * (2 * R * kThreads) + slot];
+            now.scales[half] = reinterpret_cast<const uint32_t*>(stage + kScales)[slot] >> (8 * kThreadScales * (t % (4 / kThreadScales)));
           }
         } else {
           now = ahead[r];

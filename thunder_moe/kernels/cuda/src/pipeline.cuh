@@ -1,5 +1,5 @@
 // The shared-memory pipeline of the kernels of weights in layout "tiled_64x64": a producer warp, consumer warps, mbarriers.
-// Compiled behind tiled_decode.cuh and in front of tiled_mma.cu or tiled_wgmma.cu (kernels/cuda/configs.py); calls ptx.cuh.
+// Compiled behind grouped_mm.cuh and in front of tiled_mma.cu or tiled_wgmma.cu (kernels/cuda/configs.py); calls ptx.cuh.
 //
 // One warp of a block (the producer) has the copy engine fill a ring of stages, far ahead of the other warps (the
 // consumers), also across tiles. Each stage has two mbarriers: `full` completes when the stage's bytes have arrived, `empty`
@@ -7,6 +7,8 @@
 //
 // While the tensor cores multiply, any other instruction takes about two cycles (measured; probably because of the register
 // bandwidth). So what a consumer does beside decoding counts: stages are long, and few addresses are computed.
+
+constexpr int kBlock = 64;  // rows, and k, of a block of weights
 
 // Of the kernels by wgmma.
 struct TmaGemmArguments {
@@ -80,8 +82,8 @@ struct WeightCopies {
     for (int block = 0; block < BLOCKS; ++block) {
       const int row_block = block_of_expert<SWIGLU>(args, first_feature, block);
       const int64_t from = (static_cast<int64_t>(expert) * (args.n / kBlock) + row_block) * (args.k / kBlock) + k_block;
-      codes[block] = args.qdata + from * (16 * kBlockCodes);
-      scales[block] = args.scale + from * (16 * kBlockScales);
+      codes[block] = args.qdata + from * kBlockCodes;
+      scales[block] = args.scale + from * kBlockScales;
     }
   }
 
@@ -89,9 +91,9 @@ struct WeightCopies {
   METHOD void operator()(uint4* to_codes, uint4* to_scales, int count, MbarrierAddress barrier) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
-      copy_bulk(to_codes + block * K_BLOCKS * kBlockCodes, codes[block], count * 16 * kBlockCodes, barrier, policy);
-      copy_bulk(to_scales + block * K_BLOCKS * kBlockScales, scales[block], count * 16 * kBlockScales, barrier, policy);
-      codes[block] += K_BLOCKS * 16 * kBlockCodes, scales[block] += K_BLOCKS * 16 * kBlockScales;
+      copy_bulk(to_codes + block * K_BLOCKS * (kBlockCodes / 16), codes[block], count * kBlockCodes, barrier, policy);
+      copy_bulk(to_scales + block * K_BLOCKS * (kBlockScales / 16), scales[block], count * kBlockScales, barrier, policy);
+      codes[block] += K_BLOCKS * kBlockCodes, scales[block] += K_BLOCKS * kBlockScales;
     }
   }
 };

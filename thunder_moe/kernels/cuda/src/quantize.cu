@@ -1,17 +1,17 @@
-// 16-bit or float32 weights -> NVFP4 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64".
+// 16-bit or float32 weights -> NVFP4 or MXFP8 codes and scales in layout "linear"; layout "linear" -> "tiled_64x64".
 // Compiled at run time by kernels/cuda/quantizer.py behind dequantize.cu; run on a CPU by tests/emulator/cuda_emulator.h.
-// A thread rounds a block of 16 weights. Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
+// A thread rounds a block of 16 weights (MXFP8: 32). Byte for byte formats/nvfp4.py: the same float32 operations in the same order,
 // divisions rounded to nearest, nothing contracted to a fused multiply-add.
 
 struct QuantizeArguments {
   const void* weight;        // (E, N, K), contiguous; null where `codes` are laid out anew
-  const uint8_t* codes;      // (E, N, K / 2), linear
-  const uint8_t* scales;     // (E, N, K / 16), linear, E4M3
-  const uint8_t* scale_map;  // (256,): the byte of "tiled_64x64" for each E4M3 byte
+  const uint8_t* codes;      // (E, N, K / 2), linear; of MXFP8 (E, N, K)
+  const uint8_t* scales;     // (E, N, K / 16), linear, E4M3; of MXFP8 (E, N, K / 32), E8M0
+  const uint8_t* scale_map;  // (256,): the byte of "tiled_64x64" for each E4M3 byte; null for MXFP8
   uint32_t* amax;            // (E,): bits of the largest magnitude, 0 to begin with
   uint8_t* qdata;            // result
   uint8_t* scale;            // result
-  float* global_scale;       // (E,), result
+  float* global_scale;       // (E,), result; null for MXFP8
   int n, k;
   int blocks_per_expert;  // thread blocks that share an expert
 };
@@ -239,6 +239,94 @@ __global__ void __launch_bounds__(256) write_tiled(const QuantizeArguments args)
       const uint32_t bytes = scales[upper][step] | scales[upper][step + 1] << 8 | scales[upper + 8][step] << 16 |
                              static_cast<uint32_t>(scales[upper + 8][step + 1]) << 24;
       reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 64 + thread] = rotate_left(bytes, 28);
+    }
+    __syncthreads();
+  }
+}
+
+// ---- MXFP8 (formats/mxfp8.py) ----
+
+// A thread rounds a block of 32 weights: the scale is the smallest power of two with which the largest is at most 448. It also
+// finds the largest magnitude of each expert, which tells whether all weights are finite.
+template <int DTYPE>
+__global__ void __launch_bounds__(256) quantize_mxfp8(const QuantizeArguments args) {
+  await_previous_kernel();
+  const int64_t expert = blockIdx.x / args.blocks_per_expert, items = static_cast<int64_t>(args.n) * (args.k / 32);
+  const int64_t step = static_cast<int64_t>(args.blocks_per_expert) * 256;
+  uint32_t largest = 0;
+  for (int64_t item = static_cast<int64_t>(blockIdx.x % args.blocks_per_expert) * 256 + threadIdx.x; item < items; item += step) {
+    const int64_t at = expert * items + item;
+    float values[2][16];
+    uint32_t bits = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_block<DTYPE>(values[half], args.weight, 2 * at + half);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) bits = max(bits, magnitude_bits(values[half][i]));
+    }
+    largest = max(largest, bits);
+    const int scale = max(static_cast<int>(bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000), 0);
+    const float inverse = bits_to_float(static_cast<uint32_t>(scale == 0 ? 127 : 254 - scale) << 23);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t sign = float_to_bits(values[half][i]) >> 31 << 7;
+        words[i / 4] |= (to_e4m3(multiply(fabsf(values[half][i]), inverse)) & 0x7F | sign) << (8 * (i % 4));
+      }
+      reinterpret_cast<uint4*>(args.qdata)[2 * at + half] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+    args.scale[at] = static_cast<uint8_t>(scale);
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+  if (threadIdx.x % 32 == 0) atomicMax(args.amax + expert, largest);
+}
+
+// Two codes of consecutive k -> a register of "tiled_64x64" (`to_tiled` in formats/mxfp8_tiled_64x64.py).
+DEVICE uint32_t mxfp8_register(uint32_t codes) {
+  return (codes & 0x7F) << 4 | (codes & 0x80) << 8 | (codes & 0x7F00) << 12 | (codes & 0x8000) << 16;
+}
+
+// The word of the registers of two rows: `_pack` of formats/mxfp8_tiled_64x64.py.
+DEVICE uint32_t mxfp8_word(uint32_t first, uint32_t second) {
+  const uint32_t left = second ^ ((first << 4 ^ first >> 4) & 0x87F087F0);
+  uint32_t word = first | (left & 0x07000700) << 4 | (left & 0x00700070) >> 4, bit = 0;
+#pragma unroll
+  for (int place = 31; place > 0; place -= 8) {
+    bit ^= left >> place & 1;
+    word |= bit << (place - 4);
+  }
+  return word;
+}
+
+// Linear codes and scales into layout "tiled_64x64", a block of 64 x 64 weights at a time.
+__global__ void __launch_bounds__(256) write_tiled_mxfp8(const QuantizeArguments args) {
+  await_previous_kernel();
+  __shared__ uint4 codes[64][5];  // 64 bytes of a row, and 16 unused: rows begin in different banks
+  __shared__ uint16_t scales[64];
+  const int blocks_k = args.k / 64, blocks = args.n / 64 * blocks_k, thread = threadIdx.x;
+  const int64_t expert = blockIdx.x / args.blocks_per_expert;
+  const int warp = thread / 64, half = thread / 32 % 2, g = thread / 4 % 8, t = thread % 4;
+  for (int block = blockIdx.x % args.blocks_per_expert; block < blocks; block += args.blocks_per_expert) {
+    const int64_t row = expert * args.n + block / blocks_k * 64, column = block % blocks_k;
+    codes[thread / 4][thread % 4] = reinterpret_cast<const uint4*>(args.codes)[(row + thread / 4) * (args.k / 16) + 4 * column + thread % 4];
+    if (thread < 64) scales[thread] = reinterpret_cast<const uint16_t*>(args.scales)[(row + thread) * (args.k / 64) + column];
+    __syncthreads();
+    uint32_t words[4];
+    const uint16_t* const upper = reinterpret_cast<const uint16_t*>(codes[16 * warp + g]) + 16 * half + t;
+    const uint16_t* const lower = reinterpret_cast<const uint16_t*>(codes[16 * warp + g + 8]) + 16 * half + t;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = mxfp8_word(mxfp8_register(upper[4 * i]), mxfp8_register(lower[4 * i]));
+    reinterpret_cast<uint4*>(args.qdata)[(expert * blocks + block) * 256 + thread] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (thread < 32) {
+      const int above = thread / 8 * 16 + thread % 8;
+      const uint32_t pairs[2] = {scales[above], scales[above + 8]};
+      uint32_t bytes = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bytes |= min((pairs[i / 2] >> (8 * (i % 2)) & 0xFF) + 88, 255u) << (8 * i);
+      reinterpret_cast<uint32_t*>(args.scale)[(expert * blocks + block) * 32 + thread] = rotate_left(bytes, 7);
     }
     __syncthreads();
   }

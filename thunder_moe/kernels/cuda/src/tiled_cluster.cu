@@ -1,4 +1,4 @@
-// GEMM of 16-bit rows with one NVFP4 weight in layout "tiled_64x64", by wgmma, K split over the blocks of a cluster (SM90).
+// GEMM of 16-bit rows with one packed weight in layout "tiled_64x64", by wgmma, K split over the blocks of a cluster (SM90).
 // Compiled at run time by kernels/cuda/nvrtc.py behind wgmma.cuh and pipeline.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // For few tiles: a tile's K is cut into SPLITS * WK parts, so that all multiprocessors decode. Each part is multiplied by one
@@ -16,8 +16,8 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   constexpr int kConsumers = 128 * WN * WK, kTokens = 8 * C, kKBlocks = WK * K_BLOCKS;
   constexpr int kParts = SPLITS * WK, kOwned = (C + kParts - 1) / kParts;  // parts of K; blocks of tokens that a part owns
   // Byte offsets in a stage: tokens [kKBlocks][kTokens][64] at 0, the codes and scales, both [WN][kKBlocks] blocks, the barriers.
-  constexpr int kTokenBytes = 128 * kTokens, kCodes = kKBlocks * kTokenBytes, kScales = kCodes + WN * kKBlocks * kBlockCodes * 16;
-  constexpr int kEnd = kScales + WN * kKBlocks * kBlockScales * 16;
+  constexpr int kTokenBytes = 128 * kTokens, kCodes = kKBlocks * kTokenBytes, kScales = kCodes + WN * kKBlocks * kBlockCodes;
+  constexpr int kEnd = kScales + WN * kKBlocks * kBlockScales;
   constexpr int kStage = (kEnd + sizeof(StageBarriers) + 1023) / 1024 * 1024;  // for the swizzle
   CLUSTER_SHARED(uint4, unaligned, SPLITS);  // [STAGES][kStage], sums [WN][WK][kOwned][kParts - 1][128][4], a barrier, a word
 
@@ -89,8 +89,8 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   const int group = warp / 4, warp_k = group % WK, warp_n = group / WK;  // warpgroup
   const int part = rank * WK + warp_k, n0 = (tile_n * WN + warp_n) * 64 + warp % 4 * 16;
   // Where this thread reads in the first stage.
-  const uint8_t* const codes = memory + kCodes + ((warp_n * kKBlocks + warp_k * K_BLOCKS) * kBlockCodes + warp % 4 * 32 + lane) * 16;
-  const uint8_t* const scales = memory + kScales + (warp_n * kKBlocks + warp_k * K_BLOCKS) * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
+  const uint8_t* const codes = memory + kCodes + ((warp_n * kKBlocks + warp_k * K_BLOCKS) * (kBlockCodes / 16) + warp % 4 * (kBlockCodes / 64) + lane) * 16;
+  const uint8_t* const scales = memory + kScales + (warp_n * kKBlocks + warp_k * K_BLOCKS) * kBlockScales + (warp % 4 * 8 + g) * (kBlockScales / 32);
   MatrixDescriptor tokens = matrix_descriptor(reinterpret_cast<const uint4*>(memory + warp_k * K_BLOCKS * kTokenBytes));  // of the stage
   if (!late) await_previous_kernel();
   RowFactors<1> rows;  // loaded early, used in the epilogue
@@ -99,15 +99,15 @@ __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(128 * WN * WK +
   constexpr int kSteps = C <= (WN * WK < 3 ? 28 : WN * WK == 3 ? 16 : 8) && K_BLOCKS % 2 == 0 ? 4 : 2, kPieces = 4 / kSteps;
   float acc[1][C][4] = {};
   uint32_t a[2][kSteps][4];  // double-buffers 64 rows by kSteps * 16 k: one half is multiplied while the other is decoded
-  uint4 code;
-  uint2 scale;
+  TiledCodes code;
+  TiledScales scale;
   auto load = [&](int block) {
-    code = *reinterpret_cast<const uint4*>(codes + stage.begin + block * kBlockCodes * 16);
-    scale = *reinterpret_cast<const uint2*>(scales + stage.begin + block * kBlockScales * 16);
+    code = load_codes(reinterpret_cast<const uint4*>(codes + stage.begin + block * kBlockCodes));
+    scale = *reinterpret_cast<const TiledScales*>(scales + stage.begin + block * kBlockScales);
   };
   auto decode = [&](int i) {  // piece i of the loaded block
-    if (kSteps == 4 || i % 2 == 0) decode_steps<BF16>(a[i % 2][0], a[i % 2][1], code.x, code.y, scale.x, top);
-    if (kSteps == 4 || i % 2 == 1) decode_steps<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code.z, code.w, scale.y, top);
+    if (kSteps == 4 || i % 2 == 0) decode_part<BF16>(a[i % 2][0], a[i % 2][1], code, scale, 0, top);
+    if (kSteps == 4 || i % 2 == 1) decode_part<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code, scale, 1, top);
   };
   mbarrier_wait(mbarrier_address(&barriers(0)->full), 0);
   load(0);

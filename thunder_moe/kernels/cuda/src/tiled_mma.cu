@@ -1,4 +1,4 @@
-// Grouped GEMM of few 16-bit rows per expert with NVFP4 weights in layout "tiled_64x64", by mma.sync (SM90).
+// Grouped GEMM of few 16-bit rows per expert with packed weights in layout "tiled_64x64", by mma.sync (SM90).
 // Compiled at run time by kernels/cuda/nvrtc.py behind tile_scheduler.cuh; tests/emulator/cuda_emulator.h runs it on a CPU.
 //
 // Bound by memory: the producer keeps the stages full, and a consumer does little more for 16 rows by 16 k than decode them.
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   constexpr int kBlocks = WN * R, kKBlocks = WK * K_BLOCKS;  // of weights in a stage, along N and along K
   constexpr int kTileRows = 64 * WN * (SWIGLU ? 1 : R);  // output features
   // Byte offsets in a stage: codes at 0, then scales, both [kBlocks][kKBlocks] blocks, the tokens [kTokens][kPitch], the footer.
-  constexpr int kScales = kBlocks * kKBlocks * kBlockCodes * 16, kInput = kScales + kBlocks * kKBlocks * kBlockScales * 16;
+  constexpr int kScales = kBlocks * kKBlocks * kBlockCodes, kInput = kScales + kBlocks * kKBlocks * kBlockScales;
   constexpr int kPitch = 128 * kKBlocks + 16;  // an odd number of 16 bytes, against bank conflicts of ldmatrix
   constexpr int kEnd = kInput + kTokens * kPitch;
   constexpr int kStage = (kEnd + sizeof(StageFooter) + 127) / 128 * 128;  // for the copy engine
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
       auto copy_weights = [&](const PipelineState<STAGES, kStage>& to_stage, int count) {
         uint8_t* const to = memory + to_stage.begin;
         StageFooter* const end = reinterpret_cast<StageFooter*>(to + kEnd);
-        acquire_stage(end, to_stage.parity, {at, k_blocks, scheduler.contributors()}, count * (kBlocks * 16 * (kBlockCodes + kBlockScales) + live * 128));
+        acquire_stage(end, to_stage.parity, {at, k_blocks, scheduler.contributors()}, count * (kBlocks * (kBlockCodes + kBlockScales) + live * 128));
         copy(reinterpret_cast<uint4*>(to), reinterpret_cast<uint4*>(to + kScales), count, mbarrier_address(&end->full));
       };
       auto copy_tokens = [&](int k_block, int count) {
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
   const int group = warp / 4, warp_k = group % WK, warp_n = group / WK;  // warpgroup
   float* const partial = reinterpret_cast<float*>(memory + STAGES * kStage);
   // Where this thread reads in the first stage.
-  const uint8_t* const codes_of_ring = memory + ((warp_n * R * kKBlocks + warp_k) * kBlockCodes + warp % 4 * 32 + lane) * 16;
-  const uint8_t* const scales_of_ring = memory + kScales + (warp_n * R * kKBlocks + warp_k) * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
+  const uint8_t* const codes_of_ring = memory + ((warp_n * R * kKBlocks + warp_k) * (kBlockCodes / 16) + warp % 4 * (kBlockCodes / 64) + lane) * 16;
+  const uint8_t* const scales_of_ring = memory + kScales + (warp_n * R * kKBlocks + warp_k) * kBlockScales + (warp % 4 * 8 + g) * (kBlockScales / 32);
   const uint8_t* const tokens_of_ring = memory + kInput + lane % 8 * kPitch + (8 * warp_k + lane / 8) * 16;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
   for (int turn = 0;; ++turn) {
@@ -139,18 +139,18 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
     for (int k_block = 0; k_block < work.k_blocks; k_block += kKBlocks) {
       mbarrier_wait(mbarrier_address(&footer()->full), stage.parity);
       const uint4* const codes_from = reinterpret_cast<const uint4*>(codes_of_ring + stage.begin);
-      const uint2* const scales_from = reinterpret_cast<const uint2*>(scales_of_ring + stage.begin);
+      const TiledScales* const scales_from = reinterpret_cast<const TiledScales*>(scales_of_ring + stage.begin);
       const uint4* const tokens_from = reinterpret_cast<const uint4*>(tokens_of_ring + stage.begin);
       // Double-buffered in registers: block i + 1 is loaded before block i is multiplied.
       uint32_t x[2][C][2][4];
-      uint4 codes[2][R];
-      uint2 scales[2][R];
+      TiledCodes codes[2][R];
+      TiledScales scales[2][R];
       auto load = [&](int i) {
         if (i >= K_BLOCKS || (!FULL && k_block + WK * i + warp_k >= work.k_blocks)) return;
 #pragma unroll
         for (int r = 0; r < R; ++r) {
-          codes[i % 2][r] = codes_from[(r * kKBlocks + WK * i) * kBlockCodes];
-          scales[i % 2][r] = scales_from[(r * kKBlocks + WK * i) * 2 * kBlockScales];
+          codes[i % 2][r] = load_codes(codes_from + (r * kKBlocks + WK * i) * (kBlockCodes / 16));
+          scales[i % 2][r] = scales_from[(r * kKBlocks + WK * i) * (kBlockScales / sizeof(TiledScales))];
         }
 #pragma unroll
         for (int c = 0; c < C; ++c)
@@ -167,10 +167,8 @@ __global__ void __launch_bounds__(128 * WN * WK + 32, 1) grouped_mm_tiled_mma(co
         for (int half = 0; half < 2; ++half)
 #pragma unroll
           for (int r = 0; r < R; ++r) {
-            const uint4& code = codes[i % 2][r];
-            const uint2& scale = scales[i % 2][r];
             uint32_t a[2][4];
-            decode_steps<BF16>(a[0], a[1], half ? code.z : code.x, half ? code.w : code.y, half ? scale.y : scale.x, top);
+            decode_part<BF16>(a[0], a[1], codes[i % 2][r], scales[i % 2][r], half, top);
 #pragma unroll
             for (int c = 0; c < C; ++c) {
               mma<BF16>(acc[r][c], a[0], x[i % 2][c][half][0], x[i % 2][c][half][1]);

@@ -1,4 +1,4 @@
-// Grouped GEMM of many 16-bit rows per expert with NVFP4 weights in layout "tiled_64x64", by wgmma (SM90).
+// Grouped GEMM of many 16-bit rows per expert with packed weights in layout "tiled_64x64", by wgmma (SM90).
 // Compiled at run time by kernels/cuda/nvrtc.py behind wgmma.cuh and tile_scheduler.cuh; tests/emulator/cuda_emulator.h runs it
 // on a CPU.
 //
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   constexpr int kTileRows = 64 * WG * (SWIGLU ? 1 : R);  // output features
   // Byte offsets in a stage: tokens [K_BLOCKS][kTokens][64] at 0, the codes and scales, both [kBlocks][K_BLOCKS] blocks, the
   // footer.
-  constexpr int kTokenBytes = 128 * kTokens, kCodes = K_BLOCKS * kTokenBytes, kScales = kCodes + kBlocks * K_BLOCKS * kBlockCodes * 16;
-  constexpr int kEnd = kScales + kBlocks * K_BLOCKS * kBlockScales * 16;
+  constexpr int kTokenBytes = 128 * kTokens, kCodes = K_BLOCKS * kTokenBytes, kScales = kCodes + kBlocks * K_BLOCKS * kBlockCodes;
+  constexpr int kEnd = kScales + kBlocks * K_BLOCKS * kBlockScales;
   constexpr int kStage = (kEnd + sizeof(StageFooter) + 1023) / 1024 * 1024;  // for the swizzle
   constexpr int kNoStage = STAGES * kStage - kEnd;  // an offset with a footer and nothing else, see `before`
   DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage], the footer of kNoStage, with SCALED scales of rows [WG][256]
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
   grow_registers<(WG == 1 ? 256 - 56 : WG == 2 ? 232 : WG == 3 ? 160 : 112)>();
   const int g = lane / 4, t = lane % 4, warpgroup = warp / 4;
   // Where this thread reads in the first stage.
-  const uint8_t* const codes = memory + kCodes + warpgroup * R * K_BLOCKS * kBlockCodes * 16 + (warp % 4 * 32 + lane) * 16;
-  const uint8_t* const scales = memory + kScales + warpgroup * R * K_BLOCKS * kBlockScales * 16 + (warp % 4 * 8 + g) * 8;
+  const uint8_t* const codes = memory + kCodes + warpgroup * R * K_BLOCKS * kBlockCodes + (warp % 4 * (kBlockCodes / 64) + lane) * 16;
+  const uint8_t* const scales = memory + kScales + warpgroup * R * K_BLOCKS * kBlockScales + (warp % 4 * 8 + g) * (kBlockScales / 32);
   MatrixDescriptor tokens = matrix_descriptor(reinterpret_cast<const uint4*>(memory));  // of the stage
   float* const row_scale = reinterpret_cast<float*>(memory + STAGES * kStage + sizeof(StageFooter)) + 256 * warpgroup;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
@@ -116,16 +116,16 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
       float acc[R][N][4] = {};
       keep_apart<N>();
       uint32_t a[2][kSteps][4];
-      uint4 code;
-      uint2 scale;
+      TiledCodes code;
+      TiledScales scale;
       auto load = [&](int block) {  // of the stage, k slowest: R blocks of rows per 64 k
         const int at = block % R * K_BLOCKS + block / R;
-        code = *reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes * 16);
-        scale = *reinterpret_cast<const uint2*>(scales + stage.begin + at * kBlockScales * 16);
+        code = load_codes(reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes));
+        scale = *reinterpret_cast<const TiledScales*>(scales + stage.begin + at * kBlockScales);
       };
       auto decode = [&](int i) {  // piece i of the loaded block
-        if (kSteps == 4 || i % 2 == 0) decode_steps<BF16>(a[i % 2][0], a[i % 2][1], code.x, code.y, scale.x, top);
-        if (kSteps == 4 || i % 2 == 1) decode_steps<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code.z, code.w, scale.y, top);
+        if (kSteps == 4 || i % 2 == 0) decode_part<BF16>(a[i % 2][0], a[i % 2][1], code, scale, 0, top);
+        if (kSteps == 4 || i % 2 == 1) decode_part<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code, scale, 1, top);
       };
       auto release = [&](int begin) {  // the stage at that offset
         __syncwarp();

@@ -1,0 +1,168 @@
+"""CUDA GEMMs of MXFP8 weights in both layouts, run by the emulator and judged by tests/oracle.py.
+Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
+
+The kernels are NVFP4's but for the decoding, so one configuration of each kernel is enough here.
+"""
+
+import pytest
+import torch
+from emulator.guarded_memory import guarded
+from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
+
+from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.formats.mxfp8 import dequantize, quantize
+from thunder_moe.formats.weight import MXFP8Weight
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import bound
+from thunder_moe.kernels.cuda.configs import GemmConfig
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.routing import gather_rows, route
+
+LINEAR = {
+    "split": GemmConfig("split", 1, 2, 1, 4, 2),
+    "staged": GemmConfig("staged", 4, 1, 2, 1, 3),
+    "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
+}
+TILED = {
+    "tiled mma": GemmConfig("tiled_mma", 1, 2, 1, 2, 1),
+    "tiled mma, shared": GemmConfig("tiled_mma", 1, 2, 1, 1, 2, True),
+    "tiled wgmma": GemmConfig("tiled_wgmma", 6, 2, 1, 1, 2),
+    "tiled wgmma, halves": GemmConfig("tiled_wgmma", 16, 1, 3, 1, 1),
+}
+OFFSETS = (3, 3, 40, 42)
+
+
+def decoded(weight):
+    return dequantize_mxfp8(weight.qdata, weight.scale)
+
+
+def make(n, k, exponents=(-60, 30)):
+    """Weights of magnitudes that differ by experts, with the extremes of E4M3 in places that count."""
+    weight = quantize(torch.randn(4, n, k) * 2.0 ** torch.linspace(*exponents, 4)[:, None, None])
+    codes = weight.qdata.view(torch.uint8)
+    codes[:, 0, :10] = torch.tensor([0, 1, 7, 8, 0x7E, 0x80, 0x81, 0x87, 0x88, 0xFE], dtype=torch.uint8)
+    return weight, decoded(weight)
+
+
+def errors(out, expected):
+    """Of each expert's rows alone: their magnitudes differ."""
+    starts = (0, *OFFSETS[:-1])
+    return [relative_error(out[a:b], expected[a:b]) for a, b in zip(starts, OFFSETS, strict=True) if b > a]
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [("split", 128), ("split", 672), ("staged", 160), ("wgmma", 96), ("wgmma", 256)]
+)
+def test_linear(emulated, name, k):
+    weight, exact = make(88, k)
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, k, dtype=torch.bfloat16)
+    out = cuda.grouped_mm(rows, weight, offsets, config=LINEAR[name])
+    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiled(emulated, hopper, name):
+    weight, exact = make(192, 256)
+    weight = MXFP8Weight(*map(guarded, weight.to_layout("tiled_64x64").tensors()), "tiled_64x64")
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 256, dtype=torch.bfloat16)
+    out = cuda.grouped_mm(rows, weight, offsets, config=TILED[name])
+    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["split", "tiled mma", "tiled wgmma"])
+def test_fp16(emulated, hopper, name):
+    """Weights from where float16 is subnormal to its largest numbers; scales beyond are Inf or NaN, not numbers."""
+    layout = "tiled_64x64" if name in TILED else "linear"
+    weight, exact = make(64, 128, (-12, 5))
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.float16) * 2.0**-6
+    config = TILED.get(name) or LINEAR[name]
+    out = cuda.grouped_mm(rows, weight.to_layout(layout), offsets, config=config)
+    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.float16]
+    weight.scale.view(torch.uint8)[2, 5, 1] = 127 + 9
+    out = cuda.grouped_mm(rows, weight.to_layout(layout), offsets, config=config)
+    assert not out[3:40, 5].isfinite().any()
+    assert out[:3].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["split", "tiled mma"])
+def test_scales_out_of_range_give_no_numbers(emulated, hopper, name):
+    layout = "tiled_64x64" if name in TILED else "linear"
+    weight, _ = make(64, 128)
+    weight.scale.view(torch.uint8)[2, 5:8, 1] = torch.tensor([127 + 40, 254, 255], dtype=torch.uint8)
+    weight.qdata.view(torch.uint8)[2, 5:8, 32:64] = 0x38
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
+    out = cuda.grouped_mm(rows, weight.to_layout(layout), offsets, config=TILED.get(name) or LINEAR[name])
+    assert not out[3:40, 5:8].isfinite().any()
+    assert out[3:40, 8:].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["split", "tiled mma", "tiled wgmma"])
+def test_grouped_swiglu(emulated, hopper, name):
+    """Tokens are gathered and scaled; biases are added."""
+    form, n, k = GLU(1.702, 1.5, 1.0), 64, 128
+    weight = quantize(torch.randn(4, 2 * n, k))
+    offsets, row_slot = torch.tensor(OFFSETS, dtype=torch.int32), torch.randperm(42).int()
+    tokens, scale, bias = torch.randn(21, k, dtype=torch.bfloat16), torch.rand(42), torch.randn(4, 2 * n)
+    packed = weight.to_layout("tiled_64x64" if name in TILED else "linear")
+    config = TILED.get(name) or LINEAR[name]
+    out = cuda.grouped_swiglu(tokens, packed, offsets, row_slot, scale, bias, form, config=config)
+    rows = gather_rows(tokens, row_slot).float() * scale[row_slot.long()][:, None]
+    expert = torch.searchsorted(offsets, torch.arange(42), right=True)
+    gate, up = (grouped_mm(rows, decoded(weight), offsets) + bias[expert]).chunk(2, -1)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    expected = gate * torch.sigmoid(form.alpha * gate) * (up + form.up_shift)
+    assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+def test_dequantize(emulated, layout):
+    weight, _ = make(64, 128)
+    weight.scale.view(torch.uint8)[0, 3, :2] = torch.tensor([0, 166], dtype=torch.uint8)
+    weight.qdata.view(torch.uint8)[1, 3, 4] = 0x7F  # NaN
+    for dtype in (torch.bfloat16, torch.float16):
+        out = cuda.dequantize(weight.to_layout(layout), dtype)
+        torch.testing.assert_close(out, dequantize(weight, dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+def test_gradient_of_the_rows(emulated, layout):
+    weight, exact = make(64, 128)
+    offsets, grad = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 64, dtype=torch.bfloat16)
+    out = cuda.grouped_mm_dgrad(grad, weight.to_layout(layout), offsets)
+    assert max(errors(out, grouped_mm(grad, exact.mT, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
+
+
+def test_prepared_and_bound_calls_equal_the_backend(emulated, hopper):
+    layout = "tiled_64x64"
+    (gate_up, exact_up), (down, exact_down) = make(512, 256, (0, 0)), make(256, 256, (0, 0))
+    gate_up, down = gate_up.to_layout(layout), down.to_layout(layout)
+    x, ids, scores = torch.randn(5, 256, dtype=torch.bfloat16), torch.randint(-1, 5, (5, 2)), torch.rand(5, 2)
+    row_slot, offsets, slot_row = (tensor.int() for tensor in route(ids, 4))
+    options, ends = dict(layout=layout), torch.tensor([1, 3, 3, 5], dtype=torch.int32)
+    cases = {
+        "scaled_grouped_mm": ((x, *operands(down), ends), options),
+        "grouped_swiglu": ((x, *operands(gate_up), offsets, row_slot), options),
+        "scaled_grouped_mm_dgrad": ((x, *operands(down), ends), options),
+        "moe_experts": (
+            (x, ids, scores, *operands(gate_up), *operands(down)),
+            dict(gate_up_layout=layout, down_layout=layout),
+        ),
+    }
+    expected = {
+        "scaled_grouped_mm": cuda.grouped_mm(x, down, ends),
+        "grouped_swiglu": cuda.grouped_swiglu(x, gate_up, offsets, row_slot),
+        "scaled_grouped_mm_dgrad": cuda.grouped_mm_dgrad(x, down, ends),
+        "moe_experts": cuda.moe_experts(x, ids, scores, gate_up, down, None, None, None, False, SWIGLU),
+    }
+    live = {name: slice(int(offsets[-1])) if name == "grouped_swiglu" else slice(None) for name in cases}
+    for name, (args, more) in cases.items():
+        run = cuda.PREPARED[f"f16a_mxfp8weight_{name}"](*args, **more)
+        assert torch.equal(run(*args, **more)[live[name]], expected[name][live[name]]), name
+    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot)
+    args = rows, *operands(down), offsets, slot_row, scores
+    combined = cuda.PREPARED["f16a_mxfp8weight_grouped_mm_combine"](*args, **options)(*args, **options)
+    assert torch.equal(combined, expected["moe_experts"])
+    assert relative_error(combined, moe_experts(x, ids, scores, exact_up, exact_down)) < 1e-2
+    experts = bound.bind_experts(gate_up, down, None, None, False, SWIGLU)
+    experts.learn(x, ids, scores)
+    assert torch.equal(experts(x, ids, scores, None), combined)
