@@ -147,7 +147,7 @@ def test_16_bit_experts_are_not_found():
 
 
 def test_offloaded_models():
-    """Adapters come after the hooks of accelerate; the other order, or packed weights that are not there, are errors."""
+    """Adapters come after the hooks of accelerate; the other order, or packed weights elsewhere, are errors."""
     accelerate = pytest.importorskip("accelerate")
     expected = adapted("qwen3_moe")(tokens()).logits
     model = accelerate.cpu_offload(quantize_(tiny_model("qwen3_moe")), torch.device("cpu"))

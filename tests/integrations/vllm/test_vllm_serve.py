@@ -15,7 +15,7 @@ import urllib.request
 
 import pytest
 from exports import NEW_TOKENS, config_for_vllm, generated, our_tokens
-from test_vllm_lora import trained
+from test_vllm_adapters import trained
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

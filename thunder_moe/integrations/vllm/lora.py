@@ -40,6 +40,8 @@ def why_no_adapters(moe_config: FusedMoEConfig) -> str | None:
     parallel = moe_config.moe_parallel_config
     if not moe_config.is_lora_enabled:
         return None
+    if moe_config.has_bias:
+        return "LoRA with biases of experts (GPT-OSS) is not there"
     if parallel.dp_size > 1:
         return "LoRA with data parallelism is untested"
     if parallel.enable_eplb:
