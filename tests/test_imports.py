@@ -22,6 +22,7 @@ LAYERS = {
     "thunder_moe.kernels": 2,
     "thunder_moe.ops": 3,
     "thunder_moe.nn": 4,
+    "thunder_moe.mxfp8": 4,
     "thunder_moe.nvfp4": 4,  # what users import
     "thunder_moe.nvfp4_modules": 4,
     "thunder_moe.weight_cache": 4,

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 
 from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_router
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.accelerate_hooks import hook_alike
 from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
@@ -59,7 +60,10 @@ class DenseLinears(ExpertFamily):
         linears: bool | Filter = False,
         device_of: Callable[[nn.Module], torch.device] | None = None,
         kept: Filter | None = None,
+        format_of: Callable[[str, nn.Module], str | None] | None = None,
     ) -> None:
+        self._format_of = format_of or (lambda name, module: NVFP4.name)
+        self._formats: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._quiet = device_of is not None
         self._device_of = device_of or _device_of_weight
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
@@ -79,11 +83,14 @@ class DenseLinears(ExpertFamily):
                 continue
             if linears is True and is_encoder(name):
                 continue
-            reason = tied.get(module) or (_unfit(module) if linears is True else None)
+            format = self._format_of(name, module)
+            if format is None:
+                continue
+            reason = tied.get(module) or (_unfit(module, BLOCK_FORMATS[format]) if linears is True else None)
             if reason is not None:
                 left[reason].append(name)
                 continue
-            found[module] = name
+            found[module], self._formats[module] = name, format
         for parent in model.modules():
             self._group(parent, found)
         if linears is True:
@@ -100,6 +107,8 @@ class DenseLinears(ExpertFamily):
         for module, name in found.items():
             self._names[module] = name
             size = self._rows(module), module.in_features
+            if self._formats[module] != NVFP4.name:  # the measurements are of NVFP4
+                continue
             limit = slower_from(preferred_layout(self._device_of(module), *size), *size)
             if limit is not None:
                 slower[limit].append(name)
@@ -132,7 +141,8 @@ class DenseLinears(ExpertFamily):
             for name in names:
                 child = children[name]
                 weight = child.weight
-                alike[child.in_features, weight.dtype, self._device_of(child), child.bias is None].append(name)
+                kind_of = weight.dtype, self._device_of(child), child.bias is None, self._formats[child]
+                alike[child.in_features, kind_of].append(name)
             for group in alike.values():
                 members = [children[name] for name in group]
                 if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
@@ -147,7 +157,8 @@ class DenseLinears(ExpertFamily):
                 child = parent._modules.get(name)
                 alone = isinstance(child, nn.Linear) and child in found and child not in self._groups
                 if isinstance(child, nn.Linear) and alone and self.obstacle(child) is None:
-                    alike[child.in_features, child.weight.dtype, self._device_of(child)].append(child)
+                    kind_of = child.in_features, child.weight.dtype, self._device_of(child), self._formats[child]
+                    alike[kind_of].append(child)
             for members in alike.values():
                 if len(set(members)) > 1:
                     self._siblings.update(dict.fromkeys(members, _Siblings([ref(member) for member in members])))
@@ -159,6 +170,10 @@ class DenseLinears(ExpertFamily):
 
     def match(self, module: nn.Module) -> bool:
         return module in self._names
+
+    def format_of(self, module: nn.Module) -> str:
+        """The number format that a module of `match` is to have."""
+        return self._formats[module]
 
     def match_quantized(self, module: nn.Module) -> bool:
         return isinstance(module, NVFP4LinearPart) or (
@@ -263,7 +278,7 @@ def join_read_together(model: nn.Module) -> None:
                 child = children[name]
                 dtype = None if child.bias is None else child.bias.dtype
                 layout = "auto" if child.auto_layout else child.layout  # the stack has one of its own then
-                alike[child.in_features, child.qdata.device, layout, dtype].append(name)
+                alike[child.in_features, child.qdata.device, layout, dtype, child.format_name].append(name)
             for group in alike.values():
                 if len(group) > 1 and len({children[name] for name in group}) == len(group):
                     _join(parent, group, [children[name] for name in group])
@@ -272,8 +287,8 @@ def join_read_together(model: nn.Module) -> None:
 def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
     """Replaces children of a module by the parts of a stack of them."""
     first = linears[0]
-    weight = NVFP4Weight.concatenate(*(linear.nvfp4_weight.to_layout(LINEAR) for linear in linears))
-    if bool((weight.global_scale == weight.global_scale[0, 0]).all()):
+    weight = PackedWeight.concatenate(*(linear.packed_weight.to_layout(LINEAR) for linear in linears))
+    if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
         weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
     bias: nn.Parameter | None = None
     if first.bias is not None:
@@ -314,22 +329,21 @@ class _Siblings:
 
     def __init__(self, members: list[ReferenceType[nn.Linear]]) -> None:
         self.members = members
-        self._packed: dict[int, NVFP4Weight] = {}
+        self._packed: dict[int, PackedWeight] = {}
 
     def living(self) -> list[nn.Linear]:
         return [member for reference in self.members if (member := reference()) is not None]
 
-    def pack(self, own: nn.Linear, pack: Callable[[Tensor], NVFP4Weight], weight: Tensor) -> NVFP4Weight:
+    def pack(self, own: nn.Linear, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
         """The weight (1, N, K) of one of them; all are packed at the first call, since each is freed after its own."""
         if not self._packed:
             living = [(at, member) for at, reference in enumerate(self.members) if (member := reference()) is not None]
             whole = pack(torch.cat([member.weight.detach() for _, member in living])[None]).to_layout(LINEAR)
-            bits = whole.scale.view(torch.uint8)
             begin = 0
             for at, member in living:
                 rows = slice(begin, begin := begin + member.out_features)
-                scale = bits[:, rows].clone().view(torch.float8_e4m3fn)
-                self._packed[at] = NVFP4Weight(whole.qdata[:, rows].clone(), scale, whole.global_scale.clone())
+                part = whole.rows(rows)
+                self._packed[at] = part.with_tensors(tensor.clone() for tensor in part.tensors())
         return self._packed.pop([member() is own for member in self.members].index(True))
 
 
@@ -479,13 +493,13 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
     return reasons
 
 
-def _unfit(module: nn.Linear) -> str | None:
-    """Why a linear cannot have a 4-bit weight, in the case that nobody asked for it."""
+def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:
+    """Why a linear cannot have a weight in a format, in the case that nobody asked for it."""
     weight = module.weight
     if weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-    if module.in_features % BLOCK_SIZE or not weight.numel():
-        return f"its in_features are no multiple of {BLOCK_SIZE}"
+    if module.in_features % format.block_size or not weight.numel():
+        return f"its in_features are no multiple of {format.block_size}"
     return None
 
 

@@ -5,14 +5,14 @@ Called by quantize, which loops over it, and by integrations, which add theirs; 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from thunder_moe.formats.weight import NVFP4Weight
+    from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["ExpertFamily", "Quantization", "families_of", "register", "weight_key"]
 
@@ -22,15 +22,21 @@ class Quantization:
     """One call of `quantize_`, as the families' `convert` sees it.
 
     Attributes:
-        pack: quantizes (E, N, K).
-        layout: of the 4-bit weights, as in `quantize_`.
-        memo: what the families have converted, so that tied weights stay tied. By `weight_key` an `NVFP4Weight`, or in
+        pack: quantizes (E, N, K), to the number format of the module that is converted.
+        layout: of the packed weights, as in `quantize_`.
+        memo: what the families have converted, so that tied weights stay tied. By `weight_key` a packed weight, or in
             `restore` a list of parameters; else by keys of their own.
+        packs: of modules whose format has a `pack` of its own.
     """
 
-    pack: Callable[[Tensor], NVFP4Weight]
+    pack: Callable[[Tensor], PackedWeight]
     layout: str
     memo: dict[Any, Any] = field(default_factory=dict)
+    packs: Mapping[nn.Module, Callable[[Tensor], PackedWeight]] = field(default_factory=dict)
+
+    def of(self, module: nn.Module) -> Quantization:
+        """The same with the `pack` of a module."""
+        return replace(self, pack=self.packs[module]) if module in self.packs else self
 
 
 def weight_key(*weights: Tensor, order: str = "") -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import (
     GroupedLinear,
@@ -99,7 +99,7 @@ def _quantized(run: Quantization, *linears: GroupedLinear) -> NVFP4GroupedLinear
     weights = [linear.weight for linear in linears]
     key = weight_key(*weights)
     if key not in run.memo:
-        run.memo[key] = lay_out(NVFP4Weight.concatenate(*map(run.pack, weights)), run.layout)
+        run.memo[key] = lay_out(PackedWeight.concatenate(*map(run.pack, weights)), run.layout)
     bias = linears[0].bias if len(linears) == 1 else None
     module = NVFP4GroupedLinear(
         run.memo[key],

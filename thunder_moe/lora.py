@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.nvfp4 import dequantize
 from thunder_moe.formats.weight import NVFP4Weight
@@ -317,6 +318,9 @@ def _obstacle(module: Any) -> str | None:
     if type(module) not in (*_WITH_LORA, *_BASE):
         return f"it is a {type(module).__name__}"
     reason = impure(module)
+    format_name = getattr(module.stack if isinstance(module, NVFP4LinearPart) else module, "format_name", NVFP4.name)
+    if format_name != NVFP4.name:
+        return f"its weight is in {format_name}, which takes no adapters yet"
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
     if reason is None and (getattr(module, "process_part", None) or (0,))[0]:

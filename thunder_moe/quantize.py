@@ -1,4 +1,4 @@
-"""quantize_(model) and dequantize_(model): swap experts and dense layers for their NVFP4 forms in place, and back;
+"""quantize_(model) and dequantize_(model): swap experts and dense layers for their packed forms in place, and back;
 to_layout_.
 Called by users; loops over the families of thunder_moe.families and dense_linears, which know the kinds of modules;
 calls replaceable for what wraps them, kernels.select to quantize and lay out.
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from tqdm import tqdm
 from thunder_moe import grouped_experts
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization, families_of, register
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import layout_fits
-from thunder_moe.formats.nvfp4 import BLOCK_SIZE, WEIGHT_DTYPES
-from thunder_moe.kernels.select import lay_out, quantize, resolve_layout
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.kernels.select import lay_out, quantize, quantize_to, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.replaceable import has_hook, wrapped
@@ -41,6 +44,8 @@ __all__ = [
 ]
 
 Filter = Callable[[nn.Module, str], bool]
+Format = str | Callable[[str, nn.Module], str | None]
+_FormatOf = Callable[[str, nn.Module], str | None]
 Model = TypeVar("Model", bound=nn.Module)
 register(grouped_experts.__name__)
 _LOGGER = logging.getLogger("thunder_moe")
@@ -50,10 +55,11 @@ _PROGRESS_WEIGHTS = 2**28
 
 
 class Place(NamedTuple):
-    """Qualified name and family of a module that is replaced."""
+    """Qualified name and family of a module that is replaced, and the number format of its weights."""
 
     name: str
     family: ExpertFamily
+    format: str = NVFP4.name
 
 
 Chosen = dict[nn.Module, Place]
@@ -67,10 +73,11 @@ def quantize_(
     *,
     filter: Filter | None = None,
     linears: bool | Filter = False,
+    format: Format = "nvfp4",
     scale_search: str | None = None,
     layout: str = "auto",
 ) -> Model:
-    """Replaces the experts of a model with their NVFP4 form, in place, and where asked to its dense layers.
+    """Replaces the experts of a model with their NVFP4 (or MXFP8) form, in place, and where asked to its dense layers.
 
     Knows `GroupedMLP`, `GroupedSwiGLU` and `GroupedLinear`, whose biases stay as they are, and the experts modules of
     transformers' models (`integrations.huggingface.experts.expert_blocks` lists them). The 16-bit weights are freed
@@ -102,7 +109,12 @@ def quantize_(
             where the weights are (by their size), but for encoders of images and sound. Or a function that is called
             with each `nn.Linear` and its qualified name; False leaves it 16-bit, True takes it however small it is.
             From how many rows on the layers taken are slower, by measurements, the logger says at level INFO.
-        scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise.
+        format: the number format of the weights: "nvfp4" (4.5 bits a weight), or "mxfp8" (8.25 bits, nearly lossless).
+            Or a function that is called with the qualified name of each candidate and the module, and names the format
+            of its weights; None leaves it 16-bit, as a `filter` does. What is then asked about, the projections of a
+            `GroupedSwiGLU`, is the same. Dense layers that read the same rows are stacked if they have one format.
+        scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise; of the
+            weights in NVFP4.
         layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
             in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.
@@ -111,10 +123,11 @@ def quantize_(
         The same model.
 
     Raises:
-        ValueError: nothing to quantize, or nothing that can be (the message names what there is, and why not),
-            in_features that are no multiple of 16, a dtype other than bfloat16, float16 and float32, NaN or Inf, no
-            data (the "meta" device), gate and up on several devices, two tied weights of which only one is taken or can
-            be, an unknown layout, or one that a weight's shape does not fit. The model is unchanged then.
+        ValueError: nothing to quantize, or nothing that can be (the message names what there is, and why not), an
+            unknown format, in_features that are no multiple of 16 (of 32 for MXFP8), a dtype other than bfloat16,
+            float16 and float32, NaN or Inf, no data (the "meta" device), gate and up on several devices, two tied
+            weights of which only one is taken or can be, or that are to have two formats, an unknown layout, or one
+            that a weight's shape does not fit. The model is unchanged then.
         TypeError: the parent of transformers' experts is not the layer that calls them, or `linears` is neither a bool
             nor a function; unchanged likewise.
 
@@ -122,7 +135,9 @@ def quantize_(
     memory, an interrupt) leaves the first modules quantized and the others 16-bit: the model still computes, and
     another call quantizes the rest.
     """
-    run, chosen = choose_modules(model, filter=filter, linears=linears, scale_search=scale_search, layout=layout)
+    run, chosen = choose_modules(
+        model, filter=filter, linears=linears, format=format, scale_search=scale_search, layout=layout
+    )
     quantize_modules(model, chosen, run, "quantizing experts" if linears is False else "quantizing")
     return model
 
@@ -132,6 +147,7 @@ def choose_modules(
     *,
     filter: Filter | None = None,
     linears: bool | Filter = False,
+    format: Format = "nvfp4",
     scale_search: str | None = None,
     layout: str = "auto",
     kept_linears: Filter | None = None,
@@ -141,9 +157,10 @@ def choose_modules(
     """What `quantize_` does ahead of any change: finds the modules that it is going to replace, and checks them.
 
     Args:
-        model: as in `quantize_`, whose options the next four are.
+        model: as in `quantize_`, whose options the next five are.
         filter: see there.
         linears: see there.
+        format: see there.
         scale_search: see there.
         layout: see there.
         kept_linears: says which dense layers stay 16-bit, of those that `linears` takes.
@@ -158,19 +175,24 @@ def choose_modules(
         ValueError: as `quantize_`.
         TypeError: as `quantize_`.
     """
-    pack = partial(quantize, scale_search=scale_search)
+    format_of = _format_of(format)
+    packs: dict[str, Callable[[Tensor], Any]] = {name: partial(quantize_to, name) for name in FORMATS}
+    pack = packs[NVFP4.name] = partial(quantize, scale_search=scale_search)
     # A wrong name is an error before any change.
-    pack(torch.zeros(1, 1, BLOCK_SIZE, dtype=torch.float32, device="cpu"))
+    pack(torch.zeros(1, 1, NVFP4.block_size, dtype=torch.float32, device="cpu"))
+    if isinstance(format, str) and scale_search is not None:
+        FORMATS[format].check_quantizable(torch.zeros(1, 1, FORMATS[format].block_size), scale_search)
     _require_layout(layout)
     if not (isinstance(linears, bool) or callable(linears)):
         raise TypeError(f"linears: got {linears!r}, wanted a bool, or a function of a module and its name")
     families: list[ExpertFamily] = families_of(model)
     if linears is not False:
-        families.append(DenseLinears(model, linears, device_of, kept_linears))
-    chosen, left = _choose(model, filter, families)
+        families.append(DenseLinears(model, linears, device_of, kept_linears, format_of))
+    chosen, left = _choose(model, filter, families, format_of)
     if chosen or left or required:
         _check_choice(model, chosen, left, families, loaded=device_of is None, required=required)
-    run = Quantization(pack, layout)
+    formats = {module: packs[place.format] for module, place in chosen.items() if place.format != NVFP4.name}
+    run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
     for family in families:
         family.prepare((module for module, place in chosen.items() if place.family is family), run)
     _check_layout(layout, chosen, run)
@@ -182,7 +204,7 @@ def choose_modules(
 def quantize_modules(model: nn.Module, chosen: Chosen, run: Quantization, label: str) -> None:
     """Replaces what `choose_modules` has found; `chosen` is empty afterwards."""
     try:
-        _swap(model, chosen, lambda module, family: family.convert(module, run), label)
+        _swap(model, chosen, lambda module, family: family.convert(module, run.of(module)), label)
     finally:  # what was replaced before an interrupt is saved as such, too
         for family in families_of(model):
             family.finish(model)
@@ -258,8 +280,8 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
     wanted = {}
     for name, module in linears.items():
         n, k = module.out_features, module.in_features
-        wanted[module] = resolve_layout(layout, module.qdata.device, n, k)
-        _require_fit(wanted[module], name, n, k)
+        wanted[module] = resolve_layout(layout, module.qdata.device, n, k, module.format)
+        _require_fit(wanted[module], name, n, k, module.format)
     # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
     # is converted.
     shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
@@ -268,7 +290,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         if module.layout != own:
             shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
     for modules in shared.values():
-        weight = lay_out(modules[0].nvfp4_weight, wanted[modules[0]])
+        weight = lay_out(modules[0].packed_weight, wanted[modules[0]])
         for module in modules:
             module.set_weight(weight)
     return model
@@ -294,7 +316,35 @@ def choose_experts(
     return {module: place.family for module, place in chosen.items()}
 
 
-def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily]) -> tuple[Chosen, _Left]:
+def _format_of(format: Format) -> _FormatOf:
+    """The option `format` as a function that names only formats that there are.
+
+    Raises:
+        ValueError: it is a name of none; the function raises it likewise.
+        TypeError: it is neither a name nor a function.
+    """
+    if isinstance(format, str):
+        name = find_format(format).name
+        return lambda *_: name
+    if not callable(format):
+        raise TypeError(f"format: got {format!r}, wanted one of {tuple(FORMATS)}, or a function of a name and a module")
+
+    def checked(name: str, module: nn.Module) -> str | None:
+        found = format(name, module)
+        if found is not None and found not in FORMATS:
+            raise ValueError(f"format: got {found!r} for {name!r}, wanted one of {tuple(FORMATS)}, or None")
+        return found
+
+    return checked
+
+
+def _in_nvfp4(name: str, module: nn.Module) -> str | None:
+    return NVFP4.name
+
+
+def _choose(
+    model: nn.Module, filter: Filter | None, families: list[ExpertFamily], format_of: _FormatOf = _in_nvfp4
+) -> tuple[Chosen, _Left]:
     """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
     chosen: Chosen = {}
     left: _Left = {}
@@ -305,14 +355,18 @@ def _choose(model: nn.Module, filter: Filter | None, families: list[ExpertFamily
         family = next((family for family in families if family.match(module)), None)
         if family is None:
             return False
-        if filter is not None and not isinstance(family, DenseLinears) and not filter(module, name):
+        if isinstance(family, DenseLinears):
+            format: str | None = family.format_of(module)
+        else:
+            format = format_of(name, module) if filter is None or filter(module, name) else None
+        if format is None:
             declined[module] = name
             return False
-        _sort(module, Place(name, family), outside, chosen, left)
+        _sort(module, Place(name, family, format), outside, chosen, left)
         return True
 
     _walk(model, take)
-    for block, (name, _) in chosen.items():
+    for block, (name, *_) in chosen.items():
         for module in block.modules():
             if module in declined:
                 raise ValueError(f"filter: took {name!r} but not {declined[module]!r}, which is a part of it")
@@ -375,10 +429,16 @@ def _check_choice(
         )
     _refuse_root(model, chosen)
     names: dict[nn.Parameter, str] = {}
-    for module, (name, family) in chosen.items():
+    formats: dict[nn.Parameter, str] = {}
+    for module, (name, family, format) in chosen.items():
         weights = family.weights(module)
-        names |= dict.fromkeys((parameter for parameter, _ in weights), name)
-        problem = next(filter(None, (_problem_of(name, weight, loaded) for _, weight in weights)), None)
+        for parameter, _ in weights:
+            if formats.setdefault(parameter, format) != format:
+                tied = f"which is tied to {names[parameter]!r} in {formats[parameter]!r}"
+                raise ValueError(f"format: got {format!r} for {name!r}, {tied}")
+            names[parameter] = name
+        problems = (_problem_of(weight, loaded, BLOCK_FORMATS[format]) for _, weight in weights)
+        problem = next(filter(None, problems), None)
         problem = family.agree(module, problem) if loaded else problem
         if problem is not None:
             raise ValueError(f"model: {name!r} {problem}")
@@ -387,7 +447,7 @@ def _check_choice(
             raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
     covered = {inner for module in chosen for inner in module.modules()}
     why = {inner: reason for module, (_, reason) in left.items() for inner in module.modules()}
-    for module, (name, _) in chosen.items():
+    for module, (name, *_) in chosen.items():
         if module in why:
             raise ValueError(f"model: {name!r} is a part of a block that has to stay 16-bit: {why[module]}")
     for name, module in model.named_modules():
@@ -406,7 +466,7 @@ def _check_choice(
         _report(model, chosen, left, "16-bit", required)
 
 
-def _problem_of(name: str, weight: Tensor, loaded: bool) -> str | None:
+def _problem_of(weight: Tensor, loaded: bool, format: BlockFormat) -> str | None:
     """What keeps a weight (E, N, K) from being quantized."""
     if weight.ndim != 3:
         return f"has a weight of shape {tuple(weight.shape)}, wanted three dimensions"
@@ -414,8 +474,8 @@ def _problem_of(name: str, weight: Tensor, loaded: bool) -> str | None:
         return f"has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}"
     if weight.is_meta and loaded:
         return "is on the meta device: load its weights, then quantize"
-    if weight.shape[-1] % BLOCK_SIZE:
-        return f"has in_features {weight.shape[-1]}, wanted a multiple of {BLOCK_SIZE}"
+    if weight.shape[-1] % format.block_size:
+        return f"has in_features {weight.shape[-1]}, wanted a multiple of {format.block_size}"
     return None if not loaded or is_finite(weight) else NOT_FINITE
 
 
@@ -428,10 +488,10 @@ def is_finite(weight: Tensor) -> bool:
 
 
 def _check_layout(layout: str, chosen: Chosen, run: Quantization) -> None:
-    for module, (name, family) in chosen.items():
+    for module, (name, family, format) in chosen.items():
         for n, k in family.sizes(module, run):
             if layout != "auto":  # which fits all
-                _require_fit(layout, name, n, k)
+                _require_fit(layout, name, n, k, BLOCK_FORMATS[format])
 
 
 def _require_layout(layout: str) -> None:
@@ -439,8 +499,8 @@ def _require_layout(layout: str) -> None:
         raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
 
 
-def _require_fit(layout: str, name: str, n: int, k: int) -> None:
-    needs = layout_fits(n, k, layout)
+def _require_fit(layout: str, name: str, n: int, k: int, format: BlockFormat = NVFP4) -> None:
+    needs = layout_fits(n, k, layout, format)
     if needs is not None:
         raise ValueError(
             f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
@@ -497,7 +557,7 @@ def replace_module(
     Returns:
         The new module.
     """
-    where, family = place
+    where, family, _ = place
     before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
     new = replace(module, family)
     for parent, name in parents:
@@ -505,7 +565,7 @@ def replace_module(
     after = sum(tensor.nbytes for tensor in _tensors(new))
     sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
     detail = f"({new.extra_repr()})" if new.extra_repr() else ""
-    _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, type(new).__name__, detail, sizes)
+    _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, new._get_name(), detail, sizes)
     return new
 
 

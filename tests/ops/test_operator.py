@@ -54,6 +54,7 @@ SCHEMAS = {
     " float epsilon=0., float least_sum=0., float scale=1., SymInt num_groups=1, SymInt top_groups=1,"
     " SymInt group_best=2, bool mask_to_zero=False, ScalarType? scores_dtype=None)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mxfp8_fake_quantize": "(Tensor weight) -> Tensor",
     "nvfp4_fake_quantize": "(Tensor weight, *, str? scale_search=None) -> Tensor",
     "moe_combine": "(Tensor rows, Tensor offsets, Tensor slot_row) -> Tensor",
     "f16a_nvfp4weight_moe_experts_lora": "(Tensor hidden_states, Tensor expert_ids, Tensor expert_weights,"

@@ -19,7 +19,7 @@ from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.expert_states import check_experts
 from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, run_into
-from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32
+from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32, name_of_container
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
 from thunder_moe.ops.grouped_mm import operands
@@ -167,6 +167,9 @@ class NVFP4GroupedMLP(nn.Module):
     def __init__(self, gate_up_proj: NVFP4GroupedLinear, activation: nn.Module, down_proj: NVFP4GroupedLinear) -> None:
         super().__init__()
         self.gate_up_proj, self.activation, self.down_proj = gate_up_proj, activation, down_proj
+
+    def _get_name(self) -> str:
+        return name_of_container(self)
 
     def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None) -> Tensor:
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H), zeros past the last of them.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
@@ -28,6 +29,7 @@ __all__ = [
     "NVFP4GroupedSwiGLU",
     "calls_only_its_class",
     "int32",
+    "name_of_container",
     "weights_to_fuse",
 ]
 
@@ -135,6 +137,9 @@ class NVFP4GroupedSwiGLU(nn.Module):
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
 
+    def _get_name(self) -> str:
+        return name_of_container(self)
+
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """(M, H) rows sorted by expert, offsets (E,) row ends -> (M, H)."""
         if not calls_only_its_class(self.gate_up_proj, NVFP4GroupedLinear):
@@ -145,6 +150,12 @@ class NVFP4GroupedSwiGLU(nn.Module):
         swiglu = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_grouped_swiglu", gate_up.format))
         out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
         return out
+
+
+def name_of_container(module: nn.Module) -> str:
+    """The name in the representation of a model: that of the class, with the number format of the module's parts."""
+    formats = {part.format_name for part in module.children() if isinstance(part, NVFP4Module)}
+    return type(module).__name__.replace(NVFP4.name.upper(), formats.pop().upper() if len(formats) == 1 else "Packed")
 
 
 def int32(offsets: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
-"""The operator thunder_moe::nvfp4_fake_quantize: a weight rounded to NVFP4 and back, with a straight-through gradient.
-Called by nvfp4.fake_quantize, qat and compiled graphs; calls kernels.select.
+"""The operators thunder_moe::nvfp4_fake_quantize and mxfp8_fake_quantize: a weight rounded to a format and back, with a
+straight-through gradient.
+Called by nvfp4.fake_quantize, mxfp8.fake_quantize, qat and compiled graphs; calls kernels.select.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_moe.formats.nvfp4 import check_quantizable
+from thunder_moe.formats import mxfp8, nvfp4
+from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.kernels import select
 from thunder_moe.ops.operator import operator
 
-__all__ = ["fake_quantize", "nvfp4_fake_quantize"]
+__all__ = ["fake_quantize", "fake_quantize_mxfp8", "mxfp8_fake_quantize", "nvfp4_fake_quantize"]
 
 
 def _shapes(weight: Tensor, **_: Any) -> tuple[tuple[int, ...]]:
@@ -20,7 +22,7 @@ def _shapes(weight: Tensor, **_: Any) -> tuple[tuple[int, ...]]:
 
 
 def _check(weight: Tensor, scale_search: str | None = None) -> None:
-    check_quantizable(weight, scale_search)
+    nvfp4.check_quantizable(weight, scale_search)
 
 
 def _gradient(grad: Tensor, *, needs: Any, scale_search: str | None = None) -> tuple[Tensor]:
@@ -31,6 +33,21 @@ def _gradient(grad: Tensor, *, needs: Any, scale_search: str | None = None) -> t
 def nvfp4_fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:
     """The operator behind `fake_quantize`."""
     return select.fake_quantize(weight, scale_search)
+
+
+def _check_mxfp8(weight: Tensor) -> None:
+    mxfp8.check_quantizable(weight, None)
+
+
+@operator(shapes=_shapes, check=_check_mxfp8, gradient=_gradient, differentiable=("weight",), saved=slice(0))
+def mxfp8_fake_quantize(weight: Tensor) -> Tensor:
+    """The operator behind `fake_quantize_mxfp8`."""
+    return select.fake_quantize(weight, format=MXFP8.name)
+
+
+def fake_quantize_mxfp8(weight: Tensor) -> Tensor:
+    """A weight with the values that it has as MXFP8; as `fake_quantize`, for in_features that are a multiple of 32."""
+    return mxfp8_fake_quantize(weight)
 
 
 def fake_quantize(weight: Tensor, *, scale_search: str | None = None) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.packed import NVFP4Module
 
@@ -132,6 +133,8 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
     """
     if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
+    if isinstance(linear, NVFP4Module) and linear.format_name != NVFP4.name:
+        raise ValueError(f"{name}: got a weight in {linear.format_name}, wanted nvfp4 or 16 bits: no other is cut yet")
     bias = linear._parameters.get("bias")
     if cut_of(linear) is not None or any(isinstance(tensor, DTensor) for tensor in linear._parameters.values()):
         raise ValueError(f"{name}: its weight is cut over ranks already, wanted a whole one")

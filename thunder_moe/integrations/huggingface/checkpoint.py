@@ -18,12 +18,14 @@ from torch.nn import Module
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.files import find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
 from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
+from thunder_moe.nn.packed import NVFP4Module
 
 try:
     import transformers
@@ -169,6 +171,12 @@ def write_model(
     """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
     refuse_part(model, "saved by one process that loads it whole")
+    for name, module in model.named_modules():
+        if isinstance(module, NVFP4Module) and module.format_name != NVFP4.name:
+            raise ValueError(
+                f"model: {name!r} has a weight in {module.format_name}, wanted nvfp4: no other is written to files"
+                " yet; save the state_dict, or dequantize_ the model before"
+            )
     if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

@@ -1,4 +1,4 @@
-"""`NVFP4Experts`: the 4-bit form of the experts modules of Hugging Face models, made of their weights or of others.
+"""`NVFP4Experts`: the 4-bit (or MXFP8) form of the experts modules of Hugging Face models, of their weights or others.
 Called by families, quantizer, checkpoint and users; calls implementation to run, forms for how the weights lie.
 Importing it registers the experts implementation "thunder_moe".
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.families import weight_key
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave, interleave
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
 from thunder_moe.integrations.huggingface.forms import (
     ExpertsForm,
@@ -89,8 +90,8 @@ class NVFP4Experts(nn.Module):
     def from_weights(
         cls,
         hf_experts_module: nn.Module,
-        gate_up: NVFP4Weight,
-        down: NVFP4Weight,
+        gate_up: PackedWeight,
+        down: PackedWeight,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         *,
@@ -156,7 +157,8 @@ class NVFP4Experts(nn.Module):
         first: Any = modules["gate_up_proj"]
         second: Any = modules["down_proj"]
         order = None if self.row_orders is None else self.row_orders.take(top_k_index, getattr(first, "num_experts", 0))
-        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
+        format_name = getattr(first, "format_name", NVFP4.name)
+        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device, format_name) is not None
         bare = bare and calls_only_its_class(first, NVFP4GroupedLinear)
         bare = bare and calls_only_its_class(second, NVFP4GroupedLinear)
         if bare:
@@ -186,7 +188,7 @@ class NVFP4Experts(nn.Module):
     def _bind(self, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Any, ...]) -> None:
         """Binds the kernels of inputs of this kind, for which the operator has just run, to the weights."""
         form, state = self.form, _state_of(self._modules["gate_up_proj"], self._modules["down_proj"], self)
-        served = bound_kernels(inputs[0].device)
+        served = bound_kernels(inputs[0].device, weights[0].format.name)
         if served is None or state is None or form.swiglu is None or form.post_norm:
             return
         bound = self._bound
@@ -236,6 +238,10 @@ class NVFP4Experts(nn.Module):
             by_features = (dim, part.feature_rank, part.feature_ranks)
             linear.process_part = (0, part.expert_rank, part.expert_ranks) if whole_experts else by_features
 
+    def _get_name(self) -> str:
+        """The name in the representation of a model: that of the class, with the number format."""
+        return type(self).__name__.replace(NVFP4.name.upper(), self.gate_up_proj.format_name.upper())
+
     def extra_repr(self) -> str:
         return f"{self.experts_class.__name__}, {self.gate_up_proj.num_experts} experts, {self.form}"
 
@@ -258,7 +264,7 @@ def expert_weights(experts: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 def quantized_experts(
     experts: nn.Module,
     memo: dict[Any, Any],
-    pack: Callable[[Tensor], NVFP4Weight] = quantize,
+    pack: Callable[[Tensor], PackedWeight] = quantize,
     layout: str = "linear",
 ) -> NVFP4Experts:
     """The NVFP4 form of an experts module with 16-bit (or float32) weights; `memo` keeps tied weights tied.
@@ -311,7 +317,7 @@ def pack_ahead(
     name: str,
     weight: Tensor,
     memo: dict[Any, Any],
-    pack: Callable[[Tensor], NVFP4Weight],
+    pack: Callable[[Tensor], PackedWeight],
     layout: str,
 ) -> None:
     """Quantizes one of the weights of an experts module before its others are there, for `quantized_experts`.
@@ -338,13 +344,14 @@ def pack_ahead(
 
 
 def _pack(
-    form: ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], NVFP4Weight], layout: str
-) -> NVFP4Weight:
-    """The 4-bit form of the first or the second weight of a module, gate rows ahead of up rows."""
+    form: ExpertsForm, first: bool, weight: Tensor, *, pack: Callable[[Tensor], PackedWeight], layout: str
+) -> PackedWeight:
+    """The packed form of the first or the second weight of a module, gate rows ahead of up rows."""
     packed = pack(weight.transpose(1, 2) if form.transposed else weight)
     if form.interleaved and first:
-        scale = deinterleave(packed.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-        packed = NVFP4Weight(deinterleave(packed.qdata), scale, packed.global_scale)
+        qdata, scale, *others = packed.tensors()
+        rows = (deinterleave(tensor.view(torch.uint8)).view(tensor.dtype) for tensor in (qdata, scale))
+        packed = packed.with_tensors((*rows, *others))
     return lay_out(packed, layout)
 
 
@@ -360,27 +367,25 @@ def _state_of(first: Any, second: Any, experts: nn.Module) -> tuple[Any, ...] | 
     """
     buffers, more, parameters = first._buffers, second._buffers, experts._parameters
     try:
-        qdata, scale, global_scale = buffers["qdata"], buffers["scale"], buffers["global_scale"]
-        down, down_scale, down_global_scale = more["qdata"], more["scale"], more["global_scale"]
+        tensors = [each[field] for each in (buffers, more) for field in NVFP4.fields]
         bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
     except KeyError:  # parametrized
         return None
     return (
-        qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), qdata.ndim, global_scale.ndim,
-        down.data_ptr(), down_scale.data_ptr(), down_global_scale.data_ptr(), down.ndim, down_global_scale.ndim,
+        *[None if tensor is None else (tensor.data_ptr(), tensor.ndim) for tensor in tensors],
         None if bias is None else (bias.data_ptr(), bias.dtype),
         None if down_bias is None else (down_bias.data_ptr(), down_bias.dtype),
     )  # fmt: skip
 
 
-def _weight_of(linear: Any) -> NVFP4Weight:
+def _weight_of(linear: Any) -> PackedWeight:
     """The weight of a projection, which the operators read without a call of the module.
 
     Raises:
         ValueError: the module has something that would have to run.
     """
     if calls_only_its_class(linear, NVFP4LoRAGroupedLinear):
-        return linear.nvfp4_weight
+        return linear.packed_weight
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
     hooked = (
         type(linear) in (NVFP4GroupedLinear, NVFP4LoRAGroupedLinear)
@@ -392,7 +397,7 @@ def _weight_of(linear: Any) -> NVFP4Weight:
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
         )
-    weight: NVFP4Weight = linear.nvfp4_weight
+    weight: PackedWeight = linear.packed_weight
     return weight
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, require_form, stored_weights
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.linear import traced_by_thunder
@@ -25,6 +25,7 @@ from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import name_in
 from thunder_moe.routing import expert_of_row, gather_rows, invert, live_rows, sort_by_expert
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
 
@@ -43,8 +44,8 @@ def run_experts(
     own_class: type,
     form: ExpertsForm,
     inputs: tuple[Tensor, Tensor, Tensor],
-    gate_up: NVFP4Weight,
-    down: NVFP4Weight,
+    gate_up: PackedWeight,
+    down: PackedWeight,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     order: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -86,18 +87,18 @@ def run_experts(
     if on_input is not None:
         rows = rows * on_input.flatten()[row_slot, None].to(rows.dtype)
     rows = torch.where(live, rows, 0)
-    of_rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
+    grouped_mm = getattr(ops, name_in("f16a_nvfp4weight_scaled_grouped_mm", gate_up.format))
+    of_rows = grouped_mm(rows, *operands(gate_up), offsets, layout=gate_up.layout)
     rows = of_rows if first is None else first.plus_lora(of_rows, rows, offsets)
     if gate_up_bias is not None:
         rows = rows + gate_up_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)
     rows = torch.where(live, rows, 0)
     rows = apply_gate(module, own_class, rows, form.interleaved) if form.gated else module.act_fn(rows)
     if not form.post_norm and second is None:
-        out = ops.f16a_nvfp4weight_grouped_mm_combine(
-            rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout
-        )
+        combine = getattr(ops, name_in("f16a_nvfp4weight_grouped_mm_combine", down.format))
+        out = combine(rows, *operands(down), offsets, slot_row, on_output, down_bias, layout=down.layout)
         return out
-    of_rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(down), offsets, layout=down.layout)
+    of_rows = grouped_mm(rows, *operands(down), offsets, layout=down.layout)
     rows = of_rows if second is None else second.plus_lora(of_rows, rows, offsets)
     if down_bias is not None:
         rows = rows + down_bias[expert_of_row(offsets, rows.shape[0])].to(rows.dtype)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 
@@ -96,8 +95,8 @@ class Offloaded:
 
 def separate(part: NVFP4LinearPart) -> NVFP4Linear:
     """A linear of a stack as one of its own, with the same numbers: a stack's tensors would be away for its parts."""
-    stack, weight = part.stack, part.nvfp4_weight
-    own = NVFP4Weight(weight.qdata.clone(), weight.scale.clone(), weight.global_scale.clone())
+    stack, weight = part.stack, part.packed_weight
+    own = weight.with_tensors(tensor.clone() for tensor in weight.tensors())
     bias: nn.Parameter | None = None
     if part.bias is not None and stack.bias is not None:
         bias = nn.Parameter(part.bias.detach().clone(), requires_grad=stack.bias.requires_grad)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.part import ExpertsPart
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 
 Dispatched: Any
 Shared: Any
@@ -55,7 +55,7 @@ class Sharding:
             return "another process cannot quantize its part of the experts"
         return problem
 
-    def pack(self, weight: Tensor, pack: Callable[[Tensor], NVFP4Weight]) -> NVFP4Weight:
+    def pack(self, weight: Tensor, pack: Callable[[Tensor], PackedWeight]) -> PackedWeight:
         """Quantizes this process's part of a weight to the codes and scales that the whole would have.
 
         The global scale follows from the largest weight of an expert, wherever that is: a row with it is quantized
@@ -69,8 +69,8 @@ class Sharding:
         row = torch.zeros(experts, 1, k, dtype=weight.dtype, device=weight.device)
         row[:, 0, 0] = amax
         packed = pack(torch.cat([weight, row], 1))
-        qdata, scale = packed.qdata[:, :n].contiguous(), packed.scale[:, :n].contiguous()
-        return replace(packed, qdata=qdata, scale=scale)
+        qdata, scale, *others = packed.tensors()
+        return packed.with_tensors((qdata[:, :n].contiguous(), scale[:, :n].contiguous(), *others))
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:
