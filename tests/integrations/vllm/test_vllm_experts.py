@@ -3,13 +3,15 @@ Called by pytest, where vLLM is installed (`make test-vllm`).
 """
 
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from oracle import dequantize, moe_experts, relative_error
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.config.parallel import All2AllBackend
 from vllm.distributed import (
     cleanup_dist_env_and_memory,
     init_distributed_environment,
@@ -22,12 +24,20 @@ from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEParallelConfig,
     RoutingMethodType,
 )
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.prepare_finalize import BatchedPrepareAndFinalize
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.integrations.vllm import methods, plugin
+from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
-from thunder_moe.integrations.vllm.experts import why_not
+from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -97,11 +107,19 @@ class Layer(torch.nn.Module):
         self.w2_weight.data.copy_(down.qdata)
         self.w2_weight_scale.data.view(torch.uint8).copy_(down.scale.view(torch.uint8))
         self.w2_weight_scale_2.data.copy_(down.global_scale)
-        gate, up, down = (dequantize(*weight.tensors()) for weight in (gate, up, down))
-        self.weights = torch.cat([gate, up], 1), down
+        self.weights = _decoded(self)
 
     def _expert_routing_tables(self):
         return None
+
+
+def _decoded(layer):
+    """(E, 2I, H) and (E, H, I), what the loaded parameters stand for."""
+    rows = layer.w13_weight_scale_2.data.repeat_interleave(layer.w13_weight.shape[1] // 2, 1)
+    return tuple(
+        dequantize(getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data, scale)
+        for name, scale in (("w13", rows), ("w2", layer.w2_weight_scale_2.data))
+    )
 
 
 def made(config, experts=E):
@@ -185,6 +203,33 @@ def test_clamped_activations(activation, options):
     assert relative_error(moe_experts(hidden, ids, weights, *layer.weights), expected) > 0.1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_biases_and_rows_in_turns(rank):
+    """GPT-OSS: rows of gate and up alternate; the biases of down are added once, not by each tensor-parallel rank."""
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.tp_size, parallel.tp_rank = 2, rank
+    config = moe_config(parallel, activation=MoEActivation.SWIGLUOAI, has_bias=True, intermediate_size=2 * I)
+    method = methods.modelopt_method(quant_config(), config)
+    layer = Layer(config, method)
+    biases = torch.randn(E, 2 * I), torch.randn(E, H)
+    turns = torch.arange(2 * I).view(2, I).t().flatten()
+    for name in ("w13_weight", "w13_weight_scale"):
+        data = getattr(layer, name).data.view(torch.uint8)
+        data.copy_(data[:, turns].clone())
+    with pytest.raises(ValueError, match="w13_bias: NaN or missing"):
+        method.process_weights_after_loading(layer)
+    layer.w13_bias.data.copy_(biases[0][:, turns])
+    layer.w2_bias.data.copy_(biases[1])
+    method.process_weights_after_loading(layer)
+    hidden, ids, weights = inputs()
+    hidden = hidden * 4  # past the limit of the activation
+    own = biases[0], biases[1] * (rank == 0)
+    expected = moe_experts(hidden, ids, weights, *layer.weights, *own, limit=7.0, alpha=1.702, up_shift=1.0)
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+    free = moe_experts(hidden, ids, weights, *layer.weights, *own, alpha=1.702, up_shift=1.0)
+    assert relative_error(free, expected) > 0.1
+
+
 @pytest.mark.parametrize(("activation", "approximate"), [("GELU", "none"), ("GELU_TANH", "tanh")])
 def test_gelu(activation, approximate):
     method, layer = made(moe_config(activation=MoEActivation[activation]))
@@ -216,16 +261,103 @@ def test_moved_experts():
     assert not torch.equal(run(method, layer, hidden, ids, weights), before)
 
 
+def _loads(layer):
+    """Parameters as vLLM's loaders make them: a loader each, which copies."""
+    for parameter in layer.parameters():
+        parameter.weight_loader = lambda param, loaded_weight: param.data.copy_(loaded_weight)
+    return layer
+
+
+class TestReload:
+    """vLLM's layerwise reload of one layer: new parameters are loaded, processed and copied into the first ones."""
+
+    @pytest.fixture
+    def loaded(self):
+        """(method, layer, how the parameters were before they were processed)"""
+        return self._loaded(moe_config())
+
+    def _loaded(self, config):
+        method = methods.modelopt_method(quant_config(), config)
+        layer = _loads(Layer(config, method))
+        layer.quant_method = method
+        layer.w13_weight_scale_2.data[:, 1] = layer.w13_weight_scale_2.data[:, 0]
+        layer.weights = _decoded(layer)
+        record_metadata_for_reloading(layer)
+        method.process_weights_after_loading(layer)
+        return method, layer
+
+    @staticmethod
+    def _reload(layer, other):
+        initialize_layerwise_reload(layer)
+        for name, parameter in other.named_parameters():
+            target = getattr(layer, name)
+            target.weight_loader(target, parameter.data)
+        finalize_layerwise_reload(layer, None)
+
+    def _other(self, same_scales=True):
+        config = moe_config()
+        other = Layer(config, methods.modelopt_method(quant_config(), config))
+        if same_scales:
+            other.w13_weight_scale_2.data[:, 1] = other.w13_weight_scale_2.data[:, 0]
+        other.weights = _decoded(other)
+        return other
+
+    def test_other_weights_in_the_same_memory(self, loaded):
+        method, layer = loaded
+        hidden, ids, weights = inputs()
+        first = run(method, layer, hidden, ids, weights)
+        places = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+        other = self._other()
+        expected = moe_experts(hidden, ids, weights, *other.weights)
+        self._reload(layer, other)
+        assert places == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+        out = run(method, layer, hidden, ids, weights)
+        assert relative_error(out, expected) < 1e-5
+        assert relative_error(first, expected) > 0.1
+        layer.w2_weight_scale_2.data.mul_(2)  # what EPLB writes is seen after a reload, too
+        assert torch.equal(run(method, layer, hidden, ids, weights), 2 * out)
+
+    def test_scales_of_gate_and_up_that_have_no_place(self, loaded):
+        _, layer = loaded
+        with pytest.raises(ValueError, match="global scales of gate and up that differ"):
+            self._reload(layer, self._other(same_scales=False))
+
+    def test_scales_of_gate_and_up_with_eplb(self):
+        parallel = FusedMoEParallelConfig.make_no_parallel()
+        parallel.enable_eplb = True
+        method, layer = self._loaded(moe_config(parallel))
+        other = self._other(same_scales=False)
+        self._reload(layer, other)
+        hidden, ids, weights = inputs()
+        expected = moe_experts(hidden, ids, weights, *other.weights)
+        assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
+    def test_loading_into_what_was_processed(self, loaded):
+        _, layer = loaded
+        for name, parameter in layer.named_parameters():
+            with pytest.raises(RuntimeError, match=f"{name} of 'model.layers.0.mlp.experts' is in the layout"):
+                parameter.weight_loader(parameter, parameter.data)
+
+    def test_other_memory(self, loaded):
+        """Offloading gives a parameter other memory after it was processed."""
+        method, layer = loaded
+        hidden, ids, weights = inputs()
+        first = run(method, layer, hidden, ids, weights)
+        layer.w2_weight_scale_2.data = 2 * layer.w2_weight_scale_2.data
+        assert torch.equal(run(method, layer, hidden, ids, weights), 2 * first)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         (dict(moe_backend="marlin"), "--moe-backend marlin was asked for"),
-        (dict(activation=MoEActivation.SWIGLUOAI), "SWIGLUOAI activation"),
+        (dict(activation=MoEActivation.SWIGLUSTEP), "SWIGLUSTEP activation"),
+        (dict(activation=MoEActivation.GELU, swiglu_limit=7.0), "swiglu_limit 7.0"),
         (dict(in_dtype=torch.float64), "activations are torch.float64"),
         (dict(intermediate_size=40), "intermediate_size on a rank is 40"),
         (dict(hidden_dim=72), "hidden_size on a rank is 72"),
         (dict(hidden_dim=H, hidden_dim_unpadded=48), "padded"),
-        (dict(has_bias=True), "biases"),
+        (dict(is_lora_enabled=True, has_bias=True), "LoRA with biases of experts"),
     ],
 )
 def test_refusals(changes, reason, monkeypatch):
@@ -239,13 +371,57 @@ def test_refusals(changes, reason, monkeypatch):
     assert reason in line
 
 
-@pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency", "nixl_ep", "deepep_v2"])
-def test_exchanges_that_are_refused(backend):
+EXCHANGES = get_args(All2AllBackend)
+OURS = {"allgather_reducescatter": ThunderExperts} | dict.fromkeys(
+    ("deepep_low_latency", "nixl_ep"), ThunderBatchedExperts
+)
+
+
+@pytest.mark.parametrize("backend", EXCHANGES)
+def test_exchanges(backend):
+    """Each that vLLM has: ours, or refused by name."""
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.use_ep, parallel.dp_size, parallel.ep_size, parallel.all2all_backend = True, 2, 2, backend
-    assert why_not(moe_config(parallel)) is not None
-    parallel.all2all_backend = "allgather_reducescatter"
-    assert why_not(moe_config(parallel)) is None
+    if backend.startswith("mori"):  # vLLM itself has it for AMD alone
+        with pytest.raises(AssertionError, match="aiter"):
+            moe_config(parallel)
+        return
+    config = moe_config(parallel)
+    kind = methods._experts_class(config)
+    if backend in OURS:
+        assert kind is OURS[backend]
+        assert why_not(config, kind) is None
+    else:
+        assert f"--all2all-backend {backend}" in why_not(config, kind)
+
+
+def test_elastic_expert_parallelism_is_refused():
+    with set_current_vllm_config(VllmConfig()) as _:
+        get_current_vllm_config_or_none().parallel_config.enable_elastic_ep = True
+        assert "--enable-elastic-ep" in why_not(moe_config())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_of_rows(rank, monkeypatch):
+    """The format of DeepEP's low latency, by vLLM's own exchange of that format in one process."""
+    half = E // 2
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    parallel.use_ep, parallel.dp_size, parallel.ep_size, parallel.ep_rank = True, 2, 2, rank
+    parallel.all2all_backend = "deepep_low_latency"
+    exchange = BatchedPrepareAndFinalize(T + 2, half, 1, rank)
+    monkeypatch.setattr(methods, "maybe_make_prepare_finalize", lambda **_: exchange)
+    method, layer = made(moe_config(parallel, num_local_experts=half), half)
+    hidden, ids, weights = inputs()
+    own = torch.where(ids // half == rank, ids % half, -1)
+    expected = moe_experts(hidden, own, weights, *layer.weights)
+    assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
+
+def test_blocks_of_rows_of_other_sizes_are_refused(monkeypatch):
+    method, _ = made(moe_config())
+    monkeypatch.setattr(FusedMoEMethodBase, "maybe_roundup_sizes", lambda self, size, *rest: (2 * size, rest[0]))
+    with pytest.raises(ValueError, match="got hidden_size 64, wanted 128"):
+        method.maybe_roundup_sizes(H, I, torch.float32, None)
 
 
 @pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2"])
@@ -320,6 +496,4 @@ def test_the_entry_point_registers():
 
 
 def test_vllm_itself_leaves_what_is_not_ours():
-    layer = SimpleNamespace()
-    assert ThunderModelOptNvFp4Config.get_quant_method is ModelOptNvFp4Config.get_quant_method
-    assert quant_config().get_quant_method(layer, "model.norm") is None
+    assert quant_config().get_quant_method(SimpleNamespace(), "model.norm") is None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
@@ -26,10 +27,14 @@ from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FUSED", "ThunderExperts", "local_ids", "why_not"]
+__all__ = ["FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "local_ids", "why_not"]
 
-FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI_UNINTERLEAVE)  # computed inside of the first GEMM
+_FIELDS = ("weight", "weight_scale", "weight_scale_2")
+# Computed inside of the first GEMM. SWIGLUOAI is for rows of gate and up that alternate in the checkpoint; the methods
+# put them apart.
+FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 _APART = (MoEActivation.GELU, MoEActivation.GELU_TANH)  # vLLM's own kernels between the GEMMs
+SWIGLUOAI_FORM = GLU(alpha=1.702, limit=7.0, up_shift=1.0)  # what vLLM's own kernels compute, whatever a config says
 # From 10.0 on vLLM has kernels with 4-bit activations, which tensor cores multiply at once.
 _CAPABILITIES = ((8, 0), (10, 0))
 
@@ -39,16 +44,14 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
     runs them.
 
     Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
-    that do not hold whole blocks of scales on each rank, biases, LoRA, batch invariance, padding, exchanges of tokens
-    other than all-gather with reduce-scatter, and a moe_backend that the user has named.
+    that do not hold whole blocks of scales on each rank, LoRA, batch invariance, padding, exchanges of tokens that were
+    not tested, elastic expert parallelism, and a moe_backend that the user has named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
     if moe_config.moe_backend != "auto":
         return f"--moe-backend {moe_config.moe_backend} was asked for"
-    ok, reason = experts.is_supported_config(
-        experts, moe_config, kNvfp4Static, None, mk.FusedMoEActivationFormat.Standard
-    )
+    ok, reason = experts.is_supported_config(experts, moe_config, kNvfp4Static, None, experts.activation_format())
     if not ok:
         return str(reason)
     if moe_config.in_dtype not in ACTIVATION_DTYPES or (
@@ -64,9 +67,13 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
     padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
     if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
         return "sizes are padded"
-    if moe_config.has_bias:
-        return "the experts have biases"
-    if parallel.use_passthrough_all2all or (parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels):
+    if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
+        return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
+    config = get_current_vllm_config_or_none()
+    if config is not None and config.parallel_config.enable_elastic_ep:
+        return "--enable-elastic-ep makes experts anew, from other classes' arguments"
+    tested = parallel.use_ag_rs_all2all_kernels or parallel.use_batched_activation_format
+    if parallel.use_passthrough_all2all or (parallel.use_all2all_kernels and not tested):
         return f"--all2all-backend {parallel.all2all_backend} is untested"
     if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda")):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
@@ -131,16 +138,45 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
     def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str) -> None:
-        """Makes `NVFP4Weight`s of the parameters of vLLM's RoutedExperts, in their memory."""
-        self.gate_up, self.down = (
-            NVFP4Weight(
-                getattr(layer, f"{name}_weight").data,
-                getattr(layer, f"{name}_weight_scale").data,
-                getattr(layer, f"{name}_weight_scale_2").data,
-                layout,
-            )
-            for name, layout in (("w13", gate_up_layout), ("w2", down_layout))
-        )
+        """Has the weights read from the parameters of vLLM's RoutedExperts.
+
+        They are looked up at each call: offloading and reloading put other memory there, and EPLB other experts.
+
+        Args:
+            layer: with w13_ and w2_ weight, weight_scale and weight_scale_2, the rows of gate first, then those of up.
+            gate_up_layout: of w13.
+            down_layout: of w2.
+        """
+        self._layer, self._layouts = layer, {"w13": gate_up_layout, "w2": down_layout}
+        self._made: dict[str, tuple[tuple[int, ...], NVFP4Weight]] = {}
+
+    @property
+    def gate_up(self) -> NVFP4Weight:
+        """(E, 2I, H), the rows of gate first."""
+        return self._weight("w13")
+
+    @property
+    def down(self) -> NVFP4Weight:
+        """(E, H, I)"""
+        return self._weight("w2")
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """gate_up_bias (E, 2I) and down_bias (E, H) of models that have them (GPT-OSS)."""
+        if not self.moe_config.has_bias:
+            return {}
+        return {"gate_up_bias": self._layer.w13_bias.data, "down_bias": self._layer.w2_bias.data}
+
+    def _weight(self, name: str) -> NVFP4Weight:
+        qdata, scale, global_scale = (getattr(self._layer, f"{name}_{field}").data for field in _FIELDS)
+        layout = self._layouts[name]
+        if torch.compiler.is_compiling():
+            return NVFP4Weight.unchecked(qdata, scale, global_scale, layout)
+        places = qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr()
+        known = self._made.get(name)
+        if known is None or known[0] != places:
+            known = self._made[name] = places, NVFP4Weight(qdata, scale, global_scale, layout)
+        return known[1]
 
     def apply(
         self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
@@ -169,12 +205,23 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        if activation in FUSED:
-            form = self._form(activation)
-            options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
-            output.copy_(moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options))
-        else:
-            output.copy_(self._apart(hidden_states, ids, weights, activation))
+        output.copy_(self.run(hidden_states, ids, weights, activation))
+
+    def run(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
+        """(T, H) -> (T, H), the weighted sums of the experts of this rank.
+
+        Args:
+            hidden_states: (T, H).
+            ids: int32 (T, A), experts of this rank, or -1.
+            weights: (T, A).
+            activation: of the layer.
+        """
+        if activation not in FUSED:
+            return self._apart(hidden_states, ids, weights, activation)
+        form = self._form(activation)
+        options: dict[str, Any] = dict(alpha=form.alpha, limit=form.limit, up_shift=form.up_shift)
+        options |= self.biases
+        return moe_experts(hidden_states, ids, weights, self.gate_up, self.down, **options)
 
     def _apart(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
         """The same with vLLM's activation between the two GEMMs; rows of no expert may hold anything."""
@@ -195,6 +242,8 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         config = self.activation_config
         if activation == MoEActivation.SILU:
             return GLU(limit=config.clamp_limit)
+        if activation == MoEActivation.SWIGLUOAI:
+            return SWIGLUOAI_FORM
         if config.clamp_limit is None:
             raise ValueError(f"swiglu_limit: got None for activation {activation.value!r}, wanted a number")
         return GLU(config.alpha, config.clamp_limit, config.beta)

@@ -12,6 +12,7 @@ import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
@@ -23,10 +24,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsW4A4Nvfp4MoEMethod as CompressedTensorsNvfp4MoEMethod,
 )
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
-from vllm.model_executor.utils import replace_parameter
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
 from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
 from thunder_moe.kernels.select import lay_out
 
@@ -60,8 +63,13 @@ def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, input
 
 
 def _why_not(moe_config: FusedMoEConfig) -> str | None:
-    reason = why_not(moe_config, experts_class(moe_config))
+    reason = why_not(moe_config, _experts_class(moe_config))
     return why_no_adapters(moe_config) if reason is None else reason
+
+
+def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
+    batched = moe_config.moe_parallel_config.use_batched_activation_format
+    return ThunderBatchedExperts if batched else experts_class(moe_config)
 
 
 def _is_ours(reason: str | None) -> bool:
@@ -81,6 +89,8 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
     experts_cls = ThunderExperts
     use_global_sf = False
     moe: FusedMoEConfig
+    moe_kernel: Any
+    _one_scale = False
 
     @property
     def supports_eplb(self) -> bool:
@@ -98,6 +108,18 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
         )
 
+    @property
+    def _biases(self) -> tuple[str, ...]:
+        return ("w13_bias", "w2_bias") if self.moe.has_bias else ()
+
+    def _create_biases(self, layer: Any, dtype: torch.dtype, **attributes: Any) -> None:
+        """w13_bias (E, 2I) and w2_bias (E, H), which vLLM's NVFP4 methods have none of."""
+        for name in self._biases:
+            experts, features = getattr(layer, f"{name.removesuffix('bias')}weight_scale").shape[:2]
+            bias = torch.nn.Parameter(torch.full((experts, features), torch.nan, dtype=dtype), requires_grad=False)
+            layer.register_parameter(name, bias)
+            set_weight_attrs(bias, attributes)
+
     def _build(self, layer: Any, gate_up_scale: Tensor, down_scale: Tensor) -> None:
         """Puts the weights into the layout of the device's kernels and makes the experts of them.
 
@@ -106,55 +128,73 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             gate_up_scale: decode scales (E, 2) of gate and up.
             down_scale: decode scales (E,).
         """
+        if self.moe.activation == MoEActivation.SWIGLUOAI:
+            for name in ("weight", "weight_scale", *(["bias"] if self.moe.has_bias else [])):
+                rows = getattr(layer, f"w13_{name}").data
+                replace(layer, layer.layer_name, f"w13_{name}", _gate_then_up(rows))
+        if self.moe.has_bias and self.moe.tp_rank > 0:  # ranks' outputs are added
+            layer.w2_bias.data.zero_()
         layouts = []
         for name, global_scale in (("w13", self._row_scales(layer, gate_up_scale)), ("w2", down_scale)):
             qdata, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
             weight = lay_out(NVFP4Weight(qdata, scale, global_scale.float().contiguous()), "auto")
             layouts.append(weight.layout)
             for field, tensor in zip(_FIELDS, weight.tensors(), strict=True):
-                if tensor is not getattr(getattr(layer, f"{name}_{field}", None), "data", None):
-                    replace_parameter(layer, f"{name}_{field}", tensor)
+                replace(layer, layer.layer_name, f"{name}_{field}", tensor)
+        for name in self._biases:
+            replace(layer, layer.layer_name, name, getattr(layer, name).data)
+        if self.moe_kernel is not None:
+            return  # a reload: vLLM copies these parameters into the first ones and puts those back
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe, quant_config=self.moe_quant_config, routing_tables=layer._expert_routing_tables(),
             allow_new_interface=True, use_monolithic=False,
         )  # fmt: skip
-        experts = experts_class(self.moe)(moe_config=self.moe, quant_config=self.moe_quant_config)
+        experts = self._make_experts(prepare_finalize)
         experts.take_weights(layer, *layouts)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
+
+    def _make_experts(self, prepare_finalize: Any) -> ThunderExperts:
+        kind = _experts_class(self.moe)
+        options = dict(moe_config=self.moe, quant_config=self.moe_quant_config)
+        if issubclass(kind, ThunderBatchedExperts):
+            options["max_num_tokens"] = prepare_finalize.max_num_tokens_per_rank()
+            options["num_dispatchers"] = prepare_finalize.num_dispatchers()
+        return kind(**options)
+
+    def maybe_roundup_sizes(self, hidden_size: int, *args: Any) -> tuple[int, int]:
+        """Sizes that an exchange of tokens wants padded are an error: padded weights would not have been loaded."""
+        rounded: tuple[int, int] = super().maybe_roundup_sizes(hidden_size, *args)
+        if rounded != (hidden_size, args[0]):
+            backend = self.moe.moe_parallel_config.all2all_backend
+            raise ValueError(
+                f"--all2all-backend {backend}: got hidden_size {hidden_size}, wanted {rounded[0]}; take another backend"
+            )
+        return rounded
 
     def _row_scales(self, layer: Any, scales: Tensor) -> Tensor:
         """Decode scales (E, 2) of gate and up -> (E,) where each expert has one, else (E, 2I).
 
-        EPLB moves experts between ranks, whose tensors must then have the same shapes.
+        EPLB moves experts between ranks, whose tensors must then have the same shapes; what is loaded again goes into
+        the memory of what was there.
         """
-        if not self.moe.moe_parallel_config.enable_eplb and bool((scales[:, 0] == scales[:, 1]).all()):
+        equal = bool((scales[:, 0] == scales[:, 1]).all())
+        if self.moe_kernel is None:
+            self._one_scale = equal and not self.moe.moe_parallel_config.enable_eplb
+        elif self._one_scale and not equal:
+            raise ValueError(
+                f"w13_weight_scale_2 of {layer.layer_name!r}: got global scales of gate and up that differ, after"
+                " weights whose scales were the same; give both one scale, or start vLLM with these weights"
+            )
+        if self._one_scale:
             return scales[:, 0]
         return scales.repeat_interleave(layer.w13_weight.shape[1] // 2, 1)
 
 
-def _mark_unloaded(layer: Any, *names: str) -> None:
-    """Fills parameters with NaN, which vLLM makes of uninitialized memory and does not check for quantized models."""
-    for name in names:
-        data = getattr(layer, name).data
-        if data.dtype == torch.float8_e4m3fn:
-            data.view(torch.uint8).fill_(0x7F)
-        else:
-            data.fill_(torch.nan)
-
-
-def _require_loaded(layer: Any, *names: str) -> None:
-    """Raises a ValueError where an expert's scales are NaN, so mostly not in the checkpoint."""
-    for name in names:
-        scales = getattr(layer, name).data
-        missing = torch.isnan(scales.float()).flatten(1 if scales.ndim > 1 else 0)
-        if missing.ndim > 1:
-            missing = missing.any(1)
-        if bool(missing.any()):
-            which = missing.nonzero().flatten().tolist()
-            raise ValueError(
-                f"{name}: NaN or missing in the checkpoint for experts {which} (of this rank) of {layer.layer_name!r}"
-            )
+def _gate_then_up(rows: Tensor) -> Tensor:
+    """(E, 2I, ...), rows of gate and up in turns -> the same with those of gate first."""
+    data = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
+    return torch.cat([data[:, ::2], data[:, 1::2]], 1).view(rows.dtype)
 
 
 class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
@@ -168,10 +208,11 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
 
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
-        _mark_unloaded(layer, *self._SCALES)
+        self._create_biases(layer, layer.params_dtype, weight_loader=options.get("weight_loader"))
+        mark_unloaded(layer, *self._SCALES)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        _require_loaded(layer, *self._SCALES)
+        require_loaded(layer, layer.layer_name, "experts", *self._SCALES, *self._biases)
         for name in ("w13_input_scale", "w2_input_scale"):  # of 4-bit activations, which there are none of
             replace_parameter(layer, name, None)
         self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
@@ -188,10 +229,11 @@ class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4Mo
 
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
-        _mark_unloaded(layer, *self._SCALES)
+        self._create_biases(layer, layer.params_dtype, weight_loader=options.get("weight_loader"))
+        mark_unloaded(layer, *self._SCALES)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        _require_loaded(layer, *self._SCALES)
+        require_loaded(layer, layer.layer_name, "experts", *self._SCALES, *self._biases)
         scales = [1 / getattr(layer, f"{name}_weight_global_scale").data for name in ("w13", "w2")]
         for name in ("w13", "w2"):
             weight = torch.nn.Parameter(getattr(layer, f"{name}_weight_packed").data, requires_grad=False)

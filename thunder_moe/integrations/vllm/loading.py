@@ -1,0 +1,62 @@
+"""Parameters of vLLM's layers between its loaders and our kernels: were they loaded, and may they be loaded again.
+Called by methods and linears; calls vLLM's parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.utils import replace_parameter
+
+__all__ = ["mark_unloaded", "replace", "require_loaded"]
+
+
+def mark_unloaded(layer: Any, *names: str) -> None:
+    """Fills parameters with NaN, which vLLM makes of uninitialized memory and does not check for quantized models."""
+    for name in names:
+        data = getattr(layer, name).data
+        if data.dtype == torch.float8_e4m3fn:
+            data.view(torch.uint8).fill_(0x7F)
+        else:
+            data.fill_(torch.nan)
+
+
+def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
+    """Raises a ValueError where parameters hold NaN, so mostly are not in the checkpoint.
+
+    Args:
+        layer: vLLM's layer.
+        layer_name: for the message.
+        what: its dim 0, for the message.
+        names: of parameters.
+    """
+    for name in names:
+        missing = torch.isnan(getattr(layer, name).data.float())
+        if missing.ndim > 1:
+            missing = missing.flatten(1).any(1)
+        if bool(missing.any()):
+            which = missing.nonzero().flatten().tolist()
+            listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
+            raise ValueError(
+                f"{name}: NaN or missing in the checkpoint for {what} {listed} (of this rank) of {layer_name!r}"
+            )
+
+
+def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
+    """Puts a tensor in the form of our kernels where a loaded parameter was, or in a new one.
+
+    vLLM's reload_weights loads into parameters as they were made, has them processed again and copies the result into
+    these. Loading into these is an error: they have another layout, or another shape.
+    """
+    if tensor is not getattr(getattr(layer, name, None), "data", None):
+        replace_parameter(layer, name, tensor)
+
+    def weight_loader(*args: Any, **options: Any) -> None:
+        raise RuntimeError(
+            f"{name} of {layer_name!r} is in the layout of the kernels by now: load weights with vLLM's reload_weights,"
+            " not with load_weights"
+        )
+
+    getattr(layer, name).weight_loader = weight_loader
