@@ -39,6 +39,10 @@ def register() -> None:
     from thunder_moe.integrations.vllm.configs import register_configs
 
     register_configs()
+    from vllm import ModelRegistry
+
+    # By name: vLLM imports models in the processes that need them.
+    ModelRegistry.register_model("GptOssForCausalLM", "thunder_moe.integrations.vllm.gpt_oss:ThunderGptOssForCausalLM")
 
 
 def _vllm_version() -> str:

@@ -1,0 +1,81 @@
+"""vLLM's GPT-OSS with a reader of NVFP4 experts, which vLLM's own has none of.
+Called by vLLM, with whose registry of models plugin registers it; extends vLLM's model class.
+
+A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, gate and up in turns:
+`experts.gate_up_proj`, `_weight_scale`, `_weight_scale_2` and `_bias`, and those of `down_proj`.
+
+Legend: E experts, H hidden_size, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
+
+from thunder_moe.integrations.vllm.experts import SWIGLUOAI_FORM
+from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod
+
+__all__ = ["ThunderGptOssForCausalLM"]
+
+_EXPERTS = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>\w*)$")
+_PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}
+_FIELDS = {"": "weight", "_weight_scale": "weight_scale", "_bias": "bias"}
+_SHARDS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+
+
+class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
+    """vLLM's class; where its experts run on our kernels, their tensors go to vLLM's loader one expert at a time."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        experts = {
+            name.removesuffix(".routed_experts"): module
+            for name, module in self.named_modules()
+            if isinstance(getattr(module, "quant_method", None), ModelOptThunderMoEMethod)
+        }
+        if experts:
+            self._check_activation()
+        loaded: set[str] = set()
+        names: set[str] = super().load_weights(self._one_by_one(weights, experts, loaded))
+        return names | loaded
+
+    def _check_activation(self) -> None:
+        config = self.config
+        for name, wanted in (("swiglu_limit", SWIGLUOAI_FORM.limit), ("swiglu_alpha", SWIGLUOAI_FORM.alpha)):
+            found = getattr(config, name, wanted)
+            if found != wanted:
+                raise ValueError(
+                    f"{name}: got {found} in config.json, wanted {wanted}, which vLLM's GPT-OSS has for it"
+                )
+
+    def _one_by_one(
+        self, weights: Iterable[tuple[str, Tensor]], experts: dict[str, Any], loaded: set[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors for vLLM's loader, that of an expert (K, N) for a tensor of all (E, K, N)."""
+        for name, tensor in weights:
+            found = _EXPERTS.match(name)
+            layer = None if found is None else experts.get(found["experts"])
+            if found is None or layer is None:
+                yield name, tensor
+                continue
+            path, projection, field = found.groups()
+            parameter = _PARAMETERS[projection]
+            if field in _FIELDS:
+                for expert, part in enumerate(tensor.unbind()):
+                    yield f"{path}.{expert}.{parameter}_{_FIELDS[field]}", part
+            elif field == "_weight_scale_2":  # vLLM's loader of this model drops it
+                target = getattr(layer, f"{parameter}_weight_scale_2")
+                for expert, part in enumerate(tensor.expand(layer.global_num_experts).unbind()):
+                    for shard in _SHARDS[projection]:
+                        target.weight_loader(
+                            param=target, loaded_weight=part, weight_name=f"{path}.{parameter}_weight_scale_2",
+                            shard_id=shard, expert_id=expert, return_success=True,
+                        )  # fmt: skip
+                loaded.add(f"{path}.routed_experts.{parameter}_weight_scale_2")
+            elif field != "_input_scale":  # of 4-bit activations, which there are none of
+                raise ValueError(
+                    f"{name}: wanted the fields of NVFP4 experts, '', {', '.join(_FIELDS)[2:]} or _weight_scale_2"
+                )
