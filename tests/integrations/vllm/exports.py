@@ -18,7 +18,9 @@ from thunder_moe import load_checkpoint, quantize_, save_checkpoint
 PROMPTS = [[(7 * i + 3 * j + 1) % VOCABULARY for j in range(12)] for i in range(3)]
 NEW_TOKENS = 16
 # vLLM's attention on a CPU has no heads narrower than 32.
-_WIDER = dict(hidden_size=128, head_dim=32, v_head_dim=32, global_head_dim=32, attention_chunk_size=128)
+_WIDER = dict(
+    hidden_size=128, mamba_n_heads=16, head_dim=32, v_head_dim=32, global_head_dim=32, attention_chunk_size=128
+)
 # Latent attention is there for DeepSeek's own sizes alone.
 _LATENT = dict(
     hidden_size=128,
@@ -37,6 +39,7 @@ _ON_THE_HUB: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "hy_v3": dict(first_k_dense_replace=1, expert_hidden_dim=32, route_norm=True),
     "minimax_m2": dict(scoring_func="sigmoid", use_routing_bias=True),
+    "mimo_v2_flash": dict(hybrid_layer_pattern=[0, 1], moe_layer_freq=[1, 1]),
     "llama4": dict(num_experts_per_tok=1),  # all that vLLM has weights on the experts' input for, and the hub
 }
 
@@ -54,10 +57,26 @@ def config_for_vllm(name: str, **changes: Any) -> Any:
     return config
 
 
-def export(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """Writes a quantized tiny model with save_checkpoint."""
-    config = config_for_vllm(name, **changes)
-    return save_checkpoint(quantize_(tiny_model(name, dtype, config=config)), path)
+def export(
+    name: str, path: Path, dtype: torch.dtype = torch.float32, *, dense: bool = False, mirrored: bool = False,
+    **changes: Any,
+) -> Path:  # fmt: skip
+    """Writes a quantized tiny model with save_checkpoint.
+
+    Args:
+        name: of an architecture.
+        path: of the checkpoint.
+        dtype: of the model.
+        dense: all linears but the head are 4-bit, too.
+        mirrored: other weights, the rows of all matrices in reverse order.
+        **changes: of the configuration.
+    """
+    model = tiny_model(name, dtype, config=config_for_vllm(name, **changes))
+    if mirrored:
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data = parameter.data.flip(-2)
+    return save_checkpoint(quantize_(model, linears=(lambda _, path: "lm_head" not in path) if dense else False), path)
 
 
 def our_tokens(path: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:

@@ -14,7 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def _modules(tensors: Tensors) -> list[str]:
+    """Paths of what is 4-bit: experts and dense layers."""
+    return [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
 
 
 def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
@@ -29,8 +33,9 @@ def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
         "ignore": config["quantization_config"]["ignore"],
     }
     packed = {}
+    modules = set(_modules(tensors))
     for name, tensor in tensors.items():
-        if not _EXPERT.search(name):
+        if name.rpartition(".")[0] not in modules or name.endswith(".bias"):
             packed[name] = tensor
         elif name.endswith(".weight_scale_2"):
             packed[name.replace(".weight_scale_2", ".weight_global_scale")] = tensor.reciprocal().reshape(1)
@@ -45,28 +50,23 @@ def nvfp4(tensors: Tensors, config: dict) -> Tensors:
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = {
         "dynamic": False, "num_bits": 4, "type": "float", "group_size": 16,
     }  # fmt: skip
-    modules = [name.removesuffix(".weight") for name in tensors if _EXPERT.search(name) and name.endswith(".weight")]
-    return tensors | {f"{module}.input_scale": torch.tensor(0.01) for module in modules}
+    return tensors | {f"{module}.input_scale": torch.tensor(0.01) for module in _modules(tensors)}
 
 
 def mixed(tensors: Tensors, config: dict) -> Tensors:
     """ModelOpt's MIXED_PRECISION, which names an algorithm for each layer."""
-    modules = [name.removesuffix(".weight") for name in tensors if _EXPERT.search(name) and name.endswith(".weight")]
     entry = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     config["quantization_config"] |= {
         "quant_algo": "MIXED_PRECISION",
-        "quantized_layers": dict.fromkeys(modules, entry),
+        "quantized_layers": dict.fromkeys(_modules(tensors), entry),
     }
     return tensors
 
 
 def gate_and_up_apart(tensors: Tensors, config: dict) -> Tensors:
-    """The global scale of up twice that of gate, of each expert."""
-    return {
-        name: tensor * 2 if _EXPERT.search(name) and name.endswith(("up_proj.weight_scale_2", "w3.weight_scale_2"))
-        else tensor
-        for name, tensor in tensors.items()
-    }  # fmt: skip
+    """The global scale of up twice that of gate, of each expert; that of k twice those of q and v."""
+    last = ("up_proj.weight_scale_2", "w3.weight_scale_2", "k_proj.weight_scale_2")
+    return {name: tensor * 2 if name.endswith(last) else tensor for name, tensor in tensors.items()}
 
 
 def rewrite(source: Path, destination: Path, form: Callable[[Tensors, dict], Tensors]) -> Path:

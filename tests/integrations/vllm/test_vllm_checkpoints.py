@@ -58,12 +58,14 @@ def test_tokens(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def qwen3_moe(tmp_path_factory):
-    return export("qwen3_moe", tmp_path_factory.mktemp("exports") / "qwen3_moe")
+    """Dense layers are 4-bit, too: merged q, k and v, and the output of attention."""
+    return export("qwen3_moe", tmp_path_factory.mktemp("exports") / "qwen3_moe", dense=True)
 
 
 @pytest.mark.parametrize("form", [forms.compressed_tensors, forms.nvfp4, forms.mixed, forms.gate_and_up_apart])
 def test_forms(form, qwen3_moe, tmp_path):
-    """The same weights in other forms, and global scales of which vLLM's own kernels use the gate's for up."""
+    """The same weights in other forms, and global scales of which vLLM's own kernels use the gate's for up, and the
+    largest for q, k and v."""
     path = forms.rewrite(qwen3_moe, tmp_path / "form", form)
     expected = our_tokens(path)
     assert (expected == our_tokens(qwen3_moe)) == (form is not forms.gate_and_up_apart)
@@ -78,6 +80,14 @@ CONVENTIONS = ["mixtral", "deepseek_v3", "ernie4_5_moe", "gemma4", "glm4_moe", "
 def test_compressed_tensors(name, tmp_path):
     """Other names of experts, heads that are tied, and layers without experts."""
     path = forms.rewrite(export(name, tmp_path / "export"), tmp_path / "form", forms.compressed_tensors)
+    with engine(path) as llm:
+        assert their_tokens(llm) == our_tokens(path)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_dense_layers(name, tmp_path):
+    """Latent attention, shared experts and layers without experts; a checkpoint that says MIXED_PRECISION."""
+    path = forms.rewrite(export(name, tmp_path / "export", dense=True), tmp_path / "form", forms.mixed)
     with engine(path) as llm:
         assert their_tokens(llm) == our_tokens(path)
 
@@ -120,3 +130,17 @@ class TestRequests:
                 core.abort_request(["aborted"])
         assert tokens["kept"] == expected
         assert len(tokens.get("aborted", [])) < 16
+
+    def test_other_weights_are_loaded(self, llm, qwen3_moe, tmp_path):
+        """reload_weights, as in reinforcement learning: the memory stays, which CUDA graphs have the addresses of."""
+        other = export("qwen3_moe", tmp_path / "other", dense=True, mirrored=True)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        model = worker.model_runner.get_model()
+        places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        for path in (other, qwen3_moe):
+            expected = our_tokens(path)
+            llm.collective_rpc("reload_weights", kwargs=dict(weights_path=str(path)))
+            llm.reset_prefix_cache()
+            assert their_tokens(llm) == expected
+            assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+        assert our_tokens(other) != our_tokens(qwen3_moe)

@@ -11,8 +11,10 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, register_linear_methods
 from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method
 
 __all__ = [
@@ -31,6 +33,9 @@ class ThunderModelOptNvFp4Config(ModelOptNvFp4Config):  # type: ignore[misc]
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return _with_float32(super().get_supported_act_dtypes())
 
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        return super().get_quant_method(layer, _name_of_head(layer, prefix))
+
 
 class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type: ignore[misc]
     """MIXED_PRECISION: an algorithm for each layer."""
@@ -39,6 +44,7 @@ class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type
         return _with_float32(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        prefix = _name_of_head(layer, prefix)
         if isinstance(layer, RoutedExperts) and not self.is_layer_excluded(prefix):
             nvfp4 = {"NVFP4": self.nvfp4_config, "W4A16_NVFP4": self.w4a16_nvfp4_config}
             config = nvfp4.get(self._resolve_quant_algo(prefix) or "")
@@ -60,6 +66,20 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
                 return compressed_tensors_method(layer.moe_config, prefix, first.get("input_activations"))
         return super().get_quant_method(layer, prefix)
 
+    def _get_scheme_from_parts(
+        self, weight_quant: Any, input_quant: Any, output_quant: Any = None, format: Any = None, layer_name: Any = None
+    ) -> Any:
+        if self._is_nvfp4_format(weight_quant) and (input_quant is None or self._is_nvfp4_format(input_quant)):
+            scheme = compressed_tensors_scheme(input_quant, layer_name)
+            if scheme is not None:
+                return scheme
+        return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)
+
+
+def _name_of_head(layer: torch.nn.Module, prefix: str) -> str:
+    """The name under which checkpoints list a head that stays 16-bit; some models of vLLM build theirs without one."""
+    return "lm_head" if isinstance(layer, ParallelLMHead) and not prefix else prefix
+
 
 def _with_float32(dtypes: list[torch.dtype]) -> list[torch.dtype]:
     """On a CPU our kernels take float32, too; compared in it, two programs' tokens are equal but for ties."""
@@ -71,3 +91,4 @@ def register_configs() -> None:
     register_quantization_config("modelopt_fp4")(ThunderModelOptNvFp4Config)
     register_quantization_config("modelopt_mixed")(ThunderModelOptMixedPrecisionConfig)
     register_quantization_config("compressed-tensors")(ThunderCompressedTensorsConfig)
+    register_linear_methods()

@@ -1,0 +1,211 @@
+"""vLLM's methods for dense NVFP4 layers with our kernel, where vLLM has none: on a CPU.
+Called by configs and, through vLLM's registry of ModelOpt's algorithms, by vLLM; calls ops.scaled_mm and loading.
+
+Legend: N output features of this rank, K input features of this rank, P linears that are merged in one (q, k and v).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.kernels.linear import init_nvfp4_linear_kernel
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
+    CompressedTensorsScheme,
+    CompressedTensorsW4A4Fp4,
+)
+from vllm.model_executor.layers.quantization.modelopt import (
+    LINEAR_METHOD_BUILDERS,
+    ModelOptLinearMethod,
+    Role,
+    Shapes,
+    resolve,
+)
+from vllm.platforms import current_platform
+
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
+from thunder_moe.kernels.select import lay_out, runs_on_cuda
+from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
+
+__all__ = [
+    "ModelOptThunderLinearMethod",
+    "ThunderNvfp4Scheme",
+    "compressed_tensors_scheme",
+    "register_linear_methods",
+    "why_not_dense",
+]
+
+logger = init_logger("vllm.thunder_moe")
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+
+
+def why_not_dense() -> str | None:
+    """Why dense NVFP4 layers do not run on our kernel; None where they do.
+
+    On CUDA vLLM has kernels of its own (Marlin before Blackwell), beside which ours was not measured; ours runs where
+    none of them does. A --linear-backend that the user has named and batch invariance are vLLM's, too.
+    """
+    config = get_current_vllm_config_or_none()
+    backend = "auto" if config is None else config.kernel_config.linear_backend
+    if backend != "auto":
+        return f"--linear-backend {backend} was asked for"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set"
+    if current_platform.is_cpu():
+        return None
+    try:
+        kernel = init_nvfp4_linear_kernel(use_a16=True)
+    except ValueError as error:
+        if current_platform.is_cuda() and runs_on_cuda(torch.device("cuda")):
+            return None
+        return f"neither the kernels of thunder_moe nor vLLM's run here ({error})"
+    return f"vLLM has {type(kernel).__name__}"
+
+
+def _is_ours() -> bool:
+    reason = why_not_dense()
+    if reason is None:
+        logger.info_once("Dense NVFP4 layers run on the kernels of thunder_moe.")
+    else:
+        logger.info_once("Dense NVFP4 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason)
+    return reason is None
+
+
+def register_linear_methods() -> None:
+    """Registers our methods for dense layers of ModelOpt's NVFP4 algorithms, of mixed checkpoints too."""
+    LINEAR_METHOD_BUILDERS.update({algorithm: _Builder(algorithm) for algorithm in _ALGORITHMS})
+
+
+class _Builder:
+    """Makes the method of a layer, ours or vLLM's."""
+
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm = algorithm
+
+    def __call__(self, quant_config: Any, prefix: str) -> LinearMethodBase:
+        parts = resolve(self.algorithm, quant_config, prefix)
+        return ModelOptThunderLinearMethod(*parts) if _is_ours() else ModelOptLinearMethod(*parts)
+
+
+def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> CompressedTensorsScheme | None:
+    """Our scheme for a dense NVFP4 layer of compressed-tensors, or None where vLLM's is to run it.
+
+    Args:
+        inputs: how the checkpoint quantizes activations, None if not at all; ours are 16-bit in both cases.
+        layer_name: for messages.
+    """
+    return ThunderNvfp4Scheme(inputs is None, layer_name or "") if _is_ours() else None
+
+
+class _Dense:
+    """The weight of a layer, after its parts were loaded."""
+
+    layout: str
+
+    def pack(self, layer: Any, layer_name: str, scales: Tensor) -> None:
+        """Puts the weight into the layout of the device's kernel.
+
+        Args:
+            layer: vLLM's LinearBase, whose weight and weight_scale are loaded.
+            layer_name: for messages.
+            scales: decode scales (P,) of the merged linears. vLLM's own kernels take the largest for all.
+        """
+        scales = scales.float()
+        if scales.numel() > 1:  # (N,): a reload may bring scales that differ, in the same memory
+            widths = torch.tensor(layer.logical_widths, device=scales.device)
+            scales = scales.repeat_interleave(widths, output_size=layer.weight.shape[0])[None]
+        weight = lay_out(
+            NVFP4Weight(layer.weight.data[None], layer.weight_scale.data[None], scales.contiguous()), "auto"
+        )
+        self.layout = weight.layout
+        names = ("weight", "weight_scale", "weight_scale_2")
+        for name, tensor in zip(names, weight.tensors(), strict=True):
+            replace(layer, layer_name, name, tensor[0])
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., K) -> (..., N)"""
+        out: Tensor = torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm(
+            x, layer.weight.t(), layer.weight_scale, layer.weight_scale_2, bias, layout=self.layout
+        )
+        return out
+
+
+@register_weight_loader_v2_supported_method
+class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore[misc]
+    """For ModelOpt's names, with vLLM's parameters. vLLM's loaders look for "ModelOpt" in the name of this class."""
+
+    @property
+    def supports_pre_processed_weights(self) -> bool:
+        return False
+
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int,
+        output_size: int, params_dtype: torch.dtype, **extra_weight_attrs: Any,
+    ) -> None:  # fmt: skip
+        """As vLLM's, without a kernel of vLLM's."""
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = sum(output_partition_sizes)
+        shapes = Shapes(output_partition_sizes, input_size_per_partition, params_dtype)
+        loader = extra_weight_attrs.get("weight_loader")
+        self.wkey.create_weights(layer, Role.WEIGHT, self.ctx, shapes, loader)
+        if self.akey is not None:
+            self.akey.create_weights(layer, Role.ACT, self.ctx, shapes, loader)
+        self.fmt.extra_weights(layer, shapes, self.ctx, loader)
+        mark_unloaded(layer, "weight_scale_2")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if getattr(layer, "_retain_weight_for_gather", False):
+            raise NotImplementedError(
+                f"{_name(layer)}: an NVFP4 weight whose rows are gathered runs on vLLM's own kernels"
+            )
+        require_loaded(layer, _name(layer), "rows", "weight_scale")
+        require_loaded(layer, _name(layer), "merged linears", "weight_scale_2")
+        if hasattr(layer, "input_scale"):  # of 4-bit activations, which there are none of
+            del layer.input_scale
+        self.pack(layer, _name(layer), layer.weight_scale_2.data)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
+
+
+class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
+    """For compressed-tensors' names; its global scales encode, so they divide."""
+
+    def __init__(self, use_a16: bool, layer_name: str) -> None:
+        self.use_a16, self.layer_name, self.group_size = use_a16, layer_name, 16
+        self.kernel = _NoKernel()
+
+    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
+        super().create_weights(layer, *args, **options)
+        mark_unloaded(layer, "weight_scale", "weight_global_scale")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        require_loaded(layer, self.layer_name, "rows", "weight_scale")
+        require_loaded(layer, self.layer_name, "merged linears", "weight_global_scale")
+        scales = 1 / layer.weight_global_scale.data
+        layer.weight = torch.nn.Parameter(layer.weight_packed.data, requires_grad=False)
+        for name in ("weight_packed", "weight_global_scale", "input_global_scale"):
+            if hasattr(layer, name):
+                delattr(layer, name)
+        self.pack(layer, self.layer_name, scales)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
+
+
+class _NoKernel:
+    """Where vLLM's class asks its kernel for the form of inputs: 16 bits."""
+
+    def input_quant_key(self) -> None:
+        return None
+
+
+def _name(layer: Any) -> str:
+    return str(getattr(layer, "prefix", "") or type(layer).__name__)
