@@ -72,21 +72,23 @@ def refusal(path, config, options=None):
     return None
 
 
-def refusals_of_saving(path, config, where):
-    """What saving, and loading a checkpoint's tensors into the model, raise."""
+def saved_again(path, config, where, options=None):
+    """Saves a loaded model by both ways, and what loading a checkpoint's tensors into it and a second save raise."""
     from safetensors.torch import load_file
 
-    model, messages = load(path, config), []
+    model, messages = load(path, config, **(options or {})), []
+    save_checkpoint(model, where / "checkpoint")
+    model.save_pretrained(where / "pretrained")
     tensors = load_file(path / "model.safetensors")
     for attempt in (
-        lambda: save_checkpoint(model, where),
-        lambda: model.save_pretrained(where),
         lambda: model.load_state_dict(tensors, strict=False),
+        lambda: save_checkpoint(model, where / "checkpoint"),
+        lambda: model.save_pretrained(where / "pretrained", state_dict={}),
     ):
         try:
             attempt()
-        except ValueError as error:
-            messages.append(str(error))
+        except (ValueError, FileExistsError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
     return messages
 
 

@@ -8,6 +8,8 @@ import importlib.util
 import distributed_jobs as jobs
 import pytest
 import torch
+from checkpoint_files import bits
+from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -230,15 +232,34 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
 
 
 @needs_sharding
-@pytest.mark.parametrize("layout", ["all_reduce", "fsdp"])
-def test_a_part_is_not_saved(layout, saved, ranks, tmp_path):
-    path, _ = saved("qwen3_moe")
-    for messages in ranks(2)(jobs.refusals_of_saving, path, LAYOUTS[layout], tmp_path / "saved"):
-        assert len(messages) == 3
-        assert "is a part of its experts" in messages[0]
-        assert "is a part of its experts" in messages[1] or "is sharded (a DTensor)" in messages[1]
-        assert "is a part of its experts" in messages[2]
-    assert not (tmp_path / "saved").exists()
+@pytest.mark.parametrize(
+    ("name", "change", "layout"),
+    [
+        ("qwen3_moe", None, "all_reduce"),
+        ("qwen3_moe", all_linears, "tp"),
+        ("gpt_oss", None, "fsdp"),
+        ("gpt_oss", None, "tp"),
+        ("llama4", None, "all_to_all"),
+    ],
+)
+def test_saved_by_all_as_by_one(name, change, layout, saved, ranks, tmp_path):
+    """Bit for bit what was loaded; the first process alone writes, and what it raises stops all."""
+    path, _ = saved(name, change)
+    answers = ranks(2)(jobs.saved_again, path, LAYOUTS[layout], tmp_path)
+    expected = load_file(path / "model.safetensors")
+    for folder in ("checkpoint", "pretrained"):
+        tensors = load_file(tmp_path / folder / "model.safetensors")
+        assert tensors.keys() == expected.keys()
+        for key, tensor in tensors.items():
+            assert tensor.dtype == expected[key].dtype
+            assert torch.equal(bits(tensor), bits(expected[key])), key
+        assert "distributed_config" not in (tmp_path / folder / "config.json").read_text()
+    assert "FileExistsError" in answers[0][1]
+    assert "RuntimeError: the first process could not save the model" in answers[1][1]
+    for messages in answers:
+        assert "is a part of its" in messages[0]
+        assert "state_dict: got one for a model that several processes share" in messages[2]
+    assert not [entry for entry in tmp_path.iterdir() if entry.name not in ("checkpoint", "pretrained")]
 
 
 @pytest.mark.skipif(AVAILABLE, reason="of an older transformers")

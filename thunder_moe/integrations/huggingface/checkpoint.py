@@ -5,6 +5,7 @@ Called by users; calls quantizer to load, thunder_moe.checkpoint to write.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,8 +23,15 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
+from thunder_moe.integrations.huggingface.gathering import (
+    by_first,
+    is_shared,
+    whole_experts,
+    whole_linear,
+    whole_state,
+)
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
-from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
+from thunder_moe.integrations.huggingface.sharding import require_available
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.packed import NVFP4Module
 
@@ -146,6 +154,9 @@ def save_checkpoint(
     checkpoint, or of its architecture's checkpoints on the hub, but experts are written one by one; only GPT-OSS has
     fused ones.
 
+    Of a model that several processes share (``distributed_config``) all call this, and the first one writes: it has one
+    layer's experts whole at a time, and the 16-bit weights in main memory.
+
     Args:
         model: a transformers model after `quantize_` or `load_checkpoint`.
         path: a directory that does not exist yet; it appears whole.
@@ -157,8 +168,7 @@ def save_checkpoint(
     Raises:
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
-        ValueError: the model has no NVFP4 experts or dense layers, a tensor is on the "meta" device (offloaded), or
-            this process has a part of the experts alone (distributed_config).
+        ValueError: the model has no NVFP4 experts or dense layers, or a tensor is on the "meta" device (offloaded).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
@@ -170,7 +180,6 @@ def write_model(
 ) -> Path:
     """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    refuse_part(model, "saved by one process that loads it whole")
     for name, module in model.named_modules():
         if isinstance(module, NVFP4Module) and module.format_name != NVFP4.name:
             raise ValueError(
@@ -188,15 +197,16 @@ def write_model(
     extra = _own_code(model, config)
     if model.can_generate():
         extra["generation_config.json"] = model.generation_config.to_json_string()
-    return write_checkpoint(
-        path,
-        config,
-        model_tensors(model),
-        layout=layout,
-        max_shard_size=max_shard_size,
-        extra=extra,
-        companions=companions,
-    )
+    tensors = model_tensors(model)
+
+    def write() -> Path:
+        options: dict[str, Any] = dict(layout=layout, max_shard_size=max_shard_size, extra=extra)
+        return write_checkpoint(path, config, tensors, **options, companions=companions)
+
+    if is_shared(model):
+        by_first(write, lambda: deque(tensors, maxlen=0))
+        return Path(path)
+    return write()
 
 
 def _own_code(model: transformers.PreTrainedModel, config: dict[str, Any]) -> dict[str, str]:
@@ -223,6 +233,7 @@ def _source_directory(model: transformers.PreTrainedModel) -> Path | None:
 def model_config(model: transformers.PreTrainedModel) -> dict[str, Any]:
     """config.json of a model, as it is now; what it says of a quantization is that of the files it came from."""
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=True))
+    config.pop("distributed_config", None)
     dtype = str(model.dtype).removeprefix("torch.")
     if _has_untied_head(model):
         config["tie_word_embeddings"] = False
@@ -270,22 +281,21 @@ def model_tensors(
     blocks = _blocks(model)
     for name, module in blocks.items():
         inside |= {f"{name}.gate_up_bias", f"{name}.down_bias"}
-        biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
-        weights = module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight
-        yield sources[name][0], ExpertWeights(*weights, *biases)
+        yield sources[name][0], whole_experts(module)
     # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
     packed: set[Module] = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
     state: dict[str, Tensor] = {}
     for name, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
             if not isinstance(part, NVFP4LinearStack):
-                yield linear_source(model, name), part.nvfp4_weight
+                yield linear_source(model, name), whole_linear(part)
                 state |= {} if part.bias is None else {f"{name}.bias": part.bias.detach()}
         elif part not in packed:
             part._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
     tied = {} if _has_untied_head(model) else model.all_tied_weights_keys
     state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
     state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
+    state = whole_state(state) if is_shared(model) else state
     yield from revert_weight_conversion(model, state).items()
 
 

@@ -76,6 +76,7 @@ class NVFP4Experts(nn.Module):
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
     _bound: Bound | None = None
     part: ExpertsPart = WHOLE
+    part_mesh: Any = None
 
     def __init__(
         self, experts: nn.Module, form: ExpertsForm, gate_up_proj: NVFP4GroupedLinear, down_proj: NVFP4GroupedLinear
@@ -230,9 +231,9 @@ class NVFP4Experts(nn.Module):
         hook_alike(experts, self)
         return experts.train(self.training)
 
-    def note_part(self, part: ExpertsPart) -> None:
-        """Notes that the weights are a part of those of the layer."""
-        self.part = part
+    def note_part(self, part: ExpertsPart, mesh: Any = None) -> None:
+        """Notes that the weights are a part of those of the layer, which the processes of a mesh share."""
+        self.part, self.part_mesh = part, mesh
         whole_experts = part.feature_ranks == 1
         for dim, linear in ((1, self.gate_up_proj), (2, self.down_proj)):
             by_features = (dim, part.feature_rank, part.feature_ranks)
@@ -306,7 +307,7 @@ def quantized_experts(
     ]
     new = NVFP4Experts.from_weights(experts, *weights, *biases, auto_layout=layout == "auto")
     if sharding is not None:
-        new.note_part(sharding.part)
+        new.note_part(sharding.part, sharding.mesh)
         sharding.install(new)
     return new
 

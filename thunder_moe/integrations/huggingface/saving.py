@@ -99,7 +99,8 @@ class QuantizedModel:
 
         Args:
             save_directory: made if it does not exist.
-            is_main_process: False writes nothing.
+            is_main_process: False writes nothing. Of a model that transformers has shared among processes
+                (``distributed_config``) all call this, and the first one writes.
             state_dict: whose tensors are saved in the place of the model's own; all of them, by the model's names.
             push_to_hub: uploads the directory afterwards; `kwargs` has repo_id, commit_message, create_pr and what
                 ``huggingface_hub.create_repo`` takes.
@@ -144,14 +145,22 @@ class QuantizedModel:
             raise ValueError("distributed_checkpoint: got True, wanted False: one process saves the whole 4-bit model")
         if prepared:
             raise ValueError(f"model: {next(iter(prepared))} is prepared for training: finish_qat_(model) before")
+        from thunder_moe.integrations.huggingface.gathering import is_shared
+
         directory = Path(save_directory)
         if directory.is_file():
             raise FileExistsError(f"save_directory: {directory} is a file, wanted a directory")
-        if not is_main_process:
+        shared = is_shared(self)
+        if shared and state_dict is not None:
+            raise ValueError("state_dict: got one for a model that several processes share, wanted None")
+        if not is_main_process and not shared:
             return None
         with _tensors_of(self, state_dict), _written(self, directory, max_shard_size) as whole:
-            _move(whole, directory)
-        if push_to_hub:
+            if whole.exists():  # the first of several processes has it
+                _move(whole, directory)
+        if shared:
+            torch.distributed.barrier()
+        if push_to_hub and is_main_process:
             _upload(directory, token, **kwargs)
         return None
 
@@ -288,8 +297,9 @@ def _offloaded(model: Any, name: str) -> Tensor | None:
 def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator[Path]:
     """A directory in `directory`, or beside one that does not exist, with the checkpoint; removed afterwards."""
     from thunder_moe.integrations.huggingface.checkpoint import write_model
+    from thunder_moe.integrations.huggingface.gathering import is_shared
 
-    for name, parameter in model.named_parameters():
+    for name, parameter in () if is_shared(model) else model.named_parameters():
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"model: {name} is sharded (a DTensor); pass the gathered tensors as state_dict")
     # One that exists may be a mount point: files can be moved within it alone.

@@ -88,8 +88,8 @@ def add_rules(model: Any, plan: dict[str, str]) -> None:
                 del plan[rule]
 
 
-def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
-    """Reduces 4-bit experts, on "meta" or with weights, to a part of them.
+def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
+    """Reduces 4-bit experts, on "meta" or with weights, to a part of them, of those that the processes of a mesh share.
 
     Raises:
         ValueError: the ranks cannot share them evenly, or the experts compute something that is of all features.
@@ -122,7 +122,7 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart) -> None:
             experts.register_parameter(name, nn.Parameter(value, requires_grad=bias.requires_grad))
     if part.expert_ranks > 1:
         experts.num_experts = own.stop - own.start
-    experts.note_part(part)
+    experts.note_part(part, mesh)
 
 
 def register_styles() -> None:
@@ -142,7 +142,7 @@ if AVAILABLE:
 
         def install_forward(self, module: Any, ep_mesh: Any, **options: Any) -> Any:  # type: ignore[override]
             if isinstance(module, NVFP4Experts) and module.part is WHOLE:
-                cut_(module, ExpertsPart(expert_rank=ep_mesh.get_local_rank(), expert_ranks=ep_mesh.size()))
+                cut_(module, ExpertsPart(expert_rank=ep_mesh.get_local_rank(), expert_ranks=ep_mesh.size()), ep_mesh)
             installed: Any = super().install_forward(module, ep_mesh, **options)  # type: ignore[no-untyped-call]
             if isinstance(module, NVFP4Experts) and module.form.weight_on_input:
                 known: Any = expert_parallel.EPImplementationInterface()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ if AVAILABLE:
 
         def install_forward(self, module: Any, mesh: Any) -> Any:
             if isinstance(module, NVFP4Experts) and module.part is WHOLE:
-                cut_(module, ExpertsPart(feature_rank=mesh.get_local_rank(), feature_ranks=mesh.size()))
+                cut_(module, ExpertsPart(feature_rank=mesh.get_local_rank(), feature_ranks=mesh.size()), mesh)
             return super().install_forward(module, mesh)  # type: ignore[no-untyped-call]
 
 
@@ -175,6 +175,7 @@ def _dense_style(style: Any, dim: int) -> Any:
                 return module
             module.narrow_(dim, mesh.get_local_rank(), mesh.size())
             module.process_part = (dim, mesh.get_local_rank(), mesh.size())
+            vars(module)["process_mesh"] = mesh
             vars(module)["_hf_quantized_needs_local_tp"] = True  # transformers' word for a weight that is no DTensor
             return super().install_forward(module, mesh)
 
