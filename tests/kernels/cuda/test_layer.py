@@ -84,6 +84,39 @@ def test_kernels_that_overlap_have_workspaces_apart(hopper, name, overlap):
     assert not alone[-1]
 
 
+@pytest.mark.parametrize("layout", [pytest.param("linear", marks=pytest.mark.slow), TILED])
+def test_rows_of_no_expert_are_not_gathered(hopper, layout):
+    """On a rank of many most slots are of other ranks' experts; their rows lie behind all others."""
+    args = make_layer(40, 128, 64, layout)
+    ids = torch.where(args[1] < 2, args[1], -1)
+    row_slot, offsets, _ = cuda.route(ids, E)
+    config = next(c for c in TILED_SWIGLU_CONFIGS.values() if c.kernel == "tiled_wgmma")
+    if layout == "linear":
+        config = cuda_configs.GemmConfig("wgmma", 1, 2, 1, 1, 3)
+    gemm = prepared.gemm_launch(
+        ids.numel(), E, 128, 128, A, BF16, layout, False, None, None, SWIGLU, args[0].device, (3, (9, 0)), config
+    )
+    ready = gemm.prepare(args[0], *args[3].tensors(), offsets, row_slot, None, None)
+    gathered = ready.kept[-1].fill_(7)
+    gemm.launch(ready)
+    end = int(offsets[-1])
+    assert 0 < end < len(ids.flatten())
+    expected = args[0][row_slot[:end] // A]  # in the order of k of the kernel's threads
+    assert torch.equal(gathered[:end].sort(-1).values, expected.sort(-1).values)
+    assert (gathered[end:] == 7).all()
+
+
+def test_live_rows_choose_the_configurations(hopper, monkeypatch):
+    args = (*make_layer(40, 64, 64, TILED)[:5], None, None, None, False, SWIGLU)
+    asked, choose = [], cuda.choose_config
+    monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
+    cuda._configs.cache_clear()
+    out = torch.empty_like(args[0])
+    assert cuda.moe_experts(*args, live_rows=3, out=out) is out
+    assert asked == [3, 3]
+    assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
+
+
 def test_threads_that_share_a_stream_launch_one_chain_after_the_other(emulated):
     launched, all_are_ready = [], threading.Barrier(4)
 

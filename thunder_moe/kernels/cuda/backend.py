@@ -31,7 +31,7 @@ from thunder_moe.kernels.by_parts import Order
 from thunder_moe.kernels.cuda import configs, launch, nvrtc
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
-from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
+from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.layer import LayerLaunch
 from thunder_moe.kernels.cuda.prepared import (
     DEQUANTIZE,
@@ -145,18 +145,35 @@ def moe_experts(
     form: GLU,
     *,
     configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
+    live_rows: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """The same as `by_parts.moe_experts` of this module, bit for bit, by the chain of layer.py."""
+    """The same as `by_parts.moe_experts` of this module, bit for bit, by the chain of layer.py.
+
+    Args:
+        hidden_states: as there, and so are all but the last three.
+        configs: of the two GEMMs, in place of those that are best.
+        live_rows: how many of the ids are expected to be experts of this device, which the choice of configurations
+            takes for the number of rows.
+        out: contiguous (T, H) that the result is written into.
+    """
     features = down.shape[2]
     split_blocks = gate_up.layout == TILED and features % 64 != 0  # see grouped_swiglu
     if expert_ids.numel() == 0 or split_blocks or _runs_on_reference(hidden_states, gate_up):
-        return by_parts.moe_experts(
+        result = by_parts.moe_experts(
             sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
             order, weight_on_input, form,
         )  # fmt: skip
+        return result if out is None else out.copy_(result)
     x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
     gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
     first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
+    if live_rows is not None:
+        best = _configs(
+            live_rows, first.shape[0], x.shape[1], features, first.layout, second.layout, first.format.name,
+            second.format.name, _device_facts(x.device),
+        )  # fmt: skip
+        configs = configs[0] or best[0], configs[1] or best[1]
     run = layer_launch(
         x, ids, weights, first.layout, second.layout, _per_row(first), _per_row(second), _dtype(gate_up_bias),
         _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form, configs,
@@ -165,7 +182,19 @@ def moe_experts(
     if order is not None:
         order = (order[0].contiguous(), order[1].contiguous(), order[2].contiguous())
     gate_up_tensors = _tensors(first, run.gate_up.layout)
-    return run(x, ids, weights, gate_up_tensors, _tensors(second, run.down.layout), gate_up_bias, down_bias, order)
+    return run(x, ids, weights, gate_up_tensors, _tensors(second, run.down.layout), gate_up_bias, down_bias, order, out)
+
+
+@functools.lru_cache(maxsize=1024)
+def _configs(
+    rows: int, num_experts: int, hidden_size: int, features: int, gate_up_layout: str, down_layout: str,
+    gate_up_format: str, down_format: str, facts: tuple[int, tuple[int, int]],
+) -> tuple[GemmConfig, GemmConfig]:  # fmt: skip
+    """The best ones of gate_up and down for so many rows."""
+    return (
+        choose_config(rows, num_experts, features, hidden_size, True, *facts, gate_up_layout, gate_up_format),
+        choose_config(rows, num_experts, hidden_size, features, False, *facts, down_layout, down_format),
+    )
 
 
 def _tensors(weight: PackedWeight, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:

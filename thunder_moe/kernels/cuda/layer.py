@@ -59,12 +59,13 @@ class LayerLaunch(NamedTuple):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         order: Order | None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Tokens (T, H), ids and weights (T, A) -> (T, H); all operands contiguous."""
+        """Tokens (T, H), ids and weights (T, A) -> (T, H), in `out` where it is given; all operands contiguous."""
         if launch.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(
-                    hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, order
+                    hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, order, out
                 )  # fmt: skip
         if order is None:
             assert self.route is not None
@@ -76,4 +77,4 @@ class LayerLaunch(NamedTuple):
         with GEMMS:
             self.gate_up.launch(first)
             self.down.launch(second)
-        return self.combine(second.out, slot_row, on_output)
+        return self.combine(second.out, slot_row, on_output, out)

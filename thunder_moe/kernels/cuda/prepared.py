@@ -296,13 +296,13 @@ class CombineLaunch:
             self.index,
         )  # fmt: skip
 
-    def __call__(self, rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None) -> Tensor:
-        """Rows (M, N), slot_row int32 (T, A) and slot_weight (T, A) -> (T, N)."""
+    def __call__(self, rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Rows (M, N), slot_row int32 (T, A) and slot_weight (T, A) -> (T, N), in `out` where it is given."""
         index = self.index
         if launch.current_device() != index:
             with torch.cuda.device(index):
-                return self(rows, slot_row, slot_weight)
-        out = self.empty(*self.result)
+                return self(rows, slot_row, slot_weight, out)
+        out = self.empty(*self.result) if out is None else out
         weight = 0 if slot_weight is None else slot_weight.data_ptr()
         self.launcher(
             launch.current_stream(index), rows.data_ptr(), slot_row.data_ptr(), weight, out.data_ptr(), *self.numbers
