@@ -21,13 +21,15 @@ from vllm.platforms import current_platform
 from thunder_moe.activations import GLU
 from thunder_moe.formats.layouts import BLOCK_SIZE
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import runs_on_cuda
+from thunder_moe.integrations.vllm.expert_map import local_ids
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.select import runs_on_cuda, select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "local_ids", "why_not"]
+__all__ = ["FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "why_not"]
 
 _FIELDS = ("weight", "weight_scale", "weight_scale_2")
 # Computed inside of the first GEMM. SWIGLUOAI is for rows of gate and up that alternate in the checkpoint; the methods
@@ -78,14 +80,6 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
     if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda")):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
     return None
-
-
-def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """Experts of all ranks (T, A) -> int32 (T, A) of this rank, -1 for those of others; see `ThunderExperts.apply`."""
-    ids = topk_ids
-    if expert_map is not None:  # an index of -1 would be the last expert
-        ids = torch.where(topk_ids >= 0, expert_map[topk_ids.clamp_min(0).long()], -1)
-    return ids.to(torch.int32)
 
 
 class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
@@ -194,7 +188,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             topk_weights: (T, A).
             topk_ids: (T, A), physical experts of all ranks, or -1 for none.
             activation: of the layer.
-            global_num_experts: unused.
+            global_num_experts: of all ranks.
             expert_map: (experts of all ranks,) -> experts of this rank, -1 for those of others; None for one rank.
             a1q_scale: unused, as activations stay in 16 bits.
             a2_scale: likewise.
@@ -205,7 +199,16 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        output.copy_(self.run(hidden_states, ids, weights, activation))
+        if activation in FUSED and select(hidden_states.device) is cuda:
+            live_rows = None  # of a rank of many: most ids are of experts elsewhere
+            if expert_map is not None:
+                live_rows = -(-ids.numel() * w1.shape[0] // global_num_experts)
+            cuda.moe_experts(
+                hidden_states, ids, weights, self.gate_up, self.down, self.biases.get("gate_up_bias"),
+                self.biases.get("down_bias"), None, False, self._form(activation), live_rows=live_rows, out=output,
+            )  # fmt: skip
+        else:
+            output.copy_(self.run(hidden_states, ids, weights, activation))
 
     def run(self, hidden_states: Tensor, ids: Tensor, weights: Tensor, activation: MoEActivation) -> Tensor:
         """(T, H) -> (T, H), the weighted sums of the experts of this rank.

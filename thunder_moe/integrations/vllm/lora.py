@@ -22,7 +22,8 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts, local_ids
+from thunder_moe.integrations.vllm.expert_map import local_ids
+from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts
 from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, scale_of_rows
