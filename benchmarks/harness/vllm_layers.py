@@ -1,0 +1,155 @@
+"""A routed MoE layer as vLLM builds it (router, experts, weighted sum), its experts run by vLLM's kernels or by ours.
+Called by suites/serving.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
+
+Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import vllm
+except ImportError as error:
+    raise ImportError("layers of vLLM need vLLM: pip install 'thunder_moe[vllm]'") from error
+from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from benchmarks.harness.served import COLUMNS, ServedLayer
+from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
+from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
+
+__all__ = ["VERSION", "VLLMLayer", "one_process", "oracle"]
+
+VERSION = vllm.__version__
+
+
+@contextlib.contextmanager
+def one_process(device: torch.device) -> Iterator[None]:
+    """vLLM's groups of processes, with this one in each, and its workspace."""
+    with tempfile.TemporaryDirectory() as folder:
+        with set_current_vllm_config(VllmConfig()):
+            init_distributed_environment(1, 0, f"file://{folder}/store", backend="gloo")
+            initialize_model_parallel()
+        if device.type == "cuda":
+            init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
+        try:
+            yield
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+class VLLMLayer:
+    """A layer of vLLM in bfloat16, with given weights."""
+
+    def __init__(
+        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight, correction: Tensor | None = None
+    ) -> None:
+        """Builds it and lets vLLM prepare the weights for the kernels.
+
+        Args:
+            layer: the sizes and the routing.
+            column: of `served.COLUMNS`.
+            gate_up: (E, 2I, H) in layout "linear", gate's rows first.
+            down: (E, H, I), likewise.
+            correction: float32 (experts of all ranks,), where the layer has one.
+
+        Raises:
+            ValueError, NotImplementedError: vLLM's, where the kernel cannot run the layer.
+        """
+        backend, quantized = COLUMNS[column]
+        self.config = VllmConfig(
+            kernel_config=KernelConfig(moe_backend=backend),
+            parallel_config=ParallelConfig(enable_expert_parallel=layer.ranks > 1),
+        )
+        quant_config = None
+        if quantized:
+            kind = ThunderModelOptNvFp4Config if column == "thunder_moe" else ModelOptNvFp4Config
+            quant_config = kind("W4A16_NVFP4", is_checkpoint_nvfp4_serialized=True)
+        device = gate_up.device
+        with set_current_vllm_config(self.config), device:
+            self.runner = FusedMoEFactory(
+                num_experts=layer.num_experts, top_k=layer.top_k, hidden_size=layer.hidden_size,
+                intermediate_size=layer.intermediate_size, params_dtype=torch.bfloat16, tp_size=layer.ranks,
+                quant_config=quant_config, prefix="model.layers.0.mlp.experts", e_score_correction_bias=correction,
+                **layer.routing,
+            )  # fmt: skip
+            experts = self.runner.routed_experts
+            if quantized:
+                _fill(experts, gate_up, down)
+            else:
+                for name, weight in (("w13_weight", gate_up), ("w2_weight", down)):
+                    getattr(experts, name).data.copy_(_in_bf16(weight))
+            self.method = experts.quant_method
+            self.method.process_weights_after_loading(experts)
+            self.method = experts.quant_method
+
+    @property
+    def kernel(self) -> str:
+        """The class that runs the experts."""
+        return type(self.method.moe_kernel.fused_experts).__name__
+
+    def __call__(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        """(T, H) and (T, experts of all ranks) -> (T, H), the sum over this rank's experts."""
+        with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
+            out: Tensor = self.runner(hidden_states, router_logits)
+        return out
+
+    def chosen(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The router's weights (T, A) and experts of all ranks (T, A)."""
+        with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
+            weights, ids = self.runner.router.select_experts(
+                hidden_states=hidden_states, router_logits=router_logits,
+                topk_indices_dtype=self.method.topk_indices_dtype,
+            )  # fmt: skip
+        return weights, ids
+
+
+def _fill(experts: Any, gate_up: NVFP4Weight, down: NVFP4Weight) -> None:
+    """Writes what a loader would: ModelOpt's tensors."""
+    for name, weight in (("w13", gate_up), ("w2", down)):
+        getattr(experts, f"{name}_weight").data.copy_(weight.qdata)
+        getattr(experts, f"{name}_weight_scale").data.view(torch.uint8).copy_(weight.scale.view(torch.uint8))
+        scales = getattr(experts, f"{name}_weight_scale_2").data
+        scales.copy_(weight.global_scale.reshape(-1, *[1] * (scales.ndim - 1)).expand_as(scales))
+        getattr(experts, f"{name}_input_scale").data.fill_(1.0)
+
+
+def _in_bf16(weight: NVFP4Weight) -> Tensor:
+    return torch.stack([dequantize(_expert(weight, e), torch.bfloat16)[0] for e in range(weight.shape[0])])
+
+
+def _expert(weight: NVFP4Weight, expert: int) -> NVFP4Weight:
+    qdata, scale, global_scale = (tensor[expert : expert + 1] for tensor in weight.tensors())
+    return NVFP4Weight(qdata, scale, global_scale)
+
+
+def oracle(
+    hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight, on_input: bool
+) -> Tensor:
+    """fp32, an expert at a time: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H)."""
+    out = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    for expert in range(gate_up.shape[0]):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        factor = weights[token, slot].float()[:, None]
+        x = hidden_states[token].float()
+        if on_input:  # vLLM multiplies in 16 bits
+            x = (hidden_states[token] * factor.to(hidden_states.dtype)).float()
+        first, second = (dequantize(_expert(weight, expert), torch.float32)[0] for weight in (gate_up, down))
+        gate, up = (x @ first.t()).chunk(2, -1)
+        y = (F.silu(gate) * up) @ second.t()
+        out.index_add_(0, token, y if on_input else y * factor)
+    return out
