@@ -198,7 +198,7 @@ def table(rows: Sequence[dict[str, Any]], keys: Sequence[str], baseline: str, *,
     columns += _columns(rows, "floor_share", "% of floor {}", lambda share: f"{100 * share:.1f}")
     legend = [f"{of}; x: times faster than {baseline}"]
     if any("floor_share" in row for row in rows):
-        legend[0] += "; % of floor: the least time that the hardware allows NVFP4 weights, over the candidate's"
+        legend[0] += "; % of floor: the least time that the hardware allows packed weights, over the candidate's"
     timings = [timing for row in rows for timing in row.get("seconds", {}).values()]
     noisy = sum(t["quartiles"][1] - t["quartiles"][0] > NOISY * t["median"] for t in timings)
     if noisy:

@@ -1,10 +1,10 @@
 """Roofline of expert GEMMs: the device's measured limits, the least time of a GEMM (floor), shares of it, peers' files.
 Called by suites/{gemm,roofline}.py; calls harness/{timing,report}.py.
 
-The floor of a GEMM with NVFP4 weights is the larger of its memory time (weights of the experts that have rows at 4.5
-bits, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share is floor / median: 1 is
-optimal. bf16 is compared with the same floor, which it cannot reach, because its weights are 3.6 times larger. More
-than 1 is possible where weights stay in a cache, as on a CPU.
+The floor of a GEMM with packed weights is the larger of its memory time (weights of the experts that have rows, 4.5
+bits each in NVFP4, 16-bit rows in and out) and the time of its floating-point operations. A candidate's share is floor
+over median: 1 is optimal. bf16 is compared with the same floor, which it cannot reach, because its weights are larger,
+3.6 times those of NVFP4. More than 1 is possible where weights stay in a cache, as on a CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from thunder_moe.formats.registry import FORMATS
 
 __all__ = ["Limits", "missing", "panels", "plot_shares", "read_peers", "summary"]
 
-BYTES_PER_WEIGHT = FORMATS["nvfp4"].bits_per_weight / 8
 # Bytes that are read, and the size of the square matrices that are multiplied, to measure the limits.
 SIZES = {"cuda": (2**32, 8192), "cpu": (2**29, 2048)}
 # Keys of a peers' file -> labels.
@@ -43,17 +42,21 @@ Points = dict[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Limits:
-    """A device's limits: `read_bytes_per_second`, and `flops_per_second` of a dense product."""
+    """A device's limits, `read_bytes_per_second` and `flops_per_second` of a dense product; the bits of a weight."""
 
     read_bytes_per_second: float
     flops_per_second: float
+    bits_per_weight: float = FORMATS["nvfp4"].bits_per_weight
 
     @staticmethod
-    def measured(device: torch.device, **how: Any) -> Limits:
+    def measured(
+        device: torch.device, *, bits_per_weight: float = FORMATS["nvfp4"].bits_per_weight, **how: Any
+    ) -> Limits:
         """Times the sum of a large int64 tensor, and a bf16 product (on a CPU the faster of bf16 and fp32).
 
         Args:
             device: to measure.
+            bits_per_weight: of the format.
             how: arguments of `timing.measure`.
         """
         read_bytes, size = SIZES[device.type]
@@ -63,7 +66,7 @@ class Limits:
             operands = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
             functions[str(dtype)] = functools.partial(torch.mm, *operands)
         medians = {name: timing.median for name, timing in measure(functions, device=device, **how).items()}
-        return Limits(data.nbytes / medians.pop("read"), 2 * size**3 / min(medians.values()))
+        return Limits(data.nbytes / medians.pop("read"), 2 * size**3 / min(medians.values()), bits_per_weight)
 
     def __str__(self) -> str:
         read, flops = self.read_bytes_per_second, self.flops_per_second
@@ -71,7 +74,7 @@ class Limits:
 
     def floor_seconds(self, *, experts: int, n: int, k: int, rows: int, outputs: int) -> float:
         """The least time of a GEMM of (rows, k) with `experts` weights (n, k), of which (rows, outputs) is written."""
-        traffic = experts * n * k * BYTES_PER_WEIGHT + rows * (k + outputs) * 2
+        traffic = experts * n * k * self.bits_per_weight / 8 + rows * (k + outputs) * 2
         return max(traffic / self.read_bytes_per_second, 2 * rows * n * k / self.flops_per_second)
 
 

@@ -1,9 +1,9 @@
-"""Times one NVFP4 expert GEMM with every kernel backend that runs here, beside bf16 torch._grouped_mm.
+"""Times one expert GEMM with NVFP4 or MXFP8 weights on every backend that runs here, beside bf16 torch._grouped_mm.
 Called by `python -m benchmarks gemm` and `make bench`; calls kernels.select and benchmarks/harness.
 
-The GEMMs of a layer: gate_up (E, 2I, H); gate_up_swiglu, the same followed by SwiGLU (one operator in NVFP4; GEMM, silu
-and product in bf16); down (E, H, I). Before anything is timed, each backend's result is compared with an fp32 loop over
-experts with the dequantized weights; a wrong result ends the run.
+The GEMMs of a layer: gate_up (E, 2I, H); gate_up_swiglu, the same followed by SwiGLU (one operator of packed weights;
+GEMM, silu and product in bf16); down (E, H, I). Before anything is timed, each backend's result is compared with an
+fp32 loop over experts with the dequantized weights; a wrong result ends the run.
 
 The device's read bandwidth and matrix throughput are measured first. Each time is also given as a share of the least
 time that they allow. `--peers FILE` adds the shares of other kernels, from a JSON file that another benchmark wrote.
@@ -28,8 +28,9 @@ from benchmarks.harness.report import comma_list, one_of, parser, plot, positive
 from benchmarks.harness.roofline import Limits, missing, panels, plot_shares, read_peers, summary
 from benchmarks.harness.shapes import CUDA_SHAPES, SHAPES, Load, MoEShape
 from benchmarks.harness.timing import describe, measure
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
-from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
+from thunder_moe.formats.registry import FORMATS, dequantize_expert
+from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.select import BACKENDS, preferred_layout, quantize_to, select
 
 STEM = "gemm"
 BASELINE = "bf16"
@@ -38,7 +39,7 @@ ROWS_PER_EXPERT = [1, 2, 4, 8, 64, 256]
 TOKENS = [1, 8, 32, 128, 1024, 8192]
 # Relative Frobenius, bf16 against fp32: rounding of weights, sums and results gives about 2e-3.
 TOLERANCE = 5e-3
-Kernel = Callable[[Tensor, NVFP4Weight, Tensor], Tensor]
+Kernel = Callable[[Tensor, PackedWeight, Tensor], Tensor]
 
 
 def main(argv: Sequence[str]) -> list[dict[str, Any]]:
@@ -56,19 +57,19 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """
     args = _arguments(argv)
     device: torch.device = args.device
-    backends, notes = _backends(device, args.backends)
+    backends, notes = _backends(device, args.backends, args.format)
     if not backends:
         raise SystemExit("no backend runs here\n" + "\n".join(notes))
     make_load: Callable[[int, MoEShape, torch.device], Load] = Load.routed if args.tokens else Load.even
     what, sizes = ("tokens", args.tokens) if args.tokens else ("rows_per_expert", args.rows_per_expert)
     how = dict(rounds=args.rounds, min_rounds=min(3, args.rounds), budget=args.budget, slow=args.slow)
-    limits = Limits.measured(device, **how)
+    limits = Limits.measured(device, bits_per_weight=FORMATS[args.format].bits_per_weight, **how)
     rows: list[dict[str, Any]] = []
     with tqdm(total=len(args.shapes) * len(args.gemms) * len(sizes), unit="row") as bar:
         for shape in args.shapes:
             for which in args.gemms:
                 bar.set_description(f"{shape.name} {which}")
-                weight, packed = _weights(shape, which, device)
+                weight, packed = _weights(shape, which, device, args.format)
                 packed_for = {name: packed.to_layout(_layout(name, packed)) for name in backends}
                 for size in sizes:
                     case = make_load(size, shape, device)
@@ -86,8 +87,9 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         **({"peers": peers} if peers else {}),
         "notes": notes,
     }
-    path = save(STEM, device, rows, args.output, **more)
-    title = f"One expert GEMM with NVFP4 weights, {describe(device)}"
+    stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
+    path = save(stem, device, rows, args.output, **more)
+    title = f"One expert GEMM with {args.format.upper()} weights, {describe(device)}"
     image = plot(
         path,
         rows,
@@ -117,6 +119,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--backends", type=comma_list(one_of(BACKENDS)), help=f"of: {', '.join(BACKENDS)} (default: all that run)"
     )
+    result.add_argument(
+        "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
+    )
     load = result.add_mutually_exclusive_group()
     load.add_argument("--rows-per-expert", type=comma_list(positive), help=f"default on a CPU: {ROWS_PER_EXPERT}")
     load.add_argument("--tokens", type=comma_list(positive), help=f"routed at random; default on CUDA: {TOKENS}")
@@ -133,36 +138,37 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _backends(device: torch.device, wanted: list[str] | None) -> tuple[dict[str, Any], list[str]]:
-    """name -> kernel module of the backends that run on a device, and a line on each other one that was asked for."""
+def _backends(device: torch.device, wanted: list[str] | None, format: str) -> tuple[dict[str, Any], list[str]]:
+    """name -> kernel module of the backends that run on a device with weights in a format, and a line on each other one
+    that was asked for."""
     modules, notes = {}, []
     for name in wanted or [name for name, devices in BACKENDS.items() if devices is None or device.type in devices]:
         try:
-            modules[name] = select(device, backend=name)
+            modules[name] = select(device, backend=name, format=format)
         except (ValueError, ImportError) as error:
             notes.append(f"{name}: not run: {error}")
     return modules, notes
 
 
-def _layout(backend: str, weight: NVFP4Weight) -> str:
+def _layout(backend: str, weight: PackedWeight) -> str:
     """The layout that a backend is timed with: on a GPU the one that `quantize_` chooses."""
-    return preferred_layout(weight.device, *weight.shape[1:]) if backend == "cuda" else "linear"
+    return preferred_layout(weight.device, *weight.shape[1:], weight.format) if backend == "cuda" else "linear"
 
 
-def _weights(shape: MoEShape, which: str, device: torch.device) -> tuple[Tensor, NVFP4Weight]:
-    """bf16 (E, N, K) and its NVFP4 form."""
+def _weights(shape: MoEShape, which: str, device: torch.device, format: str) -> tuple[Tensor, PackedWeight]:
+    """bf16 (E, N, K) and its form in a number format."""
     generator = torch.Generator(device).manual_seed(0)
     experts, n, k = shape.gemm(which)
     weight = torch.randn(experts, n, k, dtype=torch.bfloat16, device=device, generator=generator).mul_(k**-0.5)
-    return weight, quantize(weight)
+    return weight, quantize_to(format, weight)
 
 
 def _run(
     which: str,
     case: Load,
     weight: Tensor,
-    packed: NVFP4Weight,
-    packed_for: dict[str, NVFP4Weight],
+    packed: PackedWeight,
+    packed_for: dict[str, PackedWeight],
     backends: dict[str, Any],
     how: dict[str, Any],
 ) -> dict[str, Any]:
@@ -205,14 +211,16 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _oracle(which: str, x: Tensor, packed: NVFP4Weight, offsets: Tensor) -> Tensor:
+def _oracle(which: str, x: Tensor, packed: PackedWeight, offsets: Tensor) -> Tensor:
     """fp32, one expert at a time."""
-    out = torch.zeros(x.shape[0], packed.shape[1], device=x.device)
+    out, matrix = (
+        torch.zeros(x.shape[0], packed.shape[1], device=x.device),
+        torch.empty(packed.shape[1:], device=x.device),
+    )
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
-            qdata, scale, global_scale = (tensor[expert : expert + 1] for tensor in packed.tensors())
-            one = NVFP4Weight(qdata, scale, global_scale)
-            out[start:end] = x[start:end].float() @ dequantize(one, torch.float32)[0].t()
+            dequantize_expert(packed, expert, matrix)
+            out[start:end] = x[start:end].float() @ matrix.t()
         start = end
     return _swiglu(out) if which == "gate_up_swiglu" else out

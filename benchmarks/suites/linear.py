@@ -1,4 +1,4 @@
-"""Times dense layers, torch's linear in bf16 beside the operator with an NVFP4 weight, and finds its configurations.
+"""Times dense layers, torch's linear in bf16 beside the operator with a packed weight, and finds its configurations.
 Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cuda and benchmarks/harness.
 
 The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is

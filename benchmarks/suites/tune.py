@@ -3,7 +3,8 @@ Called by `python -m benchmarks tune` on a machine with a GPU; calls kernels.cud
 
 Every candidate's result is compared with bf16 torch._grouped_mm on the dequantized weights before it is timed. Its time
 is the geometric mean over several random routings, because the number of tiles decides how evenly the blocks share
-them. Entries of other devices and layouts stay in the file.
+them. Entries of other devices, layouts
+and formats stay in the file.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from tqdm import tqdm
 from benchmarks.harness.report import comma_list, one_of, parser, positive, relative_error, writable_file
 from benchmarks.harness.shapes import CUDA_SHAPES, Load
 from benchmarks.harness.timing import environment, measure
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.cuda.configs import LAYOUTS, MEASURED, GemmConfig, Point, candidates
+from thunder_moe.kernels.cuda.configs import FORMATS, LAYOUTS, MEASURED, GemmConfig, Point, candidates
+from thunder_moe.kernels.select import quantize_to
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
@@ -47,6 +50,7 @@ def main(argv: Sequence[str]) -> None:
     result = parser("tune", __doc__ or "")
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS)
     result.add_argument("--layouts", type=comma_list(one_of(LAYOUTS)), default=list(LAYOUTS), help=f"of: {LAYOUTS}")
+    result.add_argument("--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {FORMATS} (default: %(default)s)")
     result.add_argument("--routings", type=positive, default=2, help="random routings per point (default: %(default)s)")
     result.add_argument("--file", type=writable_file, default=MEASURED, help="file to write (default: %(default)s)")
     args = result.parse_args(argv)
@@ -59,30 +63,33 @@ def main(argv: Sequence[str]) -> None:
             experts, n, k = shape.gemm(which)
             generator = torch.Generator("cuda").manual_seed(0)
             weight = torch.randn(experts, n, k, dtype=torch.bfloat16, device="cuda", generator=generator).mul_(k**-0.5)
-            packed = quantize(weight)
-            weight = dequantize(packed)
+            linear = quantize_to(args.format, weight)
+            weight = dequantize(linear)
             for layout in args.layouts:
-                packed = packed.to_layout(layout)
+                packed = linear.to_layout(layout)
                 for tokens in args.tokens:
                     loads = [Load.routed(tokens, shape, torch.device("cuda"), seed) for seed in range(args.routings)]
                     point, config, seconds = _fastest(loads, weight, packed, swiglu, capability, args)
                     entry = dict(capability=list(capability), swiglu=swiglu, point=point, config=astuple(config))
                     entries.append(entry | dict(us=round(seconds * 1e6, 2)))
                     tqdm.write(f"{shape.name} {which} {layout} {tokens}: {astuple(config)} {seconds * 1e6:.1f} us")
-    kept = [
-        entry
-        for entry in before
-        if tuple(entry["capability"]) != capability or GemmConfig(*entry["config"]).layout not in args.layouts
-    ]
+    kept = [entry for entry in before if not _is_replaced(entry, capability, args)]
     lines = ",\n".join(map(json.dumps, [*kept, *entries]))
     args.file.write_text(f'{{"environment": {json.dumps(environment("cuda"))},\n"entries": [\n{lines}\n]}}\n')
     print(f"wrote {args.file}")
 
 
+def _is_replaced(entry: dict[str, Any], capability: tuple[int, int], args: argparse.Namespace) -> bool:
+    """Whether an entry of the file is of the device, the layouts and the format that were measured."""
+    config = GemmConfig(*entry["config"])
+    of_device = tuple(entry["capability"]) == capability
+    return of_device and config.layout in args.layouts and config.format == args.format
+
+
 def _fastest(
     loads: list[Load],
     weight: Tensor,
-    packed: NVFP4Weight,
+    packed: PackedWeight,
     swiglu: bool,
     capability: tuple[int, int],
     args: argparse.Namespace,
@@ -92,7 +99,7 @@ def _fastest(
     rows = loads[0].rows
     live = min(rows, experts)
     point = Point(live, rows / live, n // 2 if swiglu else n, k)
-    configs = candidates(point, swiglu, capability, packed.layout)
+    configs = candidates(point, swiglu, capability, packed.layout, packed.format.name)
     _compile(configs, swiglu, k)
     x = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda")
     kernel = cuda.grouped_swiglu if swiglu else cuda.grouped_mm
