@@ -120,6 +120,14 @@ def test_training_runs_end_to_end(tmp_path, monkeypatch):
         main(["training", *arguments, "--parts", "bias"])
 
 
+def test_gemm_of_mxfp8_has_a_report_of_its_own(tmp_path):
+    arguments = ["--backends", "reference", "--rows-per-expert", "1", "--gemms", "down", "--format", "mxfp8"]
+    (row,) = main(["gemm", *TINY, *arguments, "--output", str(tmp_path)])
+    content = json.loads((tmp_path / f"gemm_mxfp8_{HERE}.json").read_text())
+    assert content["bits_per_weight"] == 8.25
+    assert content["rows"] == [json.loads(json.dumps(row))]
+
+
 def test_gemm_runs_end_to_end(tmp_path, capsys):
     arguments = ["--backends", "reference", "--rows-per-expert", "1,2", "--gemms", "gate_up_swiglu,down"]
     rows = main(["gemm", *TINY, *arguments, "--output", str(tmp_path)])

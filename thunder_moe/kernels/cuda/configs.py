@@ -71,7 +71,12 @@ _TILED_CLUSTER_SPLITS = (
     (2, 1, 8), (2, 2, 2), (3, 1, 1), (3, 1, 2), (3, 1, 4), (3, 1, 8), (4, 1, 1), (4, 1, 2), (4, 1, 4),
 )  # fmt: skip
 _TILED_CLUSTER_TOKENS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24)
-_TILED_CLUSTER_SUMS = {1: 24, 2: 24, 3: 16, 4: 16}
+_TILED_CLUSTER_SUMS = {
+    "nvfp4": {1: 24, 2: 24, 3: 16, 4: 16},
+    "mxfp8": {1: 24, 2: 16, 3: 16, 4: 8},  # beyond, up to twice the time (H200)
+}
+# The fewest stages: with 2 of MXFP8 a layer of (7168, 5120) takes 51 to 64 us at 256 rows, with more 36 to 41 (H200).
+_TILED_CLUSTER_STAGES = {"nvfp4": 2, "mxfp8": 3}
 _CLUSTERS = (132, 66, 39, 30, 22, 17, 15, 15)
 _MAX_CLUSTER_ROWS = 512  # beyond, the tensor cores are the limit, and "tiled_wgmma" is as fast
 _MAX_STREAM_K = 1 << 20  # `TileScheduler` multiplies the stages of two rounds of tiles by blocks, in int32
@@ -357,12 +362,12 @@ def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[Gemm
     for c, (warps_n, warps_k, depth), splits in itertools.product(sorted(tokens), _TILED_CLUSTER_SPLITS, range(1, 9)):
         # Few tokens want deep stages, many leave no room for them.
         deep = (2 if c < 12 else 1) <= warps_k * depth <= (8 if c <= 4 else 4)
-        if not deep or c > _TILED_CLUSTER_SUMS[warps_n * warps_k]:
+        if not deep or c > _TILED_CLUSTER_SUMS[format][warps_n * warps_k]:
             continue
         config = GemmConfig("tiled_cluster", c, 1, warps_n, warps_k, depth, splits=splits, format=format)
         if config.clusters(Point(1, rows, n, k)) > _CLUSTERS[splits - 1]:
             continue
-        if config.stages >= 2 and config.fitted(k) == config and config.serves(1, k):
+        if config.stages >= _TILED_CLUSTER_STAGES[format] and config.fitted(k) == config and config.serves(1, k):
             yield config
 
 
@@ -376,7 +381,8 @@ def _cluster_time(config: GemmConfig, n: int, k: int) -> float:
     """Microseconds on an H200 of a "tiled_cluster" all of whose blocks run at once, in a row of calls.
 
     Fitted to 664 timings of four layers at 8 to 256 rows, 9 % off (rms). What it chose for a layer whose timings the
-    fit had not seen was the fastest there at 17 of 23 points, and else at most 17 % slower.
+    fit had not seen was the fastest there at 17 of 23 points, and else at most 17 % slower. Of MXFP8, with its bytes,
+    its choice of ten took 3 % more than the fastest of them at 29 points of five layers, at most 17 %.
     """
     c, groups, parts = config.token_blocks, config.warps_n * config.warps_k, config.splits * config.warps_k
     # Blocks of 64 rows by 64 k that a thread block multiplies, and the sums that it sends.
