@@ -10,15 +10,17 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels import select
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.ops.grouped_mm import operands
@@ -46,8 +48,8 @@ class _State:
 class _Entry:
     states: tuple[_State, ...]
     generation: int  # of the cache, when the epochs were last found to be those of `states`
-    packed: NVFP4Weight
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    packed: PackedWeight
+    operands: tuple[torch.Tensor, ...]
     heirs: tuple[weakref.ref[torch.UntypedStorage], ...] = ()  # the storages of living weights that got other data
 
 
@@ -79,14 +81,16 @@ class WeightCache:
         transposed: bool = False,
         interleaved: int = 0,
         layout: str = LINEAR,
-    ) -> NVFP4Weight:
-        """The NVFP4 form of weights stacked along their rows.
+        format: str = NVFP4.name,
+    ) -> PackedWeight:
+        """The packed form of weights stacked along their rows.
 
         Args:
             weights: each (E, N, K), or (E, K, N) when transposed.
             transposed: K is the middle dimension.
             interleaved: gate and up take turns of that many rows of the weight: sort them into halves.
             layout: of the result, one of `formats.layouts.LAYOUTS`.
+            format: of the result, the name of a number format.
 
         Returns:
             (E, sum of N, K). In layout "swizzled_128x4" it is what nvFuser's kernel wants: the rows of each weight are
@@ -95,7 +99,7 @@ class WeightCache:
         Raises:
             ValueError: as `formats.nvfp4.quantize`, or the stacked weight does not fit the layout.
         """
-        return self._entry(weights, "quantize", transposed, interleaved, layout).packed
+        return self._entry(weights, "quantize", transposed, interleaved, layout, format).packed
 
     def operands(
         self,
@@ -103,16 +107,18 @@ class WeightCache:
         transposed: bool = False,
         interleaved: int = 0,
         layout: str = LINEAR,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale).
+        format: str = NVFP4.name,
+    ) -> tuple[torch.Tensor, ...]:
+        """The same as the operators take it: (fp4_weight, weight_scaling_factor, weight_global_scale), in MXFP8
+        (fp8_weight, weight_scaling_factor).
 
         In layout "swizzled_128x4" fp4_weight is float4_e2m1fn_x2.
         """
-        return self._entry(weights, "quantize", transposed, interleaved, layout).operands
+        return self._entry(weights, "quantize", transposed, interleaved, layout, format).operands
 
     def swizzled(
         self, qdata: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, parts: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         """The tensors of an `NVFP4Weight` in layout "linear" as `operands` gives them in layout "swizzled_128x4".
 
         Args:
@@ -204,21 +210,22 @@ class WeightCache:
         states = tuple(map(self._state, weights))
         # Normal tensors under inference mode too: later calls write to them, and save them for a backward.
         with torch.inference_mode(False), torch.no_grad():
+            packed: PackedWeight
             packed = _swizzle(weights, *recipe[1:]) if recipe[0] == "swizzle" else _quantize(weights, *recipe[1:])
             if entry is not None and entry.packed.shape == packed.shape and entry.packed.device == packed.device:
                 for kept, new in zip(entry.packed.tensors(), packed.tensors(), strict=True):
                     if kept.data_ptr() != new.data_ptr():
                         kept.copy_(new)
                 packed = entry.packed
-            fp4_weight, scale, global_scale = operands(packed)
+            given = operands(packed)
             if packed.layout == SWIZZLED_128X4:
-                fp4_weight = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2)
+                given = packed.qdata.view(torch.float4_e2m1fn_x2).transpose(1, 2), *given[1:]
         ids = key[-len(weights) :]
         for other in list(self._entries):
             kept_entry = self._entries.get(other)
             if kept_entry is not None and other[-len(weights) :] == ids and kept_entry.packed.device != packed.device:
                 self._entries.pop(other, None)  # the weights have moved, and want another layout here
-        new_entry = self._entries[key] = _Entry(states, generation, packed, (fp4_weight, scale, global_scale))
+        new_entry = self._entries[key] = _Entry(states, generation, packed, given)
         return new_entry
 
     def _forget(self, address: int) -> Callable[[Any], None]:
@@ -310,26 +317,33 @@ def pad_rows(n: int) -> int:
     return -(-n // 128) * 128
 
 
-def stacked_layout(*weights: Any, transposed: bool, device: torch.device | None = None) -> str:
+def stacked_layout(
+    *weights: Any, transposed: bool, device: torch.device | None = None, format: BlockFormat = NVFP4
+) -> str:
     """The layout that the default kernels read best of weights stacked along their rows, see `WeightCache.get`.
 
     Args:
         weights: tensors, or others with a shape.
         transposed: each is (E, K, N), not (E, N, K).
         device: of the weights; when None it is that of the tensors.
+        format: of the packed weight.
     """
     rows, columns = (2, 1) if transposed else (1, 2)
     n, k = sum(int(weight.shape[rows]) for weight in weights), int(weights[0].shape[columns])
-    return select.preferred_layout(weights[0].device if device is None else device, n, k)
+    return select.preferred_layout(weights[0].device if device is None else device, n, k, format)
 
 
-def _quantize(weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: int, layout: str) -> NVFP4Weight:
+def _quantize(
+    weights: tuple[torch.Tensor, ...], transposed: bool, interleaved: int, layout: str, format: str
+) -> PackedWeight:
     parts = [weight.transpose(1, 2) if transposed else weight for weight in weights]
     if interleaved:
         parts = [deinterleave(part, int(interleaved)) for part in parts]
     if layout == SWIZZLED_128X4:
         return _quantize_together(parts).to_layout(layout)
-    return select.lay_out(NVFP4Weight.concatenate(*map(select.quantize, parts)), layout)
+    pack = select.quantize if format == NVFP4.name else partial(select.quantize_to, format)
+    stacked: PackedWeight = PackedWeight.concatenate(*map(pack, parts))
+    return select.lay_out(stacked, layout)
 
 
 def _swizzle(weights: tuple[torch.Tensor, ...], parts: int) -> NVFP4Weight:

@@ -1,5 +1,6 @@
 """Which grouped GEMMs are rewritten, and the reason why another one is not: one predicate for all compilers.
-Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats.
+Called by dynamo/sites.py and thunder/sites.py, beside `safety` for the operations around a GEMM; calls formats. And
+the number format that a rewritten one gets: `choosing_format` holds the option of the compilation under way.
 
 What a GEMM may be given as its weight, in every compiler: a view of a whole parameter or buffer, with the parameter's
 dtype, in its own layout or with its last two dims swapped (`swaps_last_dims`). So all of these are the weight w itself:
@@ -15,13 +16,29 @@ A weight is being trained where it, or its view, requires a gradient and the gra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import torch
 
-from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.formats.registry import FORMATS, find_format
 
-__all__ = ["QUANTIZED", "Decision", "GroupedGemm", "decline_reason", "describe", "swaps_last_dims"]
+__all__ = [
+    "EXPERTS",
+    "QUANTIZED",
+    "Decision",
+    "Format",
+    "GroupedGemm",
+    "choosing_format",
+    "common_format",
+    "decline_reason",
+    "describe",
+    "in_chosen_format",
+    "swaps_last_dims",
+]
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,7 @@ class GroupedGemm:
         where: file:line of the call, where the compiler tells.
         hidden_training: the weight requires a gradient, and this is a forward whose grad mode tells nothing.
         changed: `Program.reason_against_packing` of the weight.
+        format: the name of the number format that the weight is to have, or has; None leaves it 16-bit.
     """
 
     weight: str | None
@@ -55,6 +73,66 @@ class GroupedGemm:
     where: str | None = None
     hidden_training: bool = False
     changed: str | None = None
+    format: str | None = NVFP4.name
+
+
+# The option "thunder_moe.format" or moe_format: a format's name, or a function of a weight's qualified name and GEMM.
+Format = str | Callable[[str, GroupedGemm], str | None]
+_CHOSEN: ContextVar[Format] = ContextVar("thunder_moe_format", default=NVFP4.name)
+
+
+@contextlib.contextmanager
+def choosing_format(option: str, format: Format | None) -> Iterator[None]:
+    """Inside, `in_chosen_format` gives weights the format that the option of a compiler says; None is "nvfp4".
+
+    Raises:
+        ValueError: there is no such format; names the option.
+        TypeError: it is neither a name nor a function.
+    """
+    format = NVFP4.name if format is None else format
+    if isinstance(format, str):
+        if format not in FORMATS:
+            raise ValueError(f"{option}: got {format!r}, wanted one of {tuple(FORMATS)}, or a function")
+    elif not callable(format):
+        raise TypeError(f"{option}: got {format!r}, wanted one of {tuple(FORMATS)}, or a function of a weight's name")
+    token = _CHOSEN.set(format)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
+    """A GEMM with the format that the compilation under way chooses for its weight, if it is one.
+
+    Raises:
+        ValueError: the option names no format.
+    """
+    choice = _CHOSEN.get()
+    name: str | None
+    if isinstance(choice, str):
+        name = choice
+    elif gemm.weight is None:
+        return gemm
+    else:
+        name = choice(gemm.weight, gemm)
+        name = None if name is None else find_format(name).name
+    return gemm if name == gemm.format else replace(gemm, format=name)
+
+
+def common_format(*gemms: GroupedGemm) -> str:
+    """The one format of the weights of experts that one operator computes.
+
+    Raises:
+        ValueError: they have different ones.
+    """
+    formats = {gemm.format for gemm in gemms}
+    if len(formats) > 1:
+        chosen = ", ".join(f"{gemm.format!r} for {gemm.weight!r}" for gemm in gemms)
+        raise ValueError(f"format: got {chosen}, wanted one for all projections of a block of experts")
+    (format,) = formats
+    assert format is not None
+    return format
 
 
 def decline_reason(gemm: GroupedGemm) -> str | None:
@@ -63,7 +141,8 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
     - the weight is a parameter or a buffer (it can be quantized once, ahead of the call);
     - nothing in the graph changes it;
     - it is bfloat16 or float16, and so are the rows;
-    - in_features is a multiple of 16, the block of NVFP4;
+    - a number format is chosen for it;
+    - in_features is a multiple of the format's block: 16 for NVFP4, 32 for MXFP8;
     - no output dtype other than the activation's is asked for;
     - the weight is not being trained: either it is frozen or gradients are disabled, and not by a forward that is run
       again for its gradients.
@@ -76,8 +155,11 @@ def decline_reason(gemm: GroupedGemm) -> str | None:
         return f"the weight is {gemm.weight_dtype}, not bfloat16 or float16"
     if gemm.activation_dtype != gemm.weight_dtype:
         return f"the rows are {gemm.activation_dtype}, the weight {gemm.weight_dtype}"
-    if gemm.in_features % BLOCK_SIZE:
-        return f"in_features {gemm.in_features} is not a multiple of {BLOCK_SIZE}"
+    if gemm.format is None:
+        return "no number format is chosen for it"
+    block = BLOCK_FORMATS[gemm.format].block_size
+    if gemm.in_features % block:
+        return f"in_features {gemm.in_features} is not a multiple of {block}"
     if gemm.out_dtype not in (None, gemm.activation_dtype):
         return f"out_dtype {gemm.out_dtype} is not the activation's {gemm.activation_dtype}"
     if gemm.needs_grad:
@@ -105,14 +187,19 @@ def swaps_last_dims(weight: torch.Tensor, view: torch.Tensor) -> bool | None:
     return True if layout == (swapped.shape, swapped.stride()) else None
 
 
-# What a report says of one GEMM: (its names and sizes, "16-bit" | "nvfp4" | "nvfp4 + swiglu", why).
+# What a report says of one GEMM: (its names and sizes, "16-bit" or its format with or without " + swiglu", why).
 Decision = tuple[GroupedGemm, str, str]
 
 # The decision that a report shows for the operators of modules that `quantize_` has swapped in, by operator name.
 QUANTIZED = {
-    "f16a_nvfp4weight_scaled_grouped_mm": "nvfp4",
-    "f16a_nvfp4weight_grouped_swiglu": "nvfp4 + swiglu",
-    "f16a_nvfp4weight_grouped_mm_combine": "nvfp4",
+    f"f16a_{format}weight_{stem}": f"{format}{fused}"
+    for format in BLOCK_FORMATS
+    for stem, fused in (("scaled_grouped_mm", ""), ("grouped_swiglu", " + swiglu"), ("grouped_mm_combine", ""))
+}
+# The operators of whole layers: the positions of gate_up and down among the arguments, and the decision on each.
+EXPERTS = {
+    f"f16a_{format}weight_moe_experts": ((3, f"{format} + swiglu"), (3 + len(known.fields), format))
+    for format, known in BLOCK_FORMATS.items()
 }
 
 
@@ -139,7 +226,8 @@ def describe(
         return gemm, "16-bit", declined
     reason = "gradients are disabled" if requires_grad else "the weight is frozen"
     if whole:
-        return gemm, "nvfp4 + swiglu" if fused else "nvfp4", f"{reason}; the experts of the layer in one operator"
+        decision = f"{gemm.format} + swiglu" if fused else str(gemm.format)
+        return gemm, decision, f"{reason}; the experts of the layer in one operator"
     if fused:
-        return gemm, "nvfp4 + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
-    return gemm, "nvfp4", reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"
+        return gemm, f"{gemm.format} + swiglu", f"{reason}; gate, up and SwiGLU in one operator"
+    return gemm, str(gemm.format), reason if unfused is None else f"{reason}; not fused with its SwiGLU: {unfused}"

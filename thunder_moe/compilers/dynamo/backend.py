@@ -20,7 +20,7 @@ from torch import fx
 from thunder_moe.compilers.dynamo.rewrite import Rewritten, grouped_gemms, rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_frame
-from thunder_moe.compilers.eligibility import GroupedGemm
+from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.safety import is_hidden_training_forward
 
@@ -44,21 +44,26 @@ def thunder_moe_backend(
         options: as inductor's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager", "aot_eager"
             or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read keys and values without
             repeating them for the heads of a group: True, False, or None (the default) for on CUDA; not by Thunder.
+            ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or "mxfp8", or a function
+            of a weight's qualified name and its `GroupedGemm` that names one; None leaves the weight 16-bit.
         dynamic: as inductor's.
 
     Returns:
         What runs in place of the graph.
 
     Raises:
-        ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take.
+        ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take, or two formats for the
+            projections of one block of experts.
     """
     options = dict(options or {})
     inner = options.pop("thunder_moe.inner", "inductor")
     attention = options.pop("thunder_moe.attention", None)
+    format = options.pop("thunder_moe.format", None)
     unknown = [name for name in options if name.startswith("thunder_moe.")]
     if unknown:
         raise ValueError(
-            f"options: got {unknown[0]!r}, those of thunder_moe are 'thunder_moe.inner' and 'thunder_moe.attention'"
+            f"options: got {unknown[0]!r}, those of thunder_moe are 'thunder_moe.inner', 'thunder_moe.attention' and"
+            " 'thunder_moe.format'"
         )
     if attention not in (True, False, None):
         raise ValueError(f"options['thunder_moe.attention']: got {attention!r}, wanted True, False or None")
@@ -68,13 +73,15 @@ def thunder_moe_backend(
     if inner not in ("inductor", "thunder"):
         torch._dynamo.lookup_backend(inner)  # an unknown name fails here
     if inner == "thunder":
-        return _compile_with_thunder(gm, example_inputs, owner)
+        with choosing_format("options['thunder_moe.format']", format):
+            return _compile_with_thunder(gm, example_inputs, owner, format)
 
     def compile_(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return _compile(inner, graph_module, inputs, mode, options, dynamic)
 
     new = copy_of(gm)
-    rewritten, decisions, attended = rewrite(new, example_inputs, attention)
+    with choosing_format("options['thunder_moe.format']", format):
+        rewritten, decisions, attended = rewrite(new, example_inputs, attention)
     record(owner, decisions, traced_frame(gm.graph), attended)
     compiled = compile_(new, rewritten.inputs(example_inputs))
     if not rewritten.packs:
@@ -127,14 +134,17 @@ def _compile(
     return cast("Callable[..., Any]", torch._dynamo.lookup_backend(inner)(gm, inputs, **given))
 
 
-def _compile_with_thunder(gm: fx.GraphModule, inputs: Sequence[Any], owner: Any) -> Callable[..., Any]:
+def _compile_with_thunder(
+    gm: fx.GraphModule, inputs: Sequence[Any], owner: Any, format: Format | None
+) -> Callable[..., Any]:
     """Hands the graph to thunderfx with moe_executor, which does the rewrite by the same predicate."""
     from thunder_moe.compilers.thunder.compat import thunderfx_compile
     from thunder_moe.compilers.thunder.executor import moe_executor
+    from thunder_moe.compilers.thunder.rewrite import OPTION
 
     gemms = grouped_gemms(gm, inputs)
     positional_grouped_mm(gm)
-    compiler, compiled = thunderfx_compile(gm, inputs, moe_executor)
+    compiler, compiled = thunderfx_compile(gm, inputs, moe_executor, **({} if format is None else {OPTION: format}))
 
     def entries() -> list[RewriteEntry]:
         functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns]

@@ -18,22 +18,26 @@ from torch import fx
 
 from thunder_moe.compilers.dynamo.scopes import value_of
 from thunder_moe.compilers.dynamo.sites import ACTIVATED, ACTIVATION, LINEAR, Site, SwiGLUNodes
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
 __all__ = ["Packed", "replace_own", "replace_own_swiglu"]
 
 _OPS = torch.ops.thunder_moe
-_GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
-_GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed weight in the root graph: the operators' three weight arguments, and their keyword argument."""
+    """A packed weight in the root graph: the operators' weight arguments, their keyword argument, its format's name."""
 
     nodes: list[fx.Node]
     options: dict[str, Any]
+    format: str = NVFP4.name
+
+    def operator(self, stem: str) -> Any:
+        """The operator that takes the weight, by the end of its name."""
+        return getattr(_OPS, f"f16a_{self.format}weight_{stem}").default
 
 
 def replace_own(site: Site, weight: Packed) -> None:
@@ -46,7 +50,7 @@ def replace_own(site: Site, weight: Packed) -> None:
         if "scales" in arguments or any(name in node.kwargs for name in _FORM):
             form = {name: node.kwargs[name] for name in _FORM if name in node.kwargs}
             rows = graph.call_function(ACTIVATION, (rows, None, offsets), form)
-        out = graph.call_function(_GROUPED_MM, (rows, *weight.nodes, ends), weight.options)
+        out = graph.call_function(weight.operator("scaled_grouped_mm"), (rows, *weight.nodes, ends), weight.options)
         out = _finished(graph, out, rows, offsets, arguments.get("bias"), bias_scale, scales)
     _hand_over(node, out)
 
@@ -60,9 +64,10 @@ def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None 
         ends = _int32(graph, offsets)
         bias = _bias_of(graph, block)
         options = gate_up.options | block.form
-        out = graph.call_function(_GROUPED_SWIGLU, (rows, *gate_up.nodes, ends, None, None, bias), options)
+        swiglu = gate_up.operator("grouped_swiglu")
+        out = graph.call_function(swiglu, (rows, *gate_up.nodes, ends, None, None, bias), options)
         if down is not None and block.down is not None:
-            out = graph.call_function(_GROUPED_MM, (out, *down.nodes, ends), down.options)
+            out = graph.call_function(down.operator("scaled_grouped_mm"), (out, *down.nodes, ends), down.options)
             out = _finished(graph, out, rows, offsets, block.down.arguments.get("bias"), None, block.scales)
         elif block.scales is not None or not _read_by_linears(node, offsets):
             out = _finished(graph, out, rows, offsets, None, None, block.scales)

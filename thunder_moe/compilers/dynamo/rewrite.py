@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ from thunder_moe.compilers.dynamo.sites import (
     quantized_gemm,
 )
 from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_experts, whole_selected_experts
-from thunder_moe.compilers.eligibility import QUANTIZED, Decision, GroupedGemm, describe
+from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, GroupedGemm, common_format, describe
 from thunder_moe.compilers.report import Others, RouterEntry
+from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, experts_lora, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
@@ -49,16 +50,12 @@ from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
 __all__ = ["Rewritten", "grouped_gemms", "rewrite"]
 
 _OPS = torch.ops.thunder_moe
-_PARTS = ("fp4_weight", "scale", "global_scale")
-_GROUPED_MM = _OPS.f16a_nvfp4weight_scaled_grouped_mm.default
-_GROUPED_SWIGLU = _OPS.f16a_nvfp4weight_grouped_swiglu.default
-_COMBINE = _OPS.f16a_nvfp4weight_grouped_mm_combine.default
-_EXPERTS = _OPS.f16a_nvfp4weight_moe_experts.default
+_PARTS = ("weight", "scale", "global_scale")
 # The positions of the weights among an operator's arguments, and the decision on each.
 _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
     getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
 }
-_QUANTIZED[_EXPERTS] = ((3, "nvfp4 + swiglu"), (6, "nvfp4"))
+_QUANTIZED |= {getattr(_OPS, name).default: decisions for name, decisions in EXPERTS.items()}
 for _with_lora in (_OPS.f16a_nvfp4weight_moe_experts_lora, _OPS.f16a_nvfp4weight_moe_experts_lora_kept):
     _QUANTIZED[_with_lora.default] = ((3, "nvfp4"), (6, "nvfp4"))
 
@@ -66,20 +63,25 @@ for _with_lora in (_OPS.f16a_nvfp4weight_moe_experts_lora, _OPS.f16a_nvfp4weight
 @dataclass(frozen=True, eq=False)
 class _Pack:
     """The weights that one packed weight is made of: positions among the graph's inputs, or tensors that it holds.
-    `layout`: of the packed weight."""
+    `layout` and `format`: of the packed weight."""
 
     names: str
     weights: tuple[int | Tensor, ...]
     transposed: bool
     interleaved: int
     layout: str
+    format: str
 
-    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """The operators' three weight arguments."""
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The operators' weight arguments."""
         weights = _given(self.weights, inputs)
         try:
             return WEIGHT_CACHE.operands(
-                *weights, transposed=self.transposed, interleaved=self.interleaved, layout=self.layout
+                *weights,
+                transposed=self.transposed,
+                interleaved=self.interleaved,
+                layout=self.layout,
+                format=self.format,
             )
         except ValueError as error:
             raise ValueError(f"cannot quantize {self.names}: {error}") from error
@@ -197,15 +199,17 @@ def rewrite(
         sites = (call,) if isinstance(call, Site) else call.sites
         nodes = [site.weight for site in sites if site.weight is not None]
         transposed, interleaved = sites[0].transposed, call.interleaved if isinstance(call, SwiGLUNodes) else 0
+        format = common_format(*(site.gemm for site in sites))
         key = (transposed, interleaved, *nodes)
         if key not in packs:
-            layout = stacked_layout(*(weights.tensors[node] for node in nodes), transposed=transposed)
+            tensors = (weights.tensors[node] for node in nodes)
+            layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
-            packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout)
-            inputs = _add_inputs(root.graph, f"nvfp4_{len(packs) - 1}", packs[key](example_inputs))
-            packed[key] = Packed(inputs, dict(layout=layout))
+            packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout, format)
+            inputs = _add_inputs(root.graph, f"{format}_{len(packs) - 1}", packs[key](example_inputs))
+            packed[key] = Packed(inputs, dict(layout=layout), format)
         scope = sites[0].scope
-        return Packed([scope.bring(node) for node in packed[key].nodes], packed[key].options)
+        return replace(packed[key], nodes=[scope.bring(node) for node in packed[key].nodes])
 
     for plan in plans:
         for site in plan.to_train:
@@ -221,16 +225,20 @@ def rewrite(
             elif isinstance(call, Site):
                 rows, _, offsets = call.operands
                 weight = packed_inputs(call)
-                _replace(call.scope, call.node, _GROUPED_MM, (rows, *weight.nodes, offsets), weight.options)
+                operation = weight.operator("scaled_grouped_mm")
+                _replace(call.scope, call.node, operation, (rows, *weight.nodes, offsets), weight.options)
             else:
                 rows, _, offsets = call.sites[0].operands
                 weight = packed_inputs(call)
                 arguments = (rows, *weight.nodes, offsets)
-                _replace(call.sites[0].scope, call.product, _GROUPED_SWIGLU, arguments, weight.options)
+                operation = weight.operator("grouped_swiglu")
+                _replace(call.sites[0].scope, call.product, operation, arguments, weight.options)
         for whole in plan.whole:
+            common_format(*(site.gemm for site in (*whole.first.sites, whole.down)))
             _run_whole(whole, packed_inputs(whole.first), packed_inputs(whole.down))
         for block in plan.dense:
             if block.routing is not None:
+                common_format(*(site.gemm for site in block.sites))
                 _route(block, block.routing, dense_routers.get(block), *map(packed_inputs, block.sites))
         routes: dict[fx.Node, list[fx.Node]] = {}
         for products in plan.selected:
@@ -376,7 +384,7 @@ def _add_inputs(graph: fx.Graph, stem: str, tensors: Sequence[Tensor]) -> list[f
     fake_mode = torch._guards.detect_fake_mode()
     assert fake_mode is not None, "dynamo compiles under a fake mode"
     nodes = []
-    for part, tensor in zip(_PARTS, tensors, strict=True):
+    for part, tensor in zip(_PARTS, tensors, strict=False):
         last = graph.find_nodes(op="placeholder")[-1]
         source = ConstantSource(f"{stem}_{part}")
         with graph.inserting_after(last):
@@ -407,7 +415,7 @@ def _run_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
         ids, weights = (graph.call_method("view", (node, (-1, layer.top_k))) for node in of_slots)
     arguments = (tokens, ids, weights, *gate_up.nodes, *down.nodes, *_NO_BIAS_OR_ORDER)
     options = _options_of_experts(gate_up, down, on_input=layer.on_input)
-    _replace(scope, layer.total, _EXPERTS, arguments, options)
+    _replace(scope, layer.total, gate_up.operator("moe_experts"), arguments, options)
     nodes: list[Any] = sorted(layer.nodes, key=scope.positions.__getitem__, reverse=True)
     for node in nodes:
         if node._erased or node.users:
@@ -440,13 +448,14 @@ def _route(
             scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)
         if _keeps_width(block):
             arguments = (tokens, indices, scale, *gate_up.nodes, *down.nodes, *_NO_BIAS_OR_ORDER)
-            call, options = _EXPERTS, _options_of_experts(gate_up, down, on_input=True)
+            call, options = gate_up.operator("moe_experts"), _options_of_experts(gate_up, down, on_input=True)
         else:
             route = graph.call_function(_OPS.moe_route.default, (indices, first.gemm.experts))
             row_slot, offsets, slot_row = (graph.call_function(operator.getitem, (route, part)) for part in range(3))
             of_rows = (tokens, *gate_up.nodes, offsets, row_slot, scale)
-            rows = graph.call_function(_GROUPED_SWIGLU, of_rows, gate_up.options)
-            call, arguments, options = _COMBINE, (rows, *down.nodes, offsets, slot_row), down.options
+            rows = graph.call_function(gate_up.operator("grouped_swiglu"), of_rows, gate_up.options)
+            call, options = down.operator("grouped_mm_combine"), down.options
+            arguments = (rows, *down.nodes, offsets, slot_row)
         out = graph.call_function(call, arguments, options)
     out.meta = dict(routing.total.meta)
     routing.total.replace_all_uses_with(out)
@@ -478,8 +487,10 @@ def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed:
         if block.swiglu is None:
             rows = graph.call_function(torch.index_select, (rows, 0, row_slot))
         else:
-            rows = graph.call_function(_GROUPED_SWIGLU, (rows, *packed[0].nodes, offsets, row_slot), packed[0].options)
-    _replace(last.scope, last.node, _COMBINE, (rows, *packed[-1].nodes, offsets, slot_row), packed[-1].options)
+            of_rows = (rows, *packed[0].nodes, offsets, row_slot)
+            rows = graph.call_function(packed[0].operator("grouped_swiglu"), of_rows, packed[0].options)
+    arguments = (rows, *packed[-1].nodes, offsets, slot_row)
+    _replace(last.scope, last.node, packed[-1].operator("grouped_mm_combine"), arguments, packed[-1].options)
 
 
 def _erase(scope: Scope, node: fx.Node) -> None:

@@ -24,6 +24,7 @@ from thunder_moe.compilers.dynamo.dense_experts import Routing
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import calls, user_line
+from thunder_moe.compilers.eligibility import EXPERTS
 from thunder_moe.compilers.report import RouterEntry
 from thunder_moe.compilers.routers import ROUTER_DTYPES, RouterMatch, limits_of_kernels, match_router
 from thunder_moe.compilers.safety import Program
@@ -36,9 +37,8 @@ __all__ = ["Router", "call_router", "dense_router", "find_routers", "fuse_router
 _OPS = torch.ops.thunder_moe
 aten = torch.ops.aten
 _TOPK = {torch.topk, aten.topk.default, "topk"}
-_ROUTE, _ROUTER, _EXPERTS = (
-    {operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router, _OPS.f16a_nvfp4weight_moe_experts)
-)
+_ROUTE, _ROUTER = ({operation, operation.default} for operation in (_OPS.moe_route, _OPS.moe_router))
+_EXPERTS = {each for name in EXPERTS for operation in (getattr(_OPS, name),) for each in (operation, operation.default)}
 _SAME_IDS = {
     torch.reshape,
     aten.view.default,
@@ -327,7 +327,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
         program: of the graph before them.
     """
     for node in graph.nodes:
-        if calls(node, _EXPERTS) and len(node.args) == 14 and node.args[11:] == (None, None, None):
+        if calls(node, _EXPERTS) and len(node.args) in (12, 14) and node.args[-3:] == (None, None, None):
             given, experts = node.args[1], value_of(node.args[3]).shape[0]
             call = _router_of(given, experts, program)
             if call is not None:
@@ -335,7 +335,7 @@ def share_orders(graph: fx.Graph, program: Program) -> None:
                     order = [graph.call_function(operator.getitem, (call, part)) for part in (2, 3, 4)]
                     if _source_of_ids(given, experts) is not given:  # slot_row has the shape of the ids
                         order[2] = graph.call_method("view_as", (order[2], given))
-                node.args = (*node.args[:11], *order)
+                node.args = (*node.args[:-3], *order)
             continue
         if (
             not calls(node, _ROUTE)

@@ -30,9 +30,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, in_chosen_format, swaps_last_dims
 from thunder_moe.compilers.gate_up import column_part, is_interleaved
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
 
 __all__ = [
@@ -223,6 +224,7 @@ def site_of(
         hidden_training=requires_grad and (scope.differentiates_itself or is_hidden_training_forward()),
         changed=None if weight is None else weights.reason_against_packing(weight),
     )
+    gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm) or scope.refusal
     return Site(node, scope, gemm, weight, transposed, "it is inside a torch.func transform" if transformed else reason)
 
@@ -278,12 +280,14 @@ def _reason_against_fusing(scope: Scope, block: SwiGLUNodes, parts: set[fx.Node]
 def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGemm:
     """Names and sizes of a GEMM of one of the package's NVFP4 operators, whose arguments begin with rows or tokens;
     `position` is that of the GEMM's weight among them."""
-    rows, fp4_weight = value_of(node.args[0]), value_of(node.args[position])
-    experts, half, n = fp4_weight.shape
-    source = weights.sharing(fp4_weight)
+    rows, packed = value_of(node.args[0]), value_of(node.args[position])
+    format = next(known for known in BLOCK_FORMATS.values() if packed.dtype in known.code_dtypes)
+    experts, codes, n = packed.shape
+    source = weights.sharing(packed)
     name = qualified_name(source) if source is not None else None
-    sizes = (int(experts), int(n), 2 * int(half), rows.shape[0] if isinstance(rows.shape[0], int) else None)
-    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node))
+    k, m = format.codes_per_byte * int(codes), rows.shape[0] if isinstance(rows.shape[0], int) else None
+    sizes = (int(experts), int(n), k, m)
+    return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node), format=format.name)
 
 
 def positional_grouped_mm(gm: fx.GraphModule) -> None:

@@ -207,8 +207,10 @@ def refuse_delayed_changes(backward_trace: Any) -> None:
             )
 
 
-def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any) -> tuple[Any, Callable[..., Any]]:
-    """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own.
+def thunderfx_compile(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any, **options: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own and options of its jit.
 
     From torch 2.12 on Thunder 0.2.6 traces into the lazy recompilation of dynamo's graph modules and fails: force it
     first, and have none made inside. Unnecessary from the first Thunder release whose thunderfx runs on torch 2.12."""
@@ -216,7 +218,7 @@ def thunderfx_compile(gm: torch.fx.GraphModule, inputs: Sequence[Any], executor:
     from thunder.dynamo import ThunderCompiler
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
-    compiler = ThunderCompiler(executors=[executor, *thunder.get_default_executors()])
+    compiler = ThunderCompiler(executors=[executor, *thunder.get_default_executors()], **options)
     _LazyGraphModule.force_recompile(gm)
     with _use_lazy_graph_module(False), _grouped_mm_is_supported(gm):
         return compiler, compiler(gm, inputs)

@@ -27,18 +27,16 @@ from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
+    SYMBOLS,
     grouped_mm,
     moe_combine,
-    moe_experts,
     moe_linear_router,
+    moe_of_format,
     moe_route,
     moe_router,
-    nvfp4_combine,
+    mxfp8_fake_quantize,
     nvfp4_experts_lora,
     nvfp4_fake_quantize,
-    nvfp4_grouped_mm,
-    nvfp4_grouped_swiglu,
-    nvfp4_mm,
 )
 from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
     activated_linear_call,
@@ -90,7 +88,10 @@ moe_executor._lookasides.update(
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,
-        torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts: _lookaside(moe_experts),
+        **{
+            getattr(torch.ops.thunder_moe, f"f16a_{format}weight_moe_experts"): _lookaside(moe_of_format(format))
+            for format in SYMBOLS
+        },
         torch.ops.thunder_moe.grouped_linear: _lookaside(linear_call),
         torch.ops.thunder_moe.activated_grouped_linear: _lookaside(activated_linear_call),
         torch.ops.thunder_moe.scaled_activation: _lookaside(scaled_activation_call),
@@ -101,11 +102,9 @@ moe_executor._lookasides.update(
                 moe_route,
                 moe_router,
                 moe_linear_router,
+                mxfp8_fake_quantize,
                 nvfp4_fake_quantize,
-                nvfp4_grouped_mm,
-                nvfp4_grouped_swiglu,
-                nvfp4_combine,
-                nvfp4_mm,
+                *(symbol for symbols in SYMBOLS.values() for symbol in symbols.values()),
                 nvfp4_experts_lora,
                 moe_combine,
             )

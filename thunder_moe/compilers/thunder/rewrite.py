@@ -29,7 +29,7 @@ from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, get_tracectx, tracectx  # noqa: E402
 from thunder.core.transform_common import Transform  # noqa: E402
 
-from thunder_moe.compilers.eligibility import Decision, GroupedGemm, describe  # noqa: E402
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm, choosing_format, common_format, describe  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
@@ -45,12 +45,12 @@ from thunder_moe.compilers.thunder.sites import (  # noqa: E402
 )
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
+    SYMBOLS,
     check_grad_mode,
     check_memory,
     declare_changed,
     grouped_mm,
     nvfp4_experts_lora,
-    nvfp4_grouped_mm,
     nvfp4_grouped_swiglu,
     nvfp4_pack,
     nvfp4_swizzle,
@@ -62,11 +62,16 @@ from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
     grouped_bias,
     scaled_activation,
 )
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
 from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
 
 __all__ = ["NVFP4Rewrite"]
 
-_PARTS = ("fp4", "scale", "global_scale")
+_PARTS = ("packed", "scale", "global_scale")
+OPTION = "moe_format"  # of thunder.jit
+_OPTION_SAYS = (
+    "number format of expert weights, 'nvfp4' (default) or 'mxfp8', or a function of a weight's name and GEMM"
+)
 
 
 class NVFP4Rewrite(Transform):
@@ -76,7 +81,8 @@ class NVFP4Rewrite(Transform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         computation = Computation(computation_trace)
-        sites = find_sites(prologue_trace, computation)
+        with choosing_format(OPTION, get_compile_option(OPTION, _OPTION_SAYS)):
+            sites = find_sites(prologue_trace, computation)
         eligible = [site for site in sites if site.reason is None]
         swiglu = find_swiglu(computation, eligible)
         blocks = [block for block in swiglu if block.reason is None]
@@ -154,7 +160,8 @@ def _replace(
     """(the calls that compute the output of the symbol at a position in NVFP4, the report's words on their kernel)."""
     output = computation.bound_symbols[position].output
     sites, interleaved = (call.sites, call.interleaved) if isinstance(call, SwiGLUSymbols) else ((call,), 0)
-    symbol = nvfp4_grouped_swiglu if isinstance(call, SwiGLUSymbols) else nvfp4_grouped_mm
+    format = common_format(*(site.gemm for site in sites))
+    symbol = SYMBOLS[format]["grouped_swiglu" if isinstance(call, SwiGLUSymbols) else "scaled_grouped_mm"]
     # In-place operations rename tensors: the operator runs last, and takes the names that the last GEMM has.
     last = max(sites, key=lambda site: site.position)
     a, _, offsets = last.bsym.args[:3]
@@ -177,13 +184,16 @@ def _replace(
         and (scales is not None or not _reads_live_rows_alone(computation, output, offsets))
     )
     out = TensorProxy(like=output) if finish else output
-    if not more and not form:
+    if format != NVFP4.name:
+        route = _route(f"it takes no {format} weights") if nvfuser.is_listed(get_compile_data().executors_list) else ""
+    elif not more and not form:
         calls, route = _by_nvfuser(packs, swizzled, symbol, a, offsets, out, sites[0].gemm)
     elif nvfuser.is_listed(get_compile_data().executors_list):
         route = _route("it has a bias, or another form of SwiGLU")
     if not calls:
-        layout = stacked_layout(*weights, transposed=transposed, device=to_torch_device(weights[0].device))
-        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout)))
+        device = to_torch_device(weights[0].device)
+        layout = stacked_layout(*weights, transposed=transposed, device=device, format=BLOCK_FORMATS[format])
+        packed = _pack(packs, _Pack(nvfp4_pack, weights, options | dict(layout=layout, format=format)))
         calls = [symbol.bind(a, *packed, offsets, *more, layout=layout, **form, output=out)]
     if finish and scales is not None:
         calls = [*calls, grouped_bias.bind(out, offsets, None, None, scales, output=output)]
@@ -252,7 +262,11 @@ def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized
         parts = 2 if bsym.sym.id == nvfp4_grouped_swiglu.id else 1
         swizzled = _Pack(nvfp4_swizzle, quantized.tensors, dict(parts=parts))
         return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
-    if bsym.sym.id == nvfp4_experts_lora.id or not nvfuser.is_listed(get_compile_data().executors_list):
+    if (
+        quantized.gemm.format != NVFP4.name
+        or bsym.sym.id == nvfp4_experts_lora.id
+        or not nvfuser.is_listed(get_compile_data().executors_list)
+    ):
         return [], ""
     return [], _route(nvfuser.refusal(bsym.sym, *bsym.args, **bsym.kwargs))
 
@@ -310,14 +324,14 @@ def _pack(packs: dict[tuple[Any, ...], _Pack], pack: _Pack) -> tuple[TensorProxy
     if key not in packs:
         stem = weights[0].name if symbol is nvfp4_swizzle else "_and_".join(weight.name for weight in weights)
         likes = symbol.meta(*weights, **pack.options)
-        stem += "" if likes[0].dtype == dtypes.uint8 else "_swizzled"
+        stem += "_swizzled" if likes[0].dtype == dtypes.float4_e2m1fn_x2 else ""
         # Taken where a weight is packed as it lies and transposed too, or is called as a packed one would be.
         while any(get_tracectx().has_name(f"{stem}_{part}") for part in _PARTS):
             stem += f"_{len(packs)}"
         traits = dict(device=weights[0].device, requires_grad=False, tags={ProxyTag.STATIC_MEMORY_LOCATION})
         packed = tuple(
             TensorProxy(name=f"{stem}_{part}", shape=like.shape, dtype=like.dtype, **traits)
-            for part, like in zip(_PARTS, likes, strict=True)
+            for part, like in zip(_PARTS, likes, strict=False)
         )
         packs[key] = replace(pack, packed=packed)
     return packs[key].packed

@@ -23,19 +23,18 @@ from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
-from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason  # noqa: E402
+from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
 from thunder_moe.compilers.gate_up import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+    SYMBOLS,
     grouped_mm,
-    nvfp4_combine,
     nvfp4_experts_lora,
-    nvfp4_grouped_mm,
-    nvfp4_grouped_swiglu,
 )
 from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
 
 __all__ = ["Quantized", "Site", "SwiGLUSymbols", "find_quantized", "find_sites", "find_swiglu", "trained_weights"]
 
@@ -127,6 +126,7 @@ def _site(
         hidden_training=requires_grad and is_hidden_training_forward(),
         changed=None if weight is None else program.reason_against_packing([computation.storage(weight.name)]),
     )
+    gemm = in_chosen_format(gemm)
     reason = decline_reason(gemm)
     if reason is None and inside is not None:
         reason = f"it is a part of {inside}, which has a backward of its own"
@@ -254,8 +254,8 @@ def _part_of(computation: Computation, name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An NVFP4 symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale where
-    they are arguments of the computation, in layout "linear"; None otherwise."""
+    """A symbol of a module that quantize_ had swapped in already. `tensors`: qdata, scale and global_scale in NVFP4
+    where they are arguments of the computation, in layout "linear"; None otherwise."""
 
     bsym: BoundSymbol
     gemm: GroupedGemm
@@ -263,13 +263,11 @@ class Quantized:
     tensors: tuple[TensorProxy, ...] | None
 
 
-_NVFP4_DECISIONS = {
-    symbol.id: QUANTIZED[symbol.name] for symbol in (nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine)
-}
+_FORMATS = {symbol.id: format for format in SYMBOLS for symbol in SYMBOLS[format].values() if symbol.name in QUANTIZED}
 
 
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
-    """The calls of a trace whose weights are in NVFP4 already."""
+    """The calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
         if bsym.sym.id == nvfp4_experts_lora.id:  # one operator, which nvFuser does not take
@@ -280,22 +278,28 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
                 name = names.get(computation.origin(weight.name), source.name)
                 gemm = GroupedGemm(name, experts, n, 2 * half, rows, dtype, dtype, False)
                 found.append(Quantized(bsym, gemm, "nvfp4", None))
-        if bsym.sym.id not in _NVFP4_DECISIONS:
+        if bsym.sym.id not in _FORMATS:
             continue
-        a, fp4_weight, *scales = bsym.args[:4]
-        behind = computation.argument_behind(fp4_weight.name)
-        source = fp4_weight if behind is None else behind[0]
+        format = BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
+        a, packed, *scales = bsym.args[: 1 + len(format.fields)]
+        behind = computation.argument_behind(packed.name)
+        source = packed if behind is None else behind[0]
         dtype = dtypes.to_torch_dtype(a.dtype)
-        experts, half, n = fp4_weight.shape
-        buffer = computation.origin(fp4_weight.name)  # behind the views of a module's in another layout than "linear"
-        gemm = GroupedGemm(names.get(buffer, source.name), experts, n, 2 * half, a.shape[0], dtype, dtype, False)
+        experts, codes, n = packed.shape
+        buffer = computation.origin(packed.name)  # behind the views of a module's in another layout than "linear"
+        sizes = experts, n, format.codes_per_byte * codes, a.shape[0]
+        gemm = GroupedGemm(names.get(buffer, source.name), *sizes, dtype, dtype, False, format=format.name)
+        decision = QUANTIZED[bsym.sym.name]
+        if format.name != NVFP4.name:  # nvFuser takes no other
+            found.append(Quantized(bsym, gemm, decision, None))
+            continue
         plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
         buffers = (source, *scales)
         swapped = behind is not None and behind[1]
         fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
         changed = computation.program.reason_against_packing(computation.storage(proxy.name) for proxy in buffers)
         tensors = buffers if plain and swapped and fixed and changed is None else None
-        found.append(Quantized(bsym, gemm, _NVFP4_DECISIONS[bsym.sym.id], tensors))
+        found.append(Quantized(bsym, gemm, decision, tensors))
     return found
 
 

@@ -2,9 +2,9 @@
 Called by rewrite.py and executor.py; calls the operators of ops and weight_cache.py.
 
 16-bit:  moe_grouped_mm, with the dgrad and wgrad that Thunder 0.2.6 lacks.
-NVFP4:   f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine,
-f16a_nvfp4weight_scaled_mm and moe_route, moe_router, moe_linear_router: the operators that `ops.operator.OPERATORS`
-describes.
+Packed:  f16a_nvfp4weight_scaled_grouped_mm, f16a_nvfp4weight_grouped_swiglu, f16a_nvfp4weight_grouped_mm_combine,
+f16a_nvfp4weight_scaled_mm, the same of MXFP8, and moe_route, moe_router, moe_linear_router: the operators that
+`ops.operator.OPERATORS` describes.
 Prologue: nvfp4_pack, which quantizes a weight once and hands out the cached result; nvfp4_swizzle, which lays a
 quantized one out as nvFuser takes it, once; check_grad_mode, check_memory and declare_changed.
 
@@ -35,28 +35,31 @@ from thunder.extend import OperatorExecutor  # noqa: E402
 from thunder_moe import __version__  # noqa: E402
 from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
-from thunder_moe.formats.layouts import BLOCK_SIZE, LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
+from thunder_moe.formats.block_format import BLOCK_FORMATS, MXFP8, NVFP4, BlockFormat  # noqa: E402
+from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
 from thunder_moe.kernels import trainable_grouped_mm  # noqa: E402
 from thunder_moe.ops import activation as _activation  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import experts as _experts  # noqa: E402, F401  (registers the operators)
 from thunder_moe.ops import experts_lora as _experts_lora  # noqa: E402, F401
 from thunder_moe.ops import fake_quantize as _fake_quantize  # noqa: E402, F401  (likewise)
 from thunder_moe.ops import scaled_mm as _scaled_mm  # noqa: E402, F401  (likewise)
-from thunder_moe.ops.operator import OPERATORS, Operator  # noqa: E402
+from thunder_moe.ops.operator import OPERATORS, Operator, name_in  # noqa: E402
 from thunder_moe.routing import RouterForm, live_rows, router_gradient  # noqa: E402
 from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
 __all__ = [
     "EXECUTOR",
+    "SYMBOLS",
     "check_grad_mode",
     "check_memory",
     "declare_changed",
     "grouped_mm",
     "moe_combine",
-    "moe_experts",
     "moe_linear_router",
+    "moe_of_format",
     "moe_route",
     "moe_router",
+    "mxfp8_fake_quantize",
     "nvfp4_combine",
     "nvfp4_experts_lora",
     "nvfp4_fake_quantize",
@@ -210,14 +213,19 @@ _COMBINE_NAME, _DENSE_NAME = "f16a_nvfp4weight_grouped_mm_combine", "f16a_nvfp4w
 nvfp4_grouped_mm = _symbol(_NAME, _AMAX)
 
 
-def _nvfp4_dgrad_run(grad: Tensor, *args: Any, **options: Any) -> Tensor:
-    out = _OPS.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *args, **options)
-    return torch.where(live_rows(args[3], grad.shape[0]), out, 0)
+def _dgrad_symbol(format: BlockFormat) -> Symbol:
+    """The symbol of the gradient of the format's grouped GEMM, with zeros past the last row end."""
+    name = name_in(f"{_NAME}_dgrad", format)
+    registered = getattr(_OPS, name)
+
+    def run(grad: Tensor, *args: Any, **options: Any) -> Tensor:
+        out = registered(grad, *args, **options)
+        return torch.where(live_rows(args[-1], grad.shape[0]), out, 0)
+
+    return EXECUTOR.register_operator(name, meta=_meta(OPERATORS[name]), fn=run)
 
 
-_nvfp4_dgrad = EXECUTOR.register_operator(
-    f"{_NAME}_dgrad", meta=_meta(OPERATORS[f"{_NAME}_dgrad"]), fn=_nvfp4_dgrad_run
-)
+_nvfp4_dgrad = _dgrad_symbol(NVFP4)
 nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
 nvfp4_mm = _symbol(_DENSE_NAME)
@@ -231,38 +239,53 @@ _swiglu_backward, _combine_backward, _dense_backward, _lora_backward, _sum_backw
 )
 
 
-def _fake_quantize_grad(weight: TensorProxy, **options: Any) -> TensorProxy:
-    out: TensorProxy = nvfp4_fake_quantize(weight, **options)
-    put_grad(weight, get_grad(out))
-    return out
+def _fake_quantize_gradient(symbol: Symbol) -> Callable[..., TensorProxy]:
+    def gradient(weight: TensorProxy, **options: Any) -> TensorProxy:
+        out: TensorProxy = symbol(weight, **options)
+        put_grad(weight, get_grad(out))
+        return out
+
+    return gradient
 
 
-def _nvfp4_grad(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
-    out = nvfp4_grouped_mm(a, *args, **options)
-    put_grad(a, _nvfp4_dgrad(get_grad(out), *args[:4], layout=options["layout"]))
-    return out
+def _gemm_gradient(symbol: Symbol, dgrad: Symbol, operands: int) -> Callable[..., TensorProxy]:
+    """The gradient of a grouped GEMM; `operands`: how many there are behind the activation."""
+
+    def gradient(a: TensorProxy, *args: Any, **options: Any) -> TensorProxy:
+        out: TensorProxy = symbol(a, *args, **options)
+        put_grad(a, dgrad(get_grad(out), *args[:operands], layout=options["layout"]))
+        return out
+
+    return gradient
 
 
-def moe_experts(
-    hidden_states: TensorProxy, expert_ids: TensorProxy, expert_weights: TensorProxy,
-    gate_up: TensorProxy, gate_up_scale: TensorProxy, gate_up_global_scale: TensorProxy,
-    down: TensorProxy, down_scale: TensorProxy, down_global_scale: TensorProxy,
-    gate_up_bias: TensorProxy | None = None, down_bias: TensorProxy | None = None,
-    row_slot: TensorProxy | None = None, offsets: TensorProxy | None = None, slot_row: TensorProxy | None = None,
-    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, **form: Any,
-) -> TensorProxy:  # fmt: skip
-    """The operator f16a_nvfp4weight_moe_experts in a trace: its parts, which reports show and nvFuser may take."""
-    if row_slot is None or offsets is None or slot_row is None:
-        row_slot, offsets, slot_row = moe_route(expert_ids, gate_up.shape[0])
-    on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
-    rows = nvfp4_grouped_swiglu(
-        hidden_states, gate_up, gate_up_scale, gate_up_global_scale, offsets, row_slot, on_input, gate_up_bias,
-        layout=gate_up_layout, **form,
-    )  # fmt: skip
-    out: TensorProxy = nvfp4_combine(
-        rows, down, down_scale, down_global_scale, offsets, slot_row, on_output, down_bias, layout=down_layout
-    )
-    return out
+def moe_of_format(format: str) -> Callable[..., TensorProxy]:
+    """The operator moe_experts of a number format in a trace: its parts, which reports show and nvFuser may take."""
+    count, symbols = len(BLOCK_FORMATS[format].fields), SYMBOLS[format]
+    signature = OPERATORS[f"f16a_{format}weight_moe_experts"].signature
+
+    def experts(*given: Any, **options: Any) -> TensorProxy:
+        call = signature.bind(*given, **options)
+        call.apply_defaults()
+        hidden_states, expert_ids, expert_weights, *args = call.args
+        gate_up, down = args[:count], args[count : 2 * count]
+        gate_up_bias, down_bias, row_slot, offsets, slot_row = args[2 * count :]
+        form = dict(call.kwargs)
+        on_input, gate_up_layout, down_layout = (
+            form.pop(name) for name in ("weight_on_input", "gate_up_layout", "down_layout")
+        )
+        if row_slot is None or offsets is None or slot_row is None:
+            row_slot, offsets, slot_row = moe_route(expert_ids, gate_up[0].shape[0])
+        of_input, of_output = (expert_weights, None) if on_input else (None, expert_weights)
+        rows = symbols["grouped_swiglu"](
+            hidden_states, *gate_up, offsets, row_slot, of_input, gate_up_bias, layout=gate_up_layout, **form
+        )
+        out: TensorProxy = symbols["grouped_mm_combine"](
+            rows, *down, offsets, slot_row, of_output, down_bias, layout=down_layout
+        )
+        return out
+
+    return experts
 
 
 def _gradient(symbol: Symbol, backward: Symbol) -> Callable[..., TensorProxy]:
@@ -287,6 +310,22 @@ def _router_backward_run(grad: Tensor, logits: Tensor, ids: Tensor, **options: A
     return router_gradient(grad, logits, ids, RouterForm(**options))
 
 
+mxfp8_grouped_mm, mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm = (
+    _symbol(name_in(name, MXFP8)) for name in (_NAME, _SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME)
+)
+mxfp8_fake_quantize = _symbol("mxfp8_fake_quantize")
+_mxfp8_dgrad = _dgrad_symbol(MXFP8)
+_MXFP8_BACKWARD = [
+    (symbol, _backward_symbol(OPERATORS[symbol.name])) for symbol in (mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm)
+]
+# By number format and the end of the operator's name.
+SYMBOLS: dict[str, dict[str, Symbol]] = {
+    format: dict(scaled_grouped_mm=gemm, grouped_swiglu=swiglu, grouped_mm_combine=combine, scaled_mm=dense)
+    for format, gemm, swiglu, combine, dense in (
+        (NVFP4.name, nvfp4_grouped_mm, nvfp4_grouped_swiglu, nvfp4_combine, nvfp4_mm),
+        (MXFP8.name, mxfp8_grouped_mm, mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm),
+    )
+}
 moe_router = _symbol("moe_router")
 moe_linear_router = _symbol("moe_linear_router")
 _router_backward = EXECUTOR.register_operator(
@@ -310,8 +349,9 @@ def pack_meta(
     interleaved: bool = False,
     layout: str = LINEAR,
     names: str = "",
+    format: str = NVFP4.name,
 ) -> tuple[TensorProxy, ...]:
-    """Proxies of the operators' three weight arguments for weights (E, N, K), or (E, K, N) when transposed.
+    """Proxies of the operators' weight arguments for weights (E, N, K), or (E, K, N) when transposed.
 
     In layout "swizzled_128x4" they are as nvFuser takes them, see `WeightCache.operands`.
     """
@@ -322,7 +362,10 @@ def pack_meta(
         return _swizzled(weights[0], experts, len(weights) * pad_rows(n), k, (experts,))
     n *= len(weights)
     global_shape = (experts,) if len(weights) == 1 else (experts, n)
-    return _proxies(weights[0], dtypes.uint8, (experts, k // 2, n), (experts, n, k // BLOCK_SIZE), global_shape)
+    known = BLOCK_FORMATS[format]
+    codes, scale = (dtypes.to_dtype(dtype) for dtype in (known.code_dtypes[0], known.scale_dtype))
+    shapes = (experts, k // known.codes_per_byte, n), (experts, n, k // known.block_size), global_shape
+    return _proxies(weights[0], (codes, scale, dtypes.float32)[: len(known.fields)], *shapes[: len(known.fields)])
 
 
 def swizzle_meta(
@@ -337,24 +380,25 @@ def _swizzled(
     like: TensorProxy, experts: int, n: int, k: int, global_shape: tuple[int, ...]
 ) -> tuple[TensorProxy, ...]:
     scales = scale_shape(experts, n, k, SWIZZLED_128X4)
-    return _proxies(like, dtypes.float4_e2m1fn_x2, (experts, k // 2, n), scales, global_shape)
+    kinds = dtypes.float4_e2m1fn_x2, dtypes.float8_e4m3fn, dtypes.float32
+    return _proxies(like, kinds, (experts, k // 2, n), scales, global_shape)
 
 
-def _proxies(like: TensorProxy, fp4: dtypes.dtype, *shapes: tuple[int, ...]) -> tuple[TensorProxy, ...]:
+def _proxies(like: TensorProxy, kinds: Sequence[dtypes.dtype], *shapes: tuple[int, ...]) -> tuple[TensorProxy, ...]:
     return tuple(
         TensorProxy(like=like, shape=shape, dtype=dtype, requires_grad=False)
-        for shape, dtype in zip(shapes, (fp4, dtypes.float8_e4m3fn, dtypes.float32), strict=True)
+        for shape, dtype in zip(shapes, kinds, strict=True)
     )
 
 
-def _pack_impl(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _pack_impl(*weights: Tensor, names: str = "", **form: Any) -> tuple[Tensor, ...]:
     try:
         return WEIGHT_CACHE.operands(*weights, **form)
     except ValueError as error:
         raise ValueError(f"cannot quantize {names}: {error}") from error
 
 
-def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _swizzle_impl(qdata: Tensor, scale: Tensor, global_scale: Tensor, *, parts: int) -> tuple[Tensor, ...]:
     return WEIGHT_CACHE.swizzled(qdata, scale, global_scale, parts=parts)
 
 
@@ -394,8 +438,13 @@ for _each, _grad_transform in (
     (grouped_mm, _grouped_mm_grad),
     (_dgrad, None),
     (_wgrad, None),
-    (nvfp4_grouped_mm, _nvfp4_grad),
+    (nvfp4_grouped_mm, _gemm_gradient(nvfp4_grouped_mm, _nvfp4_dgrad, 4)),
     (_nvfp4_dgrad, None),
+    (mxfp8_grouped_mm, _gemm_gradient(mxfp8_grouped_mm, _mxfp8_dgrad, 3)),
+    (_mxfp8_dgrad, None),
+    *((symbol, _gradient(symbol, backward)) for symbol, backward in _MXFP8_BACKWARD),
+    *((backward, None) for _, backward in _MXFP8_BACKWARD),
+    (mxfp8_fake_quantize, _fake_quantize_gradient(mxfp8_fake_quantize)),
     (nvfp4_grouped_swiglu, _gradient(nvfp4_grouped_swiglu, _swiglu_backward)),
     (_swiglu_backward, None),
     (nvfp4_combine, _gradient(nvfp4_combine, _combine_backward)),
@@ -407,7 +456,7 @@ for _each, _grad_transform in (
     (moe_combine, _gradient(moe_combine, _sum_backward)),
     (_sum_backward, None),
     (moe_route, None),
-    (nvfp4_fake_quantize, _fake_quantize_grad),
+    (nvfp4_fake_quantize, _fake_quantize_gradient(nvfp4_fake_quantize)),
     (moe_router, _router_grad),
     (moe_linear_router, None),
     (_router_backward, None),
