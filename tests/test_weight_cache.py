@@ -97,7 +97,7 @@ def test_weights_that_have_moved_leave_nothing_behind(cache):
     weight, other = parameter(2, 64, 64), parameter(2, 64, 64)
     for one in (weight, other):
         cache.get(one, layout="tiled_64x64")
-    entry = cache._entries["quantize", False, False, "tiled_64x64", id(weight)]
+    entry = cache._entries["quantize", False, False, "tiled_64x64", "nvfp4", id(weight)]
     entry.packed = entry.packed.to("meta")  # as if the weight had been there
     cache.get(weight, layout="linear")
     assert len(cache) == 2

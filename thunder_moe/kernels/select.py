@@ -196,8 +196,12 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
     NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
     """
     known = find_format(format)
-    kernels = _cuda_quantizer(weight.device) if format == NVFP4.name else None
-    packed, amax = (kernels or known).quantize_unchecked(weight, scale_search)
+    kernels = _cuda_quantizer(weight.device, format)
+    if kernels is None or format == NVFP4.name:
+        packed, amax = (kernels or known).quantize_unchecked(weight, scale_search)
+    else:
+        known.check_quantizable(weight, scale_search)
+        packed, amax = kernels.quantize_mxfp8_unchecked(weight)
     finite = torch.isfinite(amax)
     if format == NVFP4.name:
         packed = NVFP4Weight.unchecked(
@@ -206,7 +210,7 @@ def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str =
     else:
         scale = torch.where(finite[:, None, None], packed.scale.view(torch.uint8), E8M0_NAN)
         packed = MXFP8Weight.unchecked(packed.qdata, scale.view(packed.scale.dtype), LINEAR)
-    if kernels is None or weight.dtype == torch.float32:
+    if kernels is None or weight.dtype == torch.float32 or format != NVFP4.name:
         return known.dequantize(packed, weight.dtype)
     values: Tensor = importlib.import_module("thunder_moe.kernels.cuda.backend").dequantize(packed, weight.dtype)
     return values
