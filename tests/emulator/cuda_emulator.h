@@ -587,6 +587,7 @@ static void named_barrier_sync(int id, int threads) {
 
 static float load_l2(const float* p) { return *p; }
 static void store_word(uint32_t* p, uint32_t word) { *p = word; }
+static void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) { *static_cast<uint4*>(p) = make_uint4(a, b, c, d); }
 static uint32_t load_word(const uint32_t* p) {
   if (*p == 0) yield();  // who waits for another word lets others run
   return *p;

@@ -84,7 +84,14 @@ def test_activations(device, dtype, features, interleave, form):
     assert error(out[:end], expected.detach()) < TOLERANCE[dtype]
     assert error(grad_y[:end], exact.grad) < TOLERANCE[dtype]
     assert error(grad_scales[:end], exact_scales.grad) < TOLERANCE[scales.dtype]
-    for tail in (out[end:], grad_y[end:], grad_scales[end:]):
+    tails = [out[end:], grad_y[end:], grad_scales[end:]]
+    if form is not None and interleave is None:
+        *grads, value = training.swiglu_gradient_and_value(grad, y, scales, offsets, form=form, needs_scales=True)
+        assert torch.equal(grads[0], grad_y)
+        assert torch.equal(grads[1], grad_scales)
+        assert error(value[:end], expected.detach()) < TOLERANCE[dtype]
+        tails.append(value[end:])
+    for tail in tails:
         assert torch.equal(tail, torch.zeros_like(tail))
 
 
@@ -336,3 +343,31 @@ def test_operands_that_do_not_fit_are_refused(emulated):
             training.grouped_mm(x, weight, offsets, bad)
     with pytest.raises(ValueError, match="grad: got .*wanted 4 rows"):
         training.wgrad(x, torch.zeros(3, 16), offsets)
+
+
+RANKS = [(torch.bfloat16, 16, 200, [0, 5, 0, 140, 1]), (torch.float16, 40, 72, [130, 0, 3])]  # dtype, R, K, rows
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("wide_first", [False, True])
+@pytest.mark.parametrize(("dtype", "rank", "k", "splits"), RANKS)
+def test_rank_wgrad(device, monkeypatch, dtype, rank, k, splits, wide_first, gathered):
+    monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
+    torch.manual_seed(0)
+    ends = torch.tensor(splits).cumsum(0)
+    end = int(ends[-1])
+    rows = end + end % 2 + 2
+    narrow, wide = torch.randn(rows, rank, device=device).to(dtype), torch.randn(rows, k, device=device).to(dtype)
+    narrow[end:] = float("nan")
+    slot = None
+    if gathered:
+        slot, wide = torch.randperm(rows).int().to(device), wide[: rows // 2]
+    else:
+        wide[end:] = float("inf")
+    exact = (wide if slot is None else wide[slot.long() // 2]).double().cpu()
+    offsets = ends.to(device, torch.int64 if k == 72 else torch.int32)
+    got = wgrad.rank_wgrad(narrow, wide, offsets, wide_first, slot)
+    for expert, (begin, stop) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+        wanted = narrow[begin:stop].double().cpu().T @ exact[begin:stop]
+        wanted = wanted.T if wide_first else wanted
+        assert error(got[expert], wanted) < TOLERANCE[dtype] if stop > begin else got[expert].eq(0).all()

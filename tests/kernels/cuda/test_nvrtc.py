@@ -16,7 +16,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, linear, nvrtc, quantizer, router, training, wgrad
+from thunder_moe.kernels.cuda import cubin_cache, linear, low_rank, nvrtc, quantizer, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -101,6 +101,14 @@ OTHERS = {
             "linear_any<2, false, 32>",
             "linear_any<1, false, 64>",
         ],
+    ),
+    cuda_arguments.GatherLowRankArguments: (
+        low_rank.GATHER,
+        ["gather_low_rank<true, false, 1>", "gather_low_rank<false, true, 4>"],
+    ),
+    cuda_arguments.RankWgradArguments: (
+        wgrad.RANK,
+        ["rank_wgrad<true, true, 1, false>", "rank_wgrad<true, false, 1, true>", "rank_wgrad<false, false, 4, false>"],
     ),
     cuda_arguments.QuantizeArguments: (
         quantizer._SOURCES,
@@ -191,6 +199,11 @@ def test_other_kernels_compile(kept, capability):
                 dtype = ("true", "false")[index % 2]
                 name = f"linear_wgmma<{dtype}, {transposed}, {tile}, {stages}>"
                 found.add((linear.WGMMA, name, capability, argument))
+                low_rank = cuda_arguments.LowRankLinearArguments
+                found.add((linear.WGMMA, f"low_rank_{name}", capability, low_rank))
+        for dtype, blocks in (("true", 1), ("false", 4)):
+            name = f"low_rank_tiled_wgmma<{dtype}, 24, 1, 3, 1, 7, {blocks}>"
+            found.add((TILED_WGMMA.sources, name, capability, cuda_arguments.LowRankGemmArguments))
     for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
         if capability == (9, 0):
             found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
@@ -203,8 +216,11 @@ def test_every_kernel_and_struct_is_compiled_above():
     gemms.append("mm_tiled_cluster")
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
-    assert sorted(kernels) == sorted({*expressions, *gemms, "order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"})
+    others = ["order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"]
+    others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma"]
+    assert sorted(kernels) == sorted({*expressions, *gemms, *others})
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
+    gemm_structs |= {"LowRankGemmArguments", "LowRankLinearArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

@@ -12,9 +12,13 @@ __all__ = [
     "CombineArguments",
     "DequantizeArguments",
     "GatherArguments",
+    "GatherLowRankArguments",
     "GemmArguments",
     "LinearArguments",
+    "LowRankGemmArguments",
+    "LowRankLinearArguments",
     "QuantizeArguments",
+    "RankWgradArguments",
     "RouteArguments",
     "RouterArguments",
     "RouterLinearArguments",
@@ -49,6 +53,18 @@ class TmaGemmArguments(ctypes.Structure):
         ("x", ctypes.c_byte * 128),
         ("gemm", GemmArguments),
         ("padding_", ctypes.c_byte * (-ctypes.sizeof(GemmArguments) % 64)),
+    )
+
+
+class LowRankGemmArguments(ctypes.Structure):
+    """In tiled_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("x", "inner")),
+        ("gemm", GemmArguments),
+        ("b", ctypes.c_void_p),
+        ("rank", ctypes.c_int),
+        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(GemmArguments) + 12) % 64)),
     )
 
 
@@ -148,7 +164,7 @@ class ActivationArguments(ctypes.Structure):
     """In activation.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("y", "scales", "offsets", "grad", "out", "grad_scales")),
+        *((name, ctypes.c_void_p) for name in ("y", "scales", "offsets", "grad", "out", "grad_scales", "value")),
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("features", "num_experts", "wide_offsets", "scales_dtype", "interleave")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_shift")),
@@ -206,4 +222,37 @@ class TmaLinearArguments(ctypes.Structure):
         *((name, ctypes.c_byte * 128) for name in ("weight", "x")),
         ("of", LinearArguments),
         ("padding_", ctypes.c_byte * (-ctypes.sizeof(LinearArguments) % 64)),
+    )
+
+
+class GatherLowRankArguments(ctypes.Structure):
+    """In gather_low_rank.cu."""
+
+    _fields_ = (
+        ("of", LinearArguments),
+        *((name, ctypes.c_void_p) for name in ("row_slot", "gathered")),
+        ("top_k", ctypes.c_int),
+        ("padding_", ctypes.c_byte * 4),
+    )
+
+
+class RankWgradArguments(ctypes.Structure):
+    """In rank_wgrad.cu."""
+
+    _fields_ = (
+        ("of", WgradArguments),
+        ("row_slot", ctypes.c_void_p),
+        ("top_k", ctypes.c_int),
+        ("padding_", ctypes.c_byte * 4),
+    )
+
+
+class LowRankLinearArguments(ctypes.Structure):
+    """In linear_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("weight", "x", "b", "inner")),
+        ("of", LinearArguments),
+        ("rank", ctypes.c_int),
+        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 4) % 64)),
     )

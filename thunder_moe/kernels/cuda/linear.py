@@ -15,10 +15,20 @@ import torch
 
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import launch
-from thunder_moe.kernels.cuda.arguments import LinearArguments, TmaLinearArguments
+from thunder_moe.kernels.cuda.arguments import LinearArguments, LowRankLinearArguments, TmaLinearArguments
 from thunder_moe.kernels.cuda.configs import COMMON
 
-__all__ = ["KERNELS", "MMA", "STAGES", "WGMMA", "LinearLaunch", "kernel_for", "linear_launch", "torch_is_faster"]
+__all__ = [
+    "KERNELS",
+    "MMA",
+    "STAGES",
+    "WGMMA",
+    "LinearLaunch",
+    "kernel_for",
+    "linear_launch",
+    "serves_rank",
+    "torch_is_faster",
+]
 
 _PTX, _LINEAR = COMMON.with_name("ptx.cuh"), COMMON.with_name("linear.cuh")
 _WGMMA = (COMMON.with_name("wgmma.cuh"), COMMON.with_name("wgmma_shared.cuh"))
@@ -28,6 +38,7 @@ KERNELS = ("wgmma", "mma", "any")
 MAX_EXPERTS = 1024  # kMostExperts
 STAGES = {64: 9, 128: 6, 256: 4}  # of "wgmma": rows of a tile -> stages in 227 KiB
 ROWS = {"wgmma": tuple(STAGES), "mma": (32, 128), "any": (32, 64, 128)}  # of a tile
+MAX_RANK = 64  # of the kernels of LoRA adapters
 _COLUMNS = 128  # kTileN
 # Rows of an expert, from which on torch's grouped GEMM is taken. Gradient of the rows, H200, us, torch's and "wgmma",
 # equal shares, shares of 1/i. Qwen3-30B-A3B (1536, 2048): 8 rows 284, 207; 293, 207. 64 rows 275, 227; 324, 254. 256
@@ -52,11 +63,13 @@ class LinearLaunch:
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
         tile: rows of a tile, of `ROWS`; by the rows of an expert when None.
+        rank: R, of "wgmma": rows (M, R) times b, which lies as the weight does with R in place of K, are added.
     """
 
     def __init__(
         self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, transposed: bool, wide_offsets: bool,
         zero_tail: bool, kernel: str, device: torch.device, facts: tuple[int, tuple[int, int]], tile: int | None,
+        rank: int = 0,
     ) -> None:  # fmt: skip
         assert dtype in DTYPE_CODES
         tile = tile or _tile(kernel, rows / num_experts, transposed)
@@ -68,6 +81,8 @@ class LinearLaunch:
             sources, argument, threads = WGMMA, TmaLinearArguments, 384
             stages = STAGES[tile]
             name, shared = f"linear_wgmma<{bf16}, {flipped}, {tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
+            if rank:
+                argument, name = LowRankLinearArguments, f"low_rank_{name}"
         elif kernel == "mma":
             name, shared = f"linear_mma<{bf16}, {flipped}, {tile}>", 4 * 64 * (tile + _COLUMNS)
         else:
@@ -77,7 +92,8 @@ class LinearLaunch:
         index: Any = device.index
         self._index = device.index
         self._launcher = launch.launcher(sources, name, threads, shared, tiles, argument, index, facts[0])
-        self._maps = ((num_experts * (k if transposed else n), n if transposed else k), (rows, k, tile))
+        self._maps = _maps(rows, num_experts, n, k, transposed, tile)
+        self._rank_maps, self._rank = _maps(rows, num_experts, n, rank, transposed, tile), (rank,) if rank else ()
         self._with_maps = kernel == "wgmma"
         self._parts = []
         for first in range(0, num_experts, MAX_EXPERTS):
@@ -85,15 +101,29 @@ class LinearLaunch:
             last = first + count == num_experts
             self._parts.append((rows, first, count, n, k, wide_offsets, zero_tail and last))
 
-    def __call__(self, x: int, weight: int, offsets: int, out: int) -> None:
-        """Launches the kernel for operands at these addresses, on the operands' device, which has to be current."""
+    def __call__(self, x: int, weight: int, offsets: int, out: int, inner: int = 0, b: int = 0) -> None:
+        """Launches the kernel for operands at these addresses, on the operands' device, which has to be current; with
+        `rank` inner (M, R) and b are two of them."""
         stream = launch.current_stream(self._index)
         maps: tuple[bytes, ...] = ()
         if self._with_maps:
-            of_weight, of_x = self._maps
-            maps = (launch.tensor_map(weight, *of_weight, 64), launch.tensor_map(x, *of_x))
+            maps = _encoded(weight, x, self._maps)
+            if self._rank:
+                maps += _encoded(b, inner, self._rank_maps)
         for part in self._parts:
-            self._launcher(stream, *maps, x, weight, offsets, out, *part)
+            self._launcher(stream, *maps, x, weight, offsets, out, *part, *self._rank)
+
+
+_Maps = tuple[tuple[int, int, int], tuple[int, int, int]]  # of a weight and of rows: rows, columns, rows of a box
+
+
+def _maps(rows: int, num_experts: int, n: int, k: int, transposed: bool, tile: int) -> _Maps:
+    return (num_experts * (k if transposed else n), n if transposed else k, 64), (rows, k, tile)
+
+
+def _encoded(weight: int, x: int, maps: _Maps) -> tuple[bytes, ...]:
+    of_weight, of_x = maps
+    return launch.tensor_map(weight, *of_weight), launch.tensor_map(x, *of_x)
 
 
 linear_launch = functools.lru_cache(maxsize=4096)(LinearLaunch)
@@ -104,6 +134,11 @@ def kernel_for(dtype: torch.dtype, n: int, k: int, capability: tuple[int, int], 
     if dtype == torch.float32 or n % 8 or k % 8 or addresses % 16:
         return "any"
     return "wgmma" if capability == (9, 0) else "mma"
+
+
+def serves_rank(dtype: torch.dtype, n: int, k: int, rank: int) -> bool:
+    """Whether the kernels of a LoRA adapter take its operands; n and k: of the weight beside it."""
+    return dtype != torch.float32 and not (n % 8 or k % 8 or rank % 8) and 0 < rank <= MAX_RANK
 
 
 def torch_is_faster(

@@ -28,7 +28,7 @@ from thunder_moe.kernels.cuda.arguments import (
 )
 from thunder_moe.kernels.cuda.configs import COMMON, GemmConfig
 from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch, torch_is_faster
-from thunder_moe.kernels.cuda.plan import CACHE_LINE, plan_gemm
+from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 
 __all__ = [
@@ -133,10 +133,7 @@ class GemmLaunch:
         self._features = n if form is None else n // 2
         self._shape = rows, self._features + self._features % 2  # the kernels store pairs
         self._empty, self._strides, self._dtype = launch.allocator(device), (self._shape[1], 1), dtype
-        self.launcher = launch.launcher(
-            plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
-            self._index, None if plan.config.kernel == "tiled_cluster" else multiprocessors,
-        )  # fmt: skip
+        self.launcher = self._launcher(plan, None if plan.config.kernel == "tiled_cluster" else multiprocessors)
         self._workspace, self._partial_sums, self._read_once = plan.workspace, plan.partial_sums, plan.read_once
         self.out_bytes, self.sums_bytes = 2 * self._shape[0] * self._shape[1], 4 * plan.partial_sums
         self.reads_early = plan.config.kernel in ("tiled_mma", "tiled_cluster")
@@ -235,6 +232,12 @@ class GemmLaunch:
             activation, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias, workspace, sums, rows
         )  # fmt: skip
         return Gemm(out, gather, fields, kept)
+
+    def _launcher(self, plan: GemmPlan, multiprocessors: int | None) -> launch.Launcher:
+        return launch.launcher(
+            plan.sources, plan.expression, plan.threads, plan.shared_bytes, plan.blocks, plan.config.argument,
+            self._index, multiprocessors,
+        )  # fmt: skip
 
     def take_workspace(self, late_x: bool) -> Tensor | None:
         """Zeros of the current stream for a launch; None for a kernel that needs none."""
@@ -413,11 +416,13 @@ class DgradLaunch:
         device: where the operands are.
         facts: (multiprocessors, compute capability) of the device.
         format: of the weights, one of `configs.FORMATS`.
+        rank: R of an adapter whose product is added by the same kernel, one that `linear.serves_rank` serves; on
+            compute capability 9.0.
     """
 
     def __init__(
         self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, tiled: bool, per_row: bool,
-        device: torch.device, facts: tuple[int, tuple[int, int]], format: str = "nvfp4",
+        device: torch.device, facts: tuple[int, tuple[int, int]], format: str = "nvfp4", rank: int = 0,
     ) -> None:  # fmt: skip
         self._index, self._empty = device.index, launch.allocator(device)
         self._weight, self._out = ((num_experts, n, k), (n * k, k, 1), dtype), ((rows, k), (k, 1), dtype)
@@ -427,23 +432,26 @@ class DgradLaunch:
             self._index,
         )  # fmt: skip
         self._row_starts = self._multiply = None
-        if n % 8 == 0 and torch_is_faster(dtype, facts[1], rows / num_experts):
+        if n % 8 == 0 and not rank and torch_is_faster(dtype, facts[1], rows / num_experts):
             self._starts = num_experts, rows
             self._row_starts = launch.launcher(ROUTE, "row_starts", 32, 0, 1, RowStartsArguments, self._index)
         else:
-            kernel = kernel_for(dtype, k, n, facts[1], 0)
+            kernel = "wgmma" if rank else kernel_for(dtype, k, n, facts[1], 0)
             self._multiply = linear_launch(
-                rows, num_experts, k, n, dtype, True, False, False, kernel, device, facts, None
+                rows, num_experts, k, n, dtype, True, False, False, kernel, device, facts, None, rank
             )
 
     def __call__(
-        self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor
+        self, grad: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *adapter: Tensor
     ) -> Tensor:
-        """(M, N) -> (M, K); qdata is contiguous, with the rows of the weight in order, in whatever view."""
+        """(M, N) -> (M, K); qdata is contiguous, with the rows of the weight in order, in whatever view.
+
+        adapter: with `rank` (M, R) and (E, R, K), contiguous and aligned to 16 bytes.
+        """
         index = self._index
         if launch.current_device() != index:
             with torch.cuda.device(index):
-                return self(grad, qdata, scale, global_scale, offsets)
+                return self(grad, qdata, scale, global_scale, offsets, *adapter)
         rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
         if (rows | codes | scales) & 15:
             grad, qdata, scale = map(_aligned, (grad, qdata, scale))
@@ -455,7 +463,7 @@ class DgradLaunch:
         self._dequantize(stream, codes, scales, globals_, address, ends, *self._numbers)
         if self._multiply is not None:
             out = self._empty(*self._out)
-            self._multiply(rows, address, ends, out.data_ptr())
+            self._multiply(rows, address, ends, out.data_ptr(), *map(Tensor.data_ptr, adapter))
             return out
         assert self._row_starts is not None
         starts = offsets.new_empty(self._starts[0] + 1)  # torch's grouped GEMM trusts its offsets: these are clamped

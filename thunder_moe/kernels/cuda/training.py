@@ -19,23 +19,31 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.checks import require
+from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
-from thunder_moe.kernels.cuda import backend, launch
+from thunder_moe.kernels.cuda import backend, launch, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArguments
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.select import chosen_backend, select
+from thunder_moe.routing import gather_rows
 
 __all__ = [
     "add_bias",
     "bias_grad",
     "bias_scale_grad",
     "dgrad",
+    "gather_low_rank",
+    "gathered_wgrad",
     "grouped_mm",
+    "grouped_mm_low_rank",
+    "grouped_mm_low_rank_dgrad",
     "scaled_srelu",
     "scaled_srelu_gradient",
     "scaled_swiglu",
     "scaled_swiglu_gradient",
+    "swiglu_gradient_and_value",
     "wgrad",
 ]
 
@@ -68,7 +76,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     padded = rows.dtype != torch.float32 and (n % 8 != 0 or k % 8 != 0)
     if padded:
         rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
-    if linears.torch_is_faster(rows.dtype, backend._device_facts(rows.device)[1], m / experts):
+    few = not padded and linears.serves_rank(rows.dtype, n, k, n)
+    if not few and linears.torch_is_faster(rows.dtype, backend._device_facts(rows.device)[1], m / experts):
         product = _multiply(rows, weight, offsets)
     else:
         given = None if padded else out
@@ -79,6 +88,46 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
             return product
     product = product[:, :n]
     return add_bias(product, offsets, out=out) if out is not None else _zero_past_end(product, offsets)
+
+
+def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
+    """Rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
+    out = None
+    if chosen_backend() in (None, "cuda"):
+        out = low_rank.grouped_mm(rows, weight, offsets, inner, b)
+    if out is not None:
+        return out
+    product: Tensor = select(rows.device).grouped_mm(rows, weight, offsets)
+    return product.add_(grouped_mm(inner, b, offsets))
+
+
+def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor:
+    """Grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K); likewise."""
+    out = None
+    if chosen_backend() in (None, "cuda"):
+        out = low_rank.dgrad(grad, weight, offsets, outer, a)
+    if out is not None:
+        return out
+    product: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+    return product.add_(grouped_mm(outer, a.mT, offsets))
+
+
+def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
+    the end."""
+    both = low_rank.gather(tokens, row_slot, weight, offsets)
+    if both is not None:
+        return both
+    rows = gather_rows(tokens, row_slot)
+    return rows, grouped_mm(rows, weight, offsets)
+
+
+def gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """`wgrad` for rows of tokens (T, K): gradient (M, N) -> (E, N, K)."""
+    k, n = tokens.shape[1], grad.shape[1]
+    if row_slot.shape[0] and k and linears.serves_rank(tokens.dtype, k, k, n):
+        return wgrads.rank_wgrad(grad.to(tokens.dtype), tokens, offsets, False, row_slot)
+    return wgrad(gather_rows(tokens, row_slot), grad, offsets)
 
 
 def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
@@ -105,6 +154,10 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
     if m == 0 or n == 0 or k == 0:
         return rows.new_zeros(experts, n, k)
     rows, grad = rows.detach(), grad.detach().to(rows.dtype)
+    if linears.serves_rank(rows.dtype, n, k, n):
+        return wgrads.rank_wgrad(grad, rows, offsets, False)
+    if linears.serves_rank(rows.dtype, n, k, k):
+        return wgrads.rank_wgrad(rows, grad, offsets, True)
     if rows.dtype != torch.float32 and (n % 8 or k % 8):
         rows, grad = (F.pad(each, (0, -each.shape[1] % 8)) for each in (rows, grad))
     capability = backend._device_facts(rows.device)[1]
@@ -212,6 +265,16 @@ def scaled_swiglu_gradient(
     return _backward(grad, y, scales, offsets, form, interleave, y.shape[1] // 2, needs)
 
 
+def swiglu_gradient_and_value(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What `scaled_swiglu_gradient` gives for both, or y alone, and what `scaled_swiglu` gives, in one pass."""
+    value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
+    of_y, of_scales = _backward(grad, y, scales, offsets, form, None, y.shape[1] // 2, (True, needs_scales), value)
+    assert of_y is not None
+    return of_y, of_scales, value
+
+
 def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
     return _forward(y, scales, offsets, None, None, y.shape[1])
@@ -293,30 +356,30 @@ def _forward(
 
 def _backward(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: GLU | None, interleave: int | None,
-    features: int, needs: tuple[bool, bool],
+    features: int, needs: tuple[bool, bool], value: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     out = y.new_empty(y.shape) if needs[0] else None
     of_scales = torch.zeros(len(y), dtype=scales.dtype, device=y.device) if needs[1] and scales is not None else None
     if y.numel() > 0 and (out is not None or of_scales is not None):
         grad = grad.to(y.dtype)
-        _activation("activation_backward", y, scales, offsets, grad, out, of_scales, form, interleave, features)
+        _activation("activation_backward", y, scales, offsets, grad, out, of_scales, form, interleave, features, value)
     return out, of_scales
 
 
 def _activation(
     kernel: str, y: Tensor, scales: Tensor | None, offsets: Tensor | None, grad: Tensor | None, out: Tensor | None,
-    of_scales: Tensor | None, form: GLU | None, interleave: int | None, features: int,
+    of_scales: Tensor | None, form: GLU | None, interleave: int | None, features: int, value: Tensor | None = None,
 ) -> None:  # fmt: skip
     y, scales = y.detach().contiguous(), floats(scales)
     offsets = None if offsets is None else offsets.contiguous()
     grad = None if grad is None else grad.detach().contiguous()
     run, pack = interleave or features, -1  # see load_gate_up
-    if _vectors(features, y, grad, out) == "true":
+    if _vectors(features, y, grad, out, value) == "true":
         pack = run if form is not None and run in (1, 2, 4) else 0 if form is None or run % 8 == 0 else -1
     per_row = _THREADS if features >= _BLOCK_FEATURES else 32
     form_numbers = (1.0, -1.0, 0.0) if form is None else (form.alpha, form.limit or -1.0, form.up_shift)
     argument = ActivationArguments(
-        *map(pointer, (y, scales, offsets, grad, out, of_scales)), y.shape[0], features,
+        *map(pointer, (y, scales, offsets, grad, out, of_scales, value)), y.shape[0], features,
         0 if offsets is None else offsets.shape[0], offsets is not None and _is_wide(offsets), dtype_code(scales),
         run, *form_numbers,
     )  # fmt: skip

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda import backend, launch
-from thunder_moe.kernels.cuda.arguments import TmaWgradArguments, WgradArguments
+from thunder_moe.kernels.cuda.arguments import RankWgradArguments, TmaWgradArguments, WgradArguments
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.slow_paths import warn_once
 
-__all__ = ["KERNELS", "MMA", "WGMMA", "wgrad"]
+__all__ = ["KERNELS", "MMA", "RANK", "WGMMA", "rank_wgrad", "wgrad"]
 
 _PTX, _WGRAD = COMMON.with_name("ptx.cuh"), COMMON.with_name("wgrad.cuh")
 _WGMMA = (COMMON.with_name("wgmma.cuh"), COMMON.with_name("wgmma_shared.cuh"))
 WGMMA = (COMMON, _PTX, *_WGMMA, _WGRAD, COMMON.with_name("wgrad_wgmma.cu"))
 MMA = (COMMON, _PTX, _WGRAD, COMMON.with_name("wgrad_mma.cu"))
+RANK = (COMMON, _PTX, _WGRAD, COMMON.with_name("rank_wgrad.cu"))
 KERNELS = ("wgmma", "mma", "any")
 MAX_EXPERTS = 1024  # kMostExperts
 _WGMMA_TILE, _STAGE_ROWS = 128, 64  # kTileN, kStageRows
@@ -80,6 +81,38 @@ def wgrad(
             argument = TmaWgradArguments(_map(grad), _map(x), argument)
         tiles = (min(experts, rows) if accumulate else experts) * -(-n // tile_n) * -(-k // tile_k)
         backend._launch(sources, name, threads, shared, tiles, argument, x.device, multiprocessors)
+
+
+def rank_wgrad(
+    narrow: Tensor, wide: Tensor, offsets: Tensor, wide_first: bool, row_slot: Tensor | None = None
+) -> Tensor:
+    """Rows (M, R) and (M, K) -> (E, R, K), each expert's narrow.T @ wide, or (E, K, R), its transpose, in their dtype.
+
+    Args:
+        narrow, wide: of one dtype of 16 bits; M and K positive, K and R multiples of 8, R at most 64.
+        offsets: int32 or int64 row ends.
+        row_slot: int32 (M,): `wide` has tokens (T, K), of M // T slots each.
+    """
+    narrow, wide = _aligned(narrow.detach().contiguous()), _aligned(wide.detach().contiguous())
+    offsets = offsets.contiguous()
+    (rows, rank), k, experts = narrow.shape, wide.shape[1], offsets.shape[0]
+    out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
+    bf16, gathers = str(narrow.dtype == torch.bfloat16).lower(), str(row_slot is not None).lower()
+    blocks = -(-rank // 16)
+    name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}>"
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    for first in range(0, experts, MAX_EXPERTS):
+        of_part = out[first : first + MAX_EXPERTS]
+        argument = RankWgradArguments(
+            WgradArguments(
+                *map(pointer, (narrow, wide, offsets, of_part)), rows, first, of_part.shape[0], rank, k,
+                offsets.dtype == torch.int64, False, True,
+            ), *map(pointer, (row_slot,)), rows // wide.shape[0],
+        )  # fmt: skip
+        tiles, shared = of_part.shape[0] * -(-k // 128), 4 * 64 * (256 + 32 * blocks)  # kColumns, kStages, kStageRows
+        multiprocessors = backend._device_facts(wide.device)[0]
+        backend._launch(RANK, name, 256, shared, tiles, argument, wide.device, multiprocessors)
+    return out
 
 
 def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -> str:

@@ -1,5 +1,5 @@
 """The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
-Called by kernels.training.select; calls activations and routing.
+Called by kernels.training.select; calls activations, routing and, for products of 4-bit weights, kernels.select.
 
 Every function takes operands of any strides and gives contiguous results, as the operators' fakes say. Rows past the
 last row end may hold anything: they contribute nothing, and results are zero there, or, in a buffer of the caller's,
@@ -15,18 +15,25 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
-from thunder_moe.routing import expert_of_row, live_rows, row_groups
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.select import select
+from thunder_moe.routing import expert_of_row, gather_rows, live_rows, row_groups
 
 __all__ = [
     "add_bias",
     "bias_grad",
     "bias_scale_grad",
     "dgrad",
+    "gather_low_rank",
+    "gathered_wgrad",
     "grouped_mm",
+    "grouped_mm_low_rank",
+    "grouped_mm_low_rank_dgrad",
     "scaled_srelu",
     "scaled_srelu_gradient",
     "scaled_swiglu",
     "scaled_swiglu_gradient",
+    "swiglu_gradient_and_value",
     "wgrad",
 ]
 
@@ -41,6 +48,30 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if out is None:
         result[groups[-1][2] if groups else 0 :].zero_()
     return result
+
+
+def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
+    """Rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
+    out: Tensor = select(rows.device).grouped_mm(rows, weight, offsets)
+    return out.add_(grouped_mm(inner, b, offsets))
+
+
+def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor:
+    """Grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K); likewise."""
+    out: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
+    return out.add_(grouped_mm(outer, a.mT, offsets))
+
+
+def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens (T, K), row_slot (M,), weight (E, R, K) -> the rows (M, K) and their product (M, R), both undefined past
+    the end."""
+    rows = gather_rows(tokens, row_slot)
+    return rows, grouped_mm(rows, weight, offsets)
+
+
+def gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """`wgrad` for rows of tokens (T, K): gradient (M, N) -> (E, N, K)."""
+    return wgrad(gather_rows(tokens, row_slot), grad, offsets)
 
 
 def dgrad(grad: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None = None) -> Tensor:
@@ -152,6 +183,15 @@ def scaled_swiglu_gradient(
     if needs[1] and scales is not None:
         of_scales = _live(wide * form(gate, up), offsets).sum(-1).to(scales.dtype)
     return of_y, of_scales
+
+
+def swiglu_gradient_and_value(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What `scaled_swiglu_gradient` gives for both, or y alone, and what `scaled_swiglu` gives."""
+    of_y, of_scales = scaled_swiglu_gradient(grad, y, scales, offsets, form=form, needs=(True, needs_scales))
+    assert of_y is not None
+    return of_y, of_scales, scaled_swiglu(y, scales, offsets, form=form)
 
 
 def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:

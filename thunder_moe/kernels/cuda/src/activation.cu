@@ -9,6 +9,7 @@ struct ActivationArguments {
   const void* grad;     // (M, I), of the output; backward only
   void* out;            // forward (M, I); backward the gradient of y, or null; zeros in rows past the end
   void* grad_scales;    // (M,) in the dtype of the scales, or null; backward only
+  void* value;          // (M, I), or null: what the forward gives, once more; backward only
   int64_t rows;
   int features;  // I
   int num_experts, wide_offsets, scales_dtype;  // offsets are int64; 0 float32, 1 bfloat16, 2 float16
@@ -57,9 +58,8 @@ DEVICE void store8(void* to, int64_t at, const float (&values)[8]) {
     }
   } else {
     constexpr bool kBf16 = DTYPE == 1;
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(to) + at) =
-        make_uint4(narrow2<kBf16>(values[0], values[1]), narrow2<kBf16>(values[2], values[3]), narrow2<kBf16>(values[4], values[5]),
-                   narrow2<kBf16>(values[6], values[7]));
+    store16(static_cast<uint16_t*>(to) + at, narrow2<kBf16>(values[0], values[1]), narrow2<kBf16>(values[2], values[3]),
+            narrow2<kBf16>(values[4], values[5]), narrow2<kBf16>(values[6], values[7]));
   }
 }
 
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kRowThreads) activation_backward(const Activat
     const float scale = dead || args.scales == nullptr ? 1.0f : load_float(args.scales, row, args.scales_dtype);
     float sum = 0.0f;
     for (int feature = threadIdx.x % PER_ROW * kStep; feature < args.features; feature += PER_ROW * kStep) {
-      float gate[8] = {}, up[8] = {};
+      float gate[8] = {}, up[8] = {}, again[8] = {};
       if (!dead) {
         float grad[8];
         load_features<DTYPE, PACK>(grad, args.grad, row * args.features + feature);
@@ -275,6 +275,7 @@ __global__ void __launch_bounds__(kRowThreads) activation_backward(const Activat
             float value;
             swiglu_backward<DTYPE>(args, gate[i], up[i], grad[i] * scale, value);
             sum += grad[i] * value;
+            again[i] = value * scale;
           }
         } else {
           load_features<DTYPE, PACK>(gate, args.y, row * width + feature);
@@ -282,10 +283,12 @@ __global__ void __launch_bounds__(kRowThreads) activation_backward(const Activat
           for (int i = 0; i < kStep; ++i) {
             const float positive = gate[i] < 0.0f ? 0.0f : gate[i];
             sum += grad[i] * positive * positive;
+            again[i] = positive * positive * scale;
             gate[i] = 2.0f * positive * grad[i] * scale;
           }
         }
       }
+      if (args.value != nullptr) store_features<DTYPE, PACK>(args.value, row * args.features + feature, again);
       if (args.out == nullptr) continue;
       if constexpr (SWIGLU) store_gate_up<DTYPE, PACK>(args, row * width, feature, gate, up);
       else store_features<DTYPE, PACK>(args.out, row * width + feature, gate);

@@ -49,6 +49,11 @@ DEVICE uint32_t load_word(const uint32_t* p) {
   return word;
 }
 
+// 16 bytes, aligned: by one instruction, where the compiler makes four of `*p = make_uint4(...)` at times.
+DEVICE void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
 DEVICE uint32_t rotate_left(uint32_t value, int by) { return __funnelshift_l(value, value, by); }
 DEVICE uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros) {  // bits of `ones` where the mask is set
   uint32_t out;

@@ -8,14 +8,14 @@ struct DequantizeArguments {
   const float* global_scale;  // (E,) or (E, N); null for MXFP8
   uint16_t* out;              // (E, N, K)
   const int* offsets;         // (E,) row ends: experts without rows are left out; null for none
-  int64_t rows;               // E * N
+  int64_t rows;               // E * N, below 2**31
   int rows_per_global, k, n;  // rows that share a global scale
 };
 
 // Whether a row of all weights is of an expert that is left out. (As `row_starts` and `count_tiles` take offsets: where they decrease, too.)
-DEVICE bool is_left_out(const DequantizeArguments& args, int64_t row) {
+DEVICE bool is_left_out(const DequantizeArguments& args, uint32_t row) {
   if (args.offsets == nullptr) return false;
-  const int expert = static_cast<int>(row / args.n);
+  const int expert = static_cast<int>(row / static_cast<uint32_t>(args.n));
   return args.offsets[expert] <= (expert > 0 ? args.offsets[expert - 1] : 0);
 }
 
@@ -46,24 +46,37 @@ __global__ void __launch_bounds__(256) dequantize(const DequantizeArguments args
   }
 }
 
+// Before, word i of thread t of four is element (i, t) of a matrix; after, element (t, i). The four are 2 lanes apart.
+DEVICE void transpose4x4(uint32_t (&words)[4], int t) {
+  const auto exchange = [](uint32_t& a, uint32_t& b, bool upper, int mask) {  // b of the lower thread with a of the upper one
+    const uint32_t got = float_to_bits(shuffle_xor(bits_to_float(upper ? a : b), mask));
+    if (upper) a = got;
+    else b = got;
+  };
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) exchange(words[i], words[i + 1], t % 2, 2);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) exchange(words[i], words[i + 2], t / 2, 4);
+}
+
 // The same for weights in layout "tiled_64x64" (`to_tiled` in formats/tiled_64x64.py): one thread decodes two words of codes, rows g
-// and g + 8 of a warp's 16 and 4 of each of two steps of 16 k.
+// and g + 8 of a warp's 16 and 4 of each of two steps of 16 k. Four threads exchange theirs, so that each stores 8 k in a row.
 template <bool BF16>
 __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArguments args) {
   await_previous_kernel();
-  const int blocks_k = args.k / 64;
-  const int64_t items = args.rows / 64 * blocks_k * 256, step = static_cast<int64_t>(gridDim.x) * 256;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x; item < items; item += step) {
-    const int64_t block = item / 256;
-    const int within = static_cast<int>(item % 256), warp = within / 64, lane = within / 2 % 32, pair = within % 2;
-    const int64_t first_row = block / blocks_k * 64 + 16 * warp + lane / 4;
-    const int64_t k0 = block % blocks_k * 64 + 32 * pair + 2 * (lane % 4);
-    if (is_left_out(args, block / blocks_k * 64)) continue;
-    const uint2 words = reinterpret_cast<const uint2*>(args.qdata)[item];
-    const uint32_t scales = reinterpret_cast<const uint32_t*>(args.scale)[block * 64 + warp * 16 + lane / 4 * 2 + pair];
+  const uint32_t blocks_k = args.k / 64, blocks = static_cast<uint32_t>(args.rows / 64) * blocks_k;
+  const int warp = threadIdx.x / 64, lane = threadIdx.x / 2 % 32, pair = threadIdx.x % 2;
+  for (uint32_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const uint32_t row_block = block / blocks_k, first_row = row_block * 64 + 16 * warp + lane / 4;
+    const uint32_t k0 = (block - row_block * blocks_k) * 64 + 32 * pair;
+    if (is_left_out(args, row_block * 64)) continue;
+    const uint2 words = reinterpret_cast<const uint2*>(args.qdata)[static_cast<int64_t>(block) * 256 + threadIdx.x];
+    const uint32_t scales = reinterpret_cast<const uint32_t*>(args.scale)[static_cast<int64_t>(block) * 64 + warp * 16 + lane / 4 * 2 + pair];
     uint32_t pairs[2][4];
     unpack_words(pairs[0], pairs[1], words.x, words.y);
-    const float global[2] = {args.global_scale[first_row / args.rows_per_global], args.global_scale[(first_row + 8) / args.rows_per_global]};
+    const uint32_t per_global = args.rows_per_global;
+    const float global[2] = {args.global_scale[first_row / per_global], args.global_scale[(first_row + 8) / per_global]};
+    uint32_t out[2][4];  // of the two rows, the pair of each 8 k
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd)
 #pragma unroll
@@ -72,9 +85,14 @@ __global__ void __launch_bounds__(256) dequantize_tiled(const DequantizeArgument
         const float factor = bits_to_float(scale << 20) * bits_to_float((106 + 127) << 23) * global[i % 2];
         const float low = e2m1((pairs[odd][i] >> 6 & 7) | (pairs[odd][i] >> 12 & 8)) * factor;
         const float high = e2m1((pairs[odd][i] >> 22 & 7) | (pairs[odd][i] >> 28 & 8)) * factor;
-        uint16_t* out = args.out + (first_row + i % 2 * 8) * args.k + k0 + 16 * odd + i / 2 * 8;
-        *reinterpret_cast<uint32_t*>(out) = narrow2<BF16>(low, high);
+        out[i % 2][2 * odd + i / 2] = narrow2<BF16>(low, high);
       }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      transpose4x4(out[half], lane % 4);
+      uint16_t* const to = args.out + static_cast<int64_t>(first_row + 8 * half) * args.k + k0 + 8 * (lane % 4);
+      store16(to, out[half][0], out[half][1], out[half][2], out[half][3]);
+    }
   }
 }
 

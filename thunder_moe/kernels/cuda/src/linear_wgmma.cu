@@ -10,6 +10,13 @@ struct TmaLinearArguments {
   LinearArguments of;
 };
 
+// With the product of a LoRA adapter, which is added: rows (M, rank), and b as the weight lies.
+struct LowRankLinearArguments {
+  TensorMap weight, x, b, inner;
+  LinearArguments of;
+  int rank;  // a multiple of 8, at most 64
+};
+
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr int kStageK = 64, kBox = 64 * 128;  // bytes of a box of a weight
 constexpr int kTileN = 128;
@@ -30,9 +37,9 @@ DEVICE void store_rows(const LinearArguments& args, const float (&acc)[C][4], co
   }
 }
 
-template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ TmaLinearArguments all) {
-  await_previous_kernel();
+// LOW_RANK: the last stage is the adapter's.
+template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES, bool LOW_RANK, class Arguments>
+DEVICE void multiply_linear(const Arguments& all) {
   constexpr int kStage = 2 * kBox + TOKENS * 128;  // [2] boxes of the weight, one of x
   const LinearArguments& args = all.of;
   DYNAMIC_SHARED(uint4, unaligned);  // [STAGES][kStage]
@@ -68,6 +75,19 @@ __global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ T
           tma_load_box(to + 2 * kBox, &all.x, k, tile.row, arrived);
           if (++stage == STAGES) stage = 0, parity ^= 1;
         }
+        if constexpr (LOW_RANK) {
+          const MbarrierAddress arrived = mbarrier_address(&full[stage]);
+          uint8_t* const to = stages + stage * kStage;
+          mbarrier_wait(mbarrier_address(&empty[stage]), parity ^ 1);
+          mbarrier_arrive_expect_tx(arrived, kStage);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if constexpr (TRANSPOSED) tma_load_box(to + i * kBox, &all.b, tile.n + 64 * i, tile.expert * all.rank, arrived);
+            else tma_load_box(to + i * kBox, &all.b, 0, tile.expert * args.n + tile.n + 64 * i, arrived);
+          }
+          tma_load_box(to + 2 * kBox, &all.inner, 0, tile.row, arrived);
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
       }
     } else if (threadIdx.x >= 32) {
       write_zeros<uint4>(args, experts, 2 * args.n, threadIdx.x - 32, 96);
@@ -81,10 +101,12 @@ __global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ T
   for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
     const LinearTile tile = tiles.at(index);
     int before = -1;  // the stage whose products may still be under way
-    for (int k = 0; k < args.k; k += kStageK) {
+    for (int k = 0; k < args.k + (LOW_RANK ? kStageK : 0); k += kStageK) {
       const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
       const uint8_t* const b = stages + stage * kStage + 2 * kBox;
-      const int valid = args.k - k;
+      int valid = args.k - k;
+      if constexpr (LOW_RANK)
+        if (valid <= 0) valid = all.rank;
       mbarrier_wait(mbarrier_address(&full[stage]), parity);
       if (TRANSPOSED && valid < kStageK && valid % 16 != 0) {  // the 8 rows that follow are the next expert's, NaN perhaps
         reinterpret_cast<uint2*>(const_cast<uint8_t*>(a) + valid * 128)[threadIdx.x % 128] = uint2{0, 0};
@@ -109,5 +131,17 @@ __global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ T
     if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
     store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
   }
+}
+
+template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
+__global__ void __launch_bounds__(384, 1) linear_wgmma(const __grid_constant__ TmaLinearArguments all) {
+  await_previous_kernel();
+  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, false>(all);
+}
+
+template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>
+__global__ void __launch_bounds__(384, 1) low_rank_linear_wgmma(const __grid_constant__ LowRankLinearArguments all) {
+  await_previous_kernel();
+  multiply_linear<BF16, TRANSPOSED, TOKENS, STAGES, true>(all);
 }
 #endif

@@ -16,18 +16,42 @@ __global__ void __launch_bounds__(256) gather_rows(const GatherArguments args) {
   }
 }
 
+// With the GEMM of a LoRA adapter, whose rows are added.
+struct LowRankGemmArguments {
+  TensorMap x, inner;  // of gemm.x and of rows (M, rank), in boxes of a tile's tokens
+  GemmArguments gemm;
+  const uint16_t* b;   // (E, N, rank)
+  int rank;            // a multiple of 8
+};
+
 #if defined(CUDA_EMULATOR) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 template <int VALUE>
 struct Number {
   static constexpr int value = VALUE;
 };
 
+// The left operands of an adapter, RANK blocks of 16 k: R blocks of a warp's 16 rows of b. Rows past the last are read from the last.
+template <int R, int RANK>
+DEVICE void load_adapter(uint32_t (&b)[RANK][R][4], const LowRankGemmArguments& args, int expert, int n0, int g, int t) {
+#pragma unroll
+  for (int block = 0; block < RANK; ++block)
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = min(n0 + 64 * r + g + i % 2 * 8, args.gemm.n - 1), k = 16 * block + i / 2 * 8 + 2 * t;
+        const uint16_t* const from = args.b + (static_cast<int64_t>(expert) * args.gemm.n + n) * args.rank + k;
+        b[block][r][i] = k < args.rank ? *reinterpret_cast<const uint32_t*>(from) : 0;
+      }
+}
+
 // Persistent. SCALED: there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a
 // warpgroup (SwiGLU: one of gate, one of up); WG: consumer warpgroups, one more is the producer; K_BLOCKS: blocks of 64 k of a
-// stage, of which K is a multiple; STREAM_K: thread blocks may share tiles.
-template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES>
-__global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TmaGemmArguments all) {
-  await_previous_kernel();
+// stage, of which K is a multiple; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter is
+// one stage more, of its inner rows.
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES, int RANK, class Arguments>
+DEVICE void multiply_tiled(const Arguments& all) {
+  static_assert(RANK == 0 || (!SWIGLU && !SCALED && !STREAM_K), "an adapter is added to the GEMM alone");
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
   constexpr int kTokens = 8 * C, kBlocks = WG * R;
   constexpr int kTileRows = 64 * WG * (SWIGLU ? 1 : R);  // output features
@@ -80,6 +104,12 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
           copy(reinterpret_cast<uint4*>(to + kCodes), reinterpret_cast<uint4*>(to + kScales), K_BLOCKS, full);
           stage.advance();
         }
+      if constexpr (RANK > 0)
+        if (elected) {
+          acquire_stage(footer(), stage.parity, work, kTokenBytes);
+          tma_load_box(memory + stage.begin, &all.inner, 0, at.row0, mbarrier_address(&footer()->full));
+          stage.advance();
+        }
       __syncwarp();
     }
     if (elected) acquire_stage(footer(), stage.parity, kEndOfWork, 0);
@@ -113,6 +143,9 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     auto multiply_tokens = [&](auto number) {
       constexpr int N = decltype(number)::value;
       constexpr int kSteps = R * N <= (WG < 3 ? 28 : WG == 3 ? 12 : 4) && R * K_BLOCKS % 2 == 0 ? 4 : 2, kPieces = 4 / kSteps;
+      constexpr bool kEarly = RANK * R == 1;  // as registers allow
+      uint32_t adapter[RANK > 0 ? RANK : 1][R][4];
+      if constexpr (kEarly) load_adapter<R, RANK>(adapter, all, at.expert, n0, g, t);
       float acc[R][N][4] = {};
       keep_apart<N>();
       uint32_t a[2][kSteps][4];
@@ -159,8 +192,27 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
         tokens += (stage.begin - now) >> 4;
         before = now;
       }
+      if constexpr (RANK > 0 && !kEarly) load_adapter<R, RANK>(adapter, all, at.expert, n0, g, t);
       wgmma_wait<0>();
       keep_behind(acc);
+      if constexpr (RANK > 0) {
+        for_each_sum(acc, [&](float& sum, int i) { sum *= rows.factor[i / (4 * N) % R][i % 4 / 2] * kUnscale<BF16>; });
+        mbarrier_wait(mbarrier_address(&footer()->full), stage.parity);
+        wgmma_fence();
+#pragma unroll
+        for (int block = 0; block < RANK; ++block)
+#pragma unroll
+          for (int r = 0; r < R; ++r) wgmma<BF16, N>(acc[r], adapter[block][r], tokens, block);
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep_behind(acc);
+        release(stage.begin);
+        const int now = stage.begin;
+        stage.advance();
+        tokens += (stage.begin - now) >> 4;
+#pragma unroll
+        for (int r = 0; r < R; ++r) rows.factor[r][0] = rows.factor[r][1] = 1.0f / kUnscale<BF16>;
+      }
       keep_apart<-N>();
       release(before);
       if constexpr (STREAM_K) {
@@ -195,5 +247,17 @@ __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(cons
     }
     multiply_tokens(Number<C>());
   }
+}
+
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES>
+__global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TmaGemmArguments all) {
+  await_previous_kernel();
+  multiply_tiled<BF16, SWIGLU, SCALED, C, R, WG, K_BLOCKS, STREAM_K, STAGES, 0>(all);
+}
+
+template <bool BF16, int C, int R, int WG, int K_BLOCKS, int STAGES, int RANK>
+__global__ void __launch_bounds__(128 * (WG + 1), 1) low_rank_tiled_wgmma(const __grid_constant__ LowRankGemmArguments all) {
+  await_previous_kernel();
+  multiply_tiled<BF16, false, false, C, R, WG, K_BLOCKS, false, STAGES, RANK>(all);
 }
 #endif

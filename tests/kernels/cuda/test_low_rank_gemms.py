@@ -1,0 +1,118 @@
+"""CUDA GEMMs of 4-bit weights with those of a LoRA adapter, run by the emulator on a CPU, and on a GPU.
+Called by pytest, with -m gpu on a GPU; judged by float64 products.
+"""
+
+import pytest
+import torch
+from emulated_gemms import TILED_CONFIGS, make
+from oracle import KERNEL_TOLERANCE, relative_error
+
+from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.cuda import backend, low_rank, training
+from thunder_moe.kernels.cuda.configs import GemmConfig
+
+ENDS = (3, 3, 40, 42)
+WGMMA = {name: config for name, config in TILED_CONFIGS.items() if config.kernel == "tiled_wgmma"}
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the kernels run: the CPU in the emulator, or a GPU, of compute capability 9.0."""
+    if request.param == "emulated":
+        request.getfixturevalue("emulated")
+        request.getfixturevalue("hopper")
+        return "cpu"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a device of compute capability 9.0")
+    return "cuda"
+
+
+def operands(device, dtype, n, k, rank, *, transposed=False):
+    """A 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
+
+    transposed: a gradient, its product with B, and A in place of the last three.
+    """
+    torch.manual_seed(0)
+    weight, exact = make(len(ENDS), n, k)
+    weight = weight.to_layout("tiled_64x64")
+    weight = NVFP4Weight(*(each.to(device) for each in weight.tensors()), "tiled_64x64")
+    width = n if transposed else k
+    x, inner = torch.randn(ENDS[-1] + 2, width).to(dtype), 30 * torch.randn(ENDS[-1] + 2, rank).to(dtype)
+    x[ENDS[-1] :] = inner[ENDS[-1] :] = float("nan")
+    b = torch.randn(len(ENDS), *((rank, k) if transposed else (n, rank))).to(dtype)
+    b[1] = float("inf")  # of an expert without rows
+    return weight, exact, x, inner, b
+
+
+def expected(x, exact, inner, b):
+    """float64, of the rows that experts have."""
+    parts = []
+    for expert, (begin, end) in enumerate(zip((0, *ENDS), ENDS, strict=False)):
+        part = x[begin:end].double() @ exact[expert].double().T
+        parts.append(part + inner[begin:end].double() @ b[expert].double().T if end > begin else part)
+    return torch.cat(parts)
+
+
+CASES = [  # configuration, dtype, N, K, R
+    ("tiled wgmma", torch.bfloat16, 192, 320, 16),
+    ("tiled wgmma, odd", torch.float16, 64, 64, 8),
+    ("tiled wgmma, three warpgroups", torch.bfloat16, 192, 64, 40),
+    ("tiled wgmma, 128 k", torch.bfloat16, 192, 512, 64),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "n", "k", "rank"), CASES)
+def test_product_and_adapter(device, name, dtype, n, k, rank):
+    weight, exact, x, inner, b = operands(device, dtype, n, k, rank)
+    offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    given = (each.to(device) for each in (inner, b))
+    out = low_rank.grouped_mm(x.to(device), weight, offsets, *given, config=WGMMA[name])
+    assert relative_error(out[: ENDS[-1]].cpu(), expected(x, exact, inner, b)) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
+@pytest.mark.parametrize(("n", "k", "rank"), [(192, 64, 16), (64, 192, 8), (64, 320, 40)])
+def test_gradient_of_the_rows(device, layout, n, k, rank):
+    dtype = torch.bfloat16
+    weight, exact, grad, outer, a = operands(device, dtype, n, k, rank, transposed=True)
+    offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    out = low_rank.dgrad(grad.to(device), weight.to_layout(layout), offsets, outer.to(device), a.to(device))
+    wanted = expected(grad, exact.mT, outer, a.mT)
+    assert relative_error(out[: ENDS[-1]].cpu(), wanted) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rank", [12, 16, 72])
+def test_where_no_kernel_does_both(device, monkeypatch, rank):
+    """Other ranks, few rows, other layouts: the GEMM, and the adapter's product added to it."""
+    dtype = torch.bfloat16
+    weight, exact, x, inner, b = operands(device, dtype, 64, 64, rank)
+    offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
+    x, inner, b = (each.to(device) for each in (x, inner, b))
+    assert low_rank.grouped_mm(x, weight, offsets, inner, b, config=GemmConfig("tiled_mma", 4, 2, 1, 2, 1)) is None
+    if rank % 8 or rank > 64:
+        assert low_rank.grouped_mm(x, weight, offsets, inner, b) is None
+    monkeypatch.setattr(training, "select", lambda device: backend)
+    out = training.grouped_mm_low_rank(x, weight.to_layout("linear"), offsets, inner, b)
+    wanted = expected(*(each.cpu() for each in (x, exact, inner, b)))
+    assert relative_error(out[: ENDS[-1]].cpu(), wanted) < 2 * KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("dtype", "rank", "k"), [(torch.bfloat16, 16, 200), (torch.float16, 40, 72)])
+def test_gather(device, dtype, rank, k, transposed):
+    """Rows of two tiles of an expert; ids that are not trusted."""
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 5, 5, 145, 146], dtype=torch.int32)
+    tokens, slots = torch.randn(74, k).to(dtype), torch.randperm(148).int()
+    matrix = torch.randn(5, *((k, rank) if transposed else (rank, k))).to(dtype)
+    matrix[2] = float("inf")  # of an expert without rows
+    matrix = matrix.mT if transposed else matrix
+    rows, product = low_rank.gather(tokens.to(device), slots.to(device), matrix.to(device), ends.to(device))
+    exact = tokens[slots.long() // 2][:146]
+    assert torch.equal(rows[:146].cpu(), exact)
+    for expert, (begin, end) in enumerate(zip((0, *ends.tolist()), ends.tolist(), strict=False)):
+        wanted = exact[begin:end].double() @ matrix[expert].double().T
+        assert end == begin or relative_error(product[begin:end].cpu(), wanted) < KERNEL_TOLERANCE[dtype]
+    slots[0] = 10**9
+    rows, _ = low_rank.gather(tokens.to(device), slots.to(device), matrix.to(device), ends.to(device))
+    assert torch.equal(rows[0].cpu(), tokens[-1])
