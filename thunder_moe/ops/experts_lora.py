@@ -1,11 +1,11 @@
 """The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on 4-bit weights plus LoRA adapters.
-Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.grouped_linear, ops.activation and
-ops.combine, in both directions.
+Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.low_rank, ops.grouped_linear,
+ops.activation and ops.combine, in both directions.
 
 route -> gather -> gate_up GEMM + (x A^T) B^T -> activation times router's weights -> down GEMM + (h A^T) B^T -> combine
 
 The operator keeps nothing between hidden_states and the result for its backward, which computes gate and up again; its
-other form and `moe_experts_lora` keep these two.
+other form and `moe_experts_lora` keep these two, and the products of rank R.
 
 Legend: T tokens, A = top_k, M = T * A rows sorted by expert, E experts, H hidden_size, I intermediate_size, R rank.
 """
@@ -19,14 +19,14 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.ops import activation, combine, grouped_linear, route  # noqa: F401  (registers the operators)
+from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import DOWN_NAMES, GATE_UP_NAMES, check_experts, check_order
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad
 from thunder_moe.ops.operator import OPERATORS, operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 __all__ = ["f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
 
+Kept = tuple[Tensor, Tensor | None, Tensor | None]  # gate and up (M, 2I), the products with gate_up_a and down_a (M, R)
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
 
 
@@ -69,34 +69,50 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
     check_order(expert_ids, (*arguments[13:16], None, None, None)[:3])
 
 
-def _plus_lora(y: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None, offsets: Tensor) -> tuple[Tensor, Any]:
-    """y + (x a^T) b^T, in the memory of y, and x a^T (M, R)."""
-    if a is None or b is None:
-        return y, None
-    linear = torch.ops.thunder_moe.grouped_linear
-    inner = linear(x, a, offsets)
-    return y.add_(linear(inner, b, offsets)), inner
+def _gemm(rows: Tensor, weight: Any, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor) -> Tensor:
+    """The GEMM of a 4-bit weight plus inner x b, (M, N); inner: (M, R), rows x a."""
+    ops = torch.ops.thunder_moe
+    out: Tensor
+    if inner is None or b is None:
+        out = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *weight, offsets, layout=layout)
+    else:
+        out = ops.grouped_mm_low_rank(rows, *weight, offsets, inner, b, layout=layout)
+    return out
+
+
+def _gather(
+    tokens: Tensor, row_slot: Tensor, matrix: Tensor | None, offsets: Tensor, transposed: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The rows (M, K) of tokens; with a matrix (E, R, K), transposed (E, K, R), their product (M, R)."""
+    if matrix is None:
+        return gather_rows(tokens, row_slot), None
+    rows, product = torch.ops.thunder_moe.moe_gather_low_rank(tokens, row_slot, matrix, offsets, transposed)
+    return rows, product
+
+
+def _dgrad(grad: Tensor, weight: Any, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor) -> Tensor:
+    """The gradient (M, K) of the rows of `_gemm`; outer: (M, R), that of rows x a."""
+    ops = torch.ops.thunder_moe
+    out: Tensor
+    if a is None or outer is None:
+        out = ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight, offsets, layout=layout)
+    else:
+        out = ops.grouped_mm_low_rank_dgrad(grad, *weight, offsets, outer, a, layout=layout)
+    return out
 
 
 def _before_down(
-    hidden: Tensor, weights: Tensor, order: Any, gemm: Any, a: Tensor | None, b: Tensor | None, bias: Tensor | None,
-    weight_on_input: bool, form: dict[str, Any], kept: tuple[Tensor, Tensor | None] | None = None,
-) -> tuple[Tensor, Any, Tensor, Any, Tensor]:  # fmt: skip
-    """Rows of hidden states, their product with gate_up_a, gate and up, the factors of the activation, its result."""
-    ops = torch.ops.thunder_moe
-    row_slot, offsets, _ = order
-    factors = scale_of_rows(weights, row_slot)  # float32 (M,)
-    assert factors is not None
-    rows = gather_rows(hidden, row_slot)
+    hidden: Tensor, factors: Tensor, order: Any, weight: Any, layout: str, a: Tensor | None, b: Tensor | None,
+    bias: Tensor | None, weight_on_input: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Gate and up (M, 2I), and the rows' product with gate_up_a."""
+    ops, (row_slot, offsets, _) = torch.ops.thunder_moe, order
+    rows, inner = _gather(hidden, row_slot, None if weight_on_input else a, offsets)
     if weight_on_input:
-        rows, factors = (rows * factors[:, None]).to(rows.dtype), None
-    if kept is not None:
-        pre, inner = kept
-    else:
-        pre, inner = _plus_lora(gemm(rows), rows, a, b, offsets)
-        if bias is not None:
-            pre = ops.grouped_bias(pre, offsets, bias)
-    return rows, inner, pre, factors, ops.scaled_activation(pre, factors, offsets, **form)
+        rows = (rows * factors[:, None]).to(rows.dtype)
+        inner = None if a is None else ops.grouped_linear(rows, a, offsets)
+    pre = _gemm(rows, weight, layout, inner, b, offsets)
+    return pre if bias is None else ops.grouped_bias(pre, offsets, bias), inner
 
 
 def _gradient(
@@ -108,41 +124,54 @@ def _gradient(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    kept: tuple[Tensor, Tensor | None] | None = None, **form: Any,
+    kept: Kept | None = None, **form: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`kept`: gate and up (M, 2I), and the rows' product with gate_up_a, where the forward has kept them."""
+    """`kept`: what the forward has kept."""
     ops = torch.ops.thunder_moe
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
-    first = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout)
-    second = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout)
+    first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
     of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
-    order = row_slot, offsets, slot_row
-    rows, inner, pre, factors, activated = _before_down(
-        hidden_states, expert_weights, order, first[0], gate_up_a, gate_up_b, gate_up_bias, weight_on_input, form, kept
-    )
-    grad_out = gather_rows(grad.contiguous(), row_slot)  # [M, H]
+    of_rows = scale_of_rows(expert_weights, row_slot)
+    assert of_rows is not None
+    if kept is None:
+        pre, inner = _before_down(
+            hidden_states, of_rows, (row_slot, offsets, slot_row), first, gate_up_layout, gate_up_a, gate_up_b,
+            gate_up_bias, weight_on_input,
+        )  # fmt: skip
+        of_activated = None
+    else:
+        pre, inner, of_activated = kept
+    factors = None if weight_on_input else of_rows
+    grad_out, outer = _gather(grad.contiguous(), row_slot, down_b, offsets, True)  # [M, H], [M, R]
     grads: dict[str, Tensor] = {}
-    outer = None
+    if down_bias is not None and of_down_bias:
+        grads["down_bias"] = ops.grouped_bias_grad(grad_out, offsets, factors).to(down_bias.dtype)
+    before = of_hidden or of_gate_up_a or of_gate_up_b or of_gate_up_bias or of_weights
+    of_scales, activated = of_weights and factors is not None, None
+    if before:
+        grad_rows = _dgrad(grad_out, second, down_layout, down_a, outer, offsets)
+        if of_down_a or (of_down_b and of_activated is None):
+            grad_pre, grad_factors, activated = ops.swiglu_backward_and_value(
+                grad_rows, pre, factors, offsets, of_scales, **form
+            )
+        else:
+            grad_pre, grad_factors = ops.scaled_activation_backward(
+                grad_rows, pre, factors, offsets, True, of_scales, **form
+            )
+        del grad_rows
+    elif down_a is not None:
+        activated = ops.scaled_activation(pre, factors, offsets, **form)
+    del pre
     if down_a is not None and down_b is not None:
-        outer = ops.grouped_linear_dgrad(grad_out, down_b, offsets)  # [M, R]
         if of_down_a:
             grads["down_a"] = ops.grouped_linear_wgrad(activated, outer, offsets)
         if of_down_b:
-            hidden_rank = ops.grouped_linear(activated, down_a, offsets)
-            grads["down_b"] = ops.grouped_linear_wgrad(hidden_rank, grad_out, offsets)
-    if down_bias is not None and of_down_bias:
-        grads["down_bias"] = ops.grouped_bias_grad(grad_out, offsets, factors).to(down_bias.dtype)
+            if of_activated is None:
+                of_activated = ops.grouped_linear(activated, down_a, offsets)
+            grads["down_b"] = ops.grouped_linear_wgrad(of_activated, grad_out, offsets)
     del activated
-    before = of_hidden or of_gate_up_a or of_gate_up_b or of_gate_up_bias or of_weights
     if before:
-        grad_rows = second[1](grad_out)
-        if outer is not None:
-            grad_rows = grad_rows.add_(ops.grouped_linear_dgrad(outer, down_a, offsets))
-        grad_pre, grad_factors = ops.scaled_activation_backward(
-            grad_rows, pre, factors, offsets, True, of_weights and factors is not None, **form
-        )
-        del grad_rows, pre
         if of_weights and factors is not None:
             if down_bias is not None:
                 grad_factors = grad_factors + ops.grouped_bias_scale_grad(grad_out, down_bias, offsets)
@@ -153,21 +182,21 @@ def _gradient(
         outer = None
         if gate_up_a is not None and gate_up_b is not None:
             outer = ops.grouped_linear_dgrad(grad_pre, gate_up_b, offsets)
-            if of_gate_up_a:
+            if of_gate_up_a and not weight_on_input:
+                grads["gate_up_a"] = ops.moe_gathered_wgrad(hidden_states, row_slot, outer, offsets)
+            elif of_gate_up_a:
+                rows = gather_rows(hidden_states, row_slot)
+                rows = (rows * of_rows[:, None]).to(rows.dtype)
                 grads["gate_up_a"] = ops.grouped_linear_wgrad(rows, outer, offsets)
             if of_gate_up_b:
                 grads["gate_up_b"] = ops.grouped_linear_wgrad(inner, grad_pre, offsets)
         if of_hidden or (of_weights and weight_on_input):
-            grad_rows = first[1](grad_pre)
-            if outer is not None:
-                grad_rows = grad_rows.add_(ops.grouped_linear_dgrad(outer, gate_up_a, offsets))
+            grad_rows = _dgrad(grad_pre, first, gate_up_layout, gate_up_a, outer, offsets)
             if weight_on_input:
-                factors = scale_of_rows(expert_weights, row_slot)
-                assert factors is not None
                 if of_weights:
                     of_row = (grad_rows.float() * gather_rows(hidden_states, row_slot).float()).sum(-1)
                     grads["weights"] = _of_slots(of_row, offsets, slot_row).to(expert_weights.dtype)
-                grad_rows = (grad_rows * factors[:, None]).to(grad_rows.dtype)
+                grad_rows = (grad_rows * of_rows[:, None]).to(grad_rows.dtype)
             if of_hidden:
                 grads["hidden"] = ops.moe_combine(grad_rows, offsets, slot_row)
     names = ("hidden", "weights", *LORA_NAMES, "gate_up_bias", "down_bias")
@@ -245,36 +274,38 @@ def f16a_nvfp4weight_moe_experts_lora(
 def _compute(
     inputs: tuple[Tensor, Tensor, Tensor], packed: Any, layouts: tuple[str, str], adapters: tuple[Tensor | None, ...],
     biases: tuple[Tensor | None, Tensor | None], order: Any, weight_on_input: bool, form: dict[str, Any],
-) -> tuple[Tensor, Any, tuple[Tensor, Tensor | None]]:  # fmt: skip
+) -> tuple[Tensor, Any, Kept]:  # fmt: skip
     """The result, the order of rows, and what `_gradient` can use."""
     ops, (hidden_states, expert_ids, expert_weights) = torch.ops.thunder_moe, inputs
     order = ops.moe_route(expert_ids, packed[0][0].shape[0]) if order is None else order
     _, offsets, slot_row = order
-    gate_up, gate_up_scale, gate_up_global_scale = packed[0]
-    down, down_scale, down_global_scale = packed[1]
-    first, _ = gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, layouts[0])
-    second, _ = gemm_and_dgrad(down, down_scale, down_global_scale, offsets, layouts[1])
     gate_up_a, gate_up_b, down_a, down_b = adapters
-    _, inner, pre, factors, activated = _before_down(
-        hidden_states, expert_weights, order, first, gate_up_a, gate_up_b, biases[0], weight_on_input, form
+    factors = scale_of_rows(expert_weights, order[0])
+    assert factors is not None
+    pre, inner = _before_down(
+        hidden_states, factors, order, packed[0], layouts[0], gate_up_a, gate_up_b, biases[0], weight_on_input
     )
-    out, _ = _plus_lora(second(activated), activated, down_a, down_b, offsets)
+    after = None if weight_on_input else factors
+    activated = ops.scaled_activation(pre, after, offsets, **form)
+    of_activated = None if down_a is None else ops.grouped_linear(activated, down_a, offsets)
+    out = _gemm(activated, packed[1], layouts[1], of_activated, down_b, offsets)
     if biases[1] is not None:
-        out = ops.grouped_bias(out, offsets, biases[1], factors)
-    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner)
+        out = ops.grouped_bias(out, offsets, biases[1], after)
+    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner, of_activated)
 
 
 def _kept_shapes(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, *rest: Any, **_: Any
 ) -> tuple[tuple[int, ...], ...]:
-    gate_up_a = rest[5] if len(rest) > 5 else None
-    rows, rank = expert_ids.shape[0] * expert_ids.shape[1], 0 if gate_up_a is None else gate_up_a.shape[1]
-    return tuple(hidden_states.shape), (rows, gate_up.shape[2]), (rows if rank else 0, rank)
+    ranks = [0 if a is None else a.shape[1] for a in (*rest, *(None,) * 8)[5:9:2]]
+    rows = expert_ids.shape[0] * expert_ids.shape[1]
+    products = ((rows if rank else 0, rank) for rank in ranks)
+    return tuple(hidden_states.shape), (rows, gate_up.shape[2]), *products
 
 
 def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tuple[Tensor | None, ...]:
-    *args, pre, inner = saved
-    return _gradient(grad, *args, needs=needs, kept=(pre, inner), **options)
+    *args, pre, inner, of_activated = saved
+    return _gradient(grad, *args, needs=needs, kept=(pre, inner, of_activated), **options)
 
 
 @operator(
@@ -283,7 +314,7 @@ def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tup
     check_values=_check_values,
     gradient=_kept_gradient,
     differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
-    saved_results=slice(1, 3),
+    saved_results=slice(1, 4),
     frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
 )
 def f16a_nvfp4weight_moe_experts_lora_kept(
@@ -312,18 +343,20 @@ def f16a_nvfp4weight_moe_experts_lora_kept(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`f16a_nvfp4weight_moe_experts_lora`, and what its backward uses: gate and up (M, 2I), rows x gate_up_a (M, R).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`f16a_nvfp4weight_moe_experts_lora`, and what its backward uses: gate and up (M, 2I), and the products of the
+    rows with gate_up_a and of the activation with down_a (M, R).
 
-    For compiled graphs, which keep these; the third is empty without gate_up_a. Only the first has a gradient.
+    For compiled graphs, which keep these; the last two are empty without adapters. Only the first has a gradient.
     """
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
     packed = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
     inputs, adapters = (hidden_states, expert_ids, expert_weights), (gate_up_a, gate_up_b, down_a, down_b)
     layouts, form = (gate_up_layout, down_layout), dict(alpha=alpha, limit=limit, up_shift=up_shift)
     biases = gate_up_bias, down_bias
-    out, _, (pre, inner) = _compute(inputs, packed, layouts, adapters, biases, order, weight_on_input, form)
-    return out, pre, hidden_states.new_empty(0, 0) if inner is None else inner
+    out, _, (pre, *inner) = _compute(inputs, packed, layouts, adapters, biases, order, weight_on_input, form)
+    first, second = (hidden_states.new_empty(0, 0) if each is None else each for each in inner)
+    return out, pre, first, second
 
 
 class _Keeping(torch.autograd.Function):
@@ -343,9 +376,9 @@ class _Keeping(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *args, pre, inner = ctx.saved_tensors
+        *args, pre, inner, of_activated = ctx.saved_tensors
         needs = [ctx.needs_input_grad[1 + position] for position in _OPERATOR.positions]
-        grads = _gradient(grad, *args, needs=needs, kept=(pre, inner), **ctx.options)
+        grads = _gradient(grad, *args, needs=needs, kept=(pre, inner, of_activated), **ctx.options)
         of: list[Tensor | None] = [None] * 18
         for position, each in zip(_OPERATOR.positions, grads, strict=True):
             of[position] = each
@@ -361,6 +394,11 @@ def moe_experts_lora(*args: Tensor | None, keep: bool, **options: Any) -> Tensor
     That is 2I values for each row, and a GEMM less.
     """
     if keep and torch.is_grad_enabled() and torch.compiler.is_compiling():
+        if args[15] is None:  # the backward reads it, too
+            ids, gate_up = args[1], args[3]
+            assert ids is not None
+            assert gate_up is not None
+            args = (*args[:15], *torch.ops.thunder_moe.moe_route(ids, gate_up.shape[0]))
         kept: tuple[Tensor, ...] = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora_kept(*args, **options)
         return kept[0]
     if keep and torch.is_grad_enabled():

@@ -1,0 +1,117 @@
+"""The operators of a LoRA adapter beside 4-bit weights, where one kernel does more than one step.
+Called by ops.experts_lora; calls kernels.training.
+
+    grouped_mm_low_rank, grouped_mm_low_rank_dgrad   the GEMM of a 4-bit weight plus that of its adapter
+    moe_gather_low_rank                              rows of tokens, and their product with A or B
+    moe_gathered_wgrad                               gradient of A from the tokens, without their rows
+    swiglu_backward_and_value                        gradients of the activation, and what it gave
+
+    y = rows x weight + inner x b                 inner = rows x a, (M, R)
+    gradient of rows = grad x weight + outer x a  outer = grad x b, (M, R)
+
+None has a gradient of its own. Legend: T tokens, M rows sorted by expert, E experts, N out_features, K in_features, R
+rank.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thunder_moe.activations import GLU
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.ops.grouped_linear import int32_offsets, register_training_operator
+from thunder_moe.ops.grouped_mm import weight_from_operands as _weight
+
+__all__: list[str] = []
+
+
+def _grouped_mm_low_rank(
+    rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, inner: Tensor, b: Tensor,
+    layout: str = LINEAR,
+) -> Tensor:  # fmt: skip
+    """(M, K), inner (M, R), b (E, N, R) -> (M, N)."""
+    weight, ends = _weight(fp4_weight, scale, global_scale, layout), int32_offsets(offsets, rows.shape[0])
+    out: Tensor = training_kernels(rows.device).grouped_mm_low_rank(rows, weight, ends, inner, b)
+    return out
+
+
+def _fake_grouped_mm_low_rank(
+    rows: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, inner: Tensor, b: Tensor,
+    layout: str = LINEAR,
+) -> Tensor:  # fmt: skip
+    return rows.new_empty(rows.shape[0], fp4_weight.shape[2])
+
+
+def _grouped_mm_low_rank_dgrad(
+    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, outer: Tensor, a: Tensor,
+    layout: str = LINEAR,
+) -> Tensor:  # fmt: skip
+    """(M, N), outer (M, R), a (E, R, K) -> (M, K)."""
+    weight, ends = _weight(fp4_weight, scale, global_scale, layout), int32_offsets(offsets, grad.shape[0], "grad")
+    out: Tensor = training_kernels(grad.device).grouped_mm_low_rank_dgrad(grad, weight, ends, outer, a)
+    return out
+
+
+def _fake_grouped_mm_low_rank_dgrad(
+    grad: Tensor, fp4_weight: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, outer: Tensor, a: Tensor,
+    layout: str = LINEAR,
+) -> Tensor:  # fmt: skip
+    return grad.new_empty(grad.shape[0], 2 * fp4_weight.shape[1])
+
+
+def _moe_gather_low_rank(
+    tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Tokens (T, K), row_slot (M,), matrix (E, R, K), transposed (E, K, R) -> the rows (M, K), their product (M, R)."""
+    ends = int32_offsets(offsets, row_slot.shape[0])
+    rows, product = training_kernels(tokens.device).gather_low_rank(
+        tokens, row_slot, matrix.mT if transposed else matrix, ends
+    )
+    return rows, product
+
+
+def _fake_moe_gather_low_rank(
+    tokens: Tensor, row_slot: Tensor, matrix: Tensor, offsets: Tensor, transposed: bool = False
+) -> tuple[Tensor, Tensor]:
+    rows = row_slot.shape[0]
+    return tokens.new_empty(rows, tokens.shape[1]), tokens.new_empty(rows, matrix.shape[2 if transposed else 1])
+
+
+def _moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    """Tokens (T, K), row_slot (M,), gradient (M, R) -> gradient (E, R, K)."""
+    ends = int32_offsets(offsets, row_slot.shape[0])
+    out: Tensor = training_kernels(tokens.device).gathered_wgrad(tokens, row_slot, grad, ends)
+    return out
+
+
+def _fake_moe_gathered_wgrad(tokens: Tensor, row_slot: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    return tokens.new_empty(offsets.shape[0], grad.shape[1], tokens.shape[1])
+
+
+def _swiglu_backward_and_value(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, alpha: float = 1.0,
+    limit: float | None = None, up_shift: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradient (M, I) of `scaled_activation`'s result, y (M, 2I) -> the gradients of y and of scales, empty where it is
+    not needed; the result."""
+    of_y, of_scales, value = training_kernels(y.device).swiglu_gradient_and_value(
+        grad, y, scales, int32_offsets(offsets, y.shape[0], "y"), form=GLU(alpha, limit, up_shift),
+        needs_scales=needs_scales,
+    )  # fmt: skip
+    return of_y, y.new_empty(0) if of_scales is None else of_scales, value
+
+
+def _fake_swiglu_backward_and_value(
+    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor, needs_scales: bool, alpha: float = 1.0,
+    limit: float | None = None, up_shift: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_scales = y.new_empty(0) if scales is None or not needs_scales else scales.new_empty(y.shape[0])
+    return y.new_empty(y.shape), of_scales, y.new_empty(grad.shape)
+
+
+register_training_operator(_swiglu_backward_and_value, _fake_swiglu_backward_and_value)
+register_training_operator(_moe_gather_low_rank, _fake_moe_gather_low_rank)
+register_training_operator(_moe_gathered_wgrad, _fake_moe_gathered_wgrad)
+register_training_operator(_grouped_mm_low_rank, _fake_grouped_mm_low_rank)
+register_training_operator(_grouped_mm_low_rank_dgrad, _fake_grouped_mm_low_rank_dgrad)
