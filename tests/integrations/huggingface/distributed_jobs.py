@@ -7,8 +7,8 @@ from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, sav
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 
 
-def tokens(count=9):
-    return torch.randint(0, 64, (2, count), generator=torch.Generator().manual_seed(0))
+def tokens(count=9, high=64):
+    return torch.randint(0, high, (2, count), generator=torch.Generator().manual_seed(0))
 
 
 def load(path, config, **options):
@@ -28,16 +28,25 @@ def expert_bytes(model):
     return sum(linear.nvfp4_weight.nbytes for linear in linears)
 
 
-def logits_of(model, count=9):
+def logits_of(model, count=9, high=64):
     with torch.no_grad():
-        return model(tokens(count)).logits
+        return model(tokens(count, high)).logits
 
 
-def logits(path, config, count=9, options=None):
+def logits(path, config, count=9, options=None, high=64):
     """The logits of a checkpoint, and shapes of what this process has of the first experts."""
     model = load(path, config, **(options or {}))
     first = experts_of(model)[0]
-    return logits_of(model, count), first.gate_up_proj.nvfp4_weight.shape, first.down_proj.nvfp4_weight.shape
+    return logits_of(model, count, high), first.gate_up_proj.nvfp4_weight.shape, first.down_proj.nvfp4_weight.shape
+
+
+def compiled(path, config):
+    """Logits of the compiled model, and of the eager one."""
+    model = load(path, config)
+    expected = logits_of(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        return run(tokens(), use_cache=False).logits, expected
 
 
 def generated(path, config):

@@ -8,7 +8,7 @@ import importlib.util
 import distributed_jobs as jobs
 import pytest
 import torch
-from checkpoint_files import bits
+from checkpoint_files import DATA, EXPORTS, bits
 from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 
@@ -64,6 +64,26 @@ def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
         close(actual, expected)
         assert gate_up == (experts, 2 * features, 64)
         assert down == (experts, 64, features)
+
+
+@needs_sharding
+@pytest.mark.parametrize("export", EXPORTS)
+def test_real_exports(export, ranks):
+    """Of every format; attention has a single head for keys and values, and stays whole."""
+    whole = {f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"}
+    expected = jobs.logits_of(load_checkpoint(DATA / export, dtype=torch.float32), high=16)
+    for actual, gate_up, _ in ranks(2)(jobs.logits, DATA / export, dict(TP, tp_plan=whole), 9, None, 16):
+        close(actual, expected)
+        assert gate_up == (3, 64, 32)
+
+
+@needs_sharding
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["all_reduce", "tp"])
+def test_compiles_without_a_graph_break(layout, saved, ranks):
+    path, _ = saved("qwen3_moe")
+    for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout], timeout=300):
+        close(actual, expected)
 
 
 def all_linears(model):

@@ -36,8 +36,8 @@ else:
 __all__ = ["AVAILABLE", "add_rules", "cut_", "refuse_parallel", "refuse_part", "register_styles", "require_available"]
 
 # Styles of dense layers that 4-bit ones take -> the dimension of their weight that processes share: output or input
-# features. Where their results are gathered at once, each process has the layer whole.
-_DENSE_STYLES = {"colwise": 1, "rowwise": 2, "colwise_gather_output": 0, "colwise_rep": 0}
+# features. Where results are gathered at once, or nothing is shared, each process has the layer whole.
+_DENSE_STYLES = {"colwise": 1, "rowwise": 2, "colwise_gather_output": 0, "colwise_rep": 0, "replicate": 0}
 _EP_STYLE, _TP_STYLE = "ep_dispatch_experts", "moe_tp_experts"
 
 
