@@ -18,7 +18,14 @@ import torch
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Blocks that need a GPU, a download, or a package that `pip install -e '.[test]'` does not install.
-NOT_RUN = {"distributed.md": 1, "finetuning.md": 2, "huggingface.md": 1, "thunder.md": 1, "torch_compile.md": 1}
+NOT_RUN = {
+    "distributed.md": 1,
+    "finetuning.md": 2,
+    "huggingface.md": 1,
+    "number_format.md": 1,
+    "thunder.md": 1,
+    "torch_compile.md": 1,
+}
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
