@@ -1,4 +1,4 @@
-"""Trains a byte-level language model of Llama4MoE blocks and compares it in bf16 and NVFP4: quality, memory, speed.
+"""Trains a byte-level language model of Llama4MoE blocks, compares it in bf16, NVFP4 and MXFP8: quality, memory, speed.
 Called by `make demo` (`python examples/llama4_moe_text.py --help` for the options) and by tests/test_examples.py.
 Calls thunder_moe (Llama4MoE, moe_executor, quantize_, rewrite_report), Thunder, torch.compile, matplotlib.
 
@@ -59,6 +59,7 @@ COLUMNS = {
     "thunder_nvfp4": "Thunder NVFP4",
     "compile_nvfp4": "torch.compile NVFP4",
     "thunder_nvfp4_quantize_": "quantize_ + Thunder",
+    "thunder_mxfp8_quantize_": "the same in MXFP8",
 }
 
 
@@ -272,9 +273,9 @@ def inner_compiler(device: torch.device) -> str:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    """Bytes of the routed experts' weights, 16-bit or NVFP4."""
+    """Bytes of the routed experts' weights, 16-bit or packed."""
     wide = sum(module.weight.nbytes for module in model.modules() if isinstance(module, GroupedLinear))
-    return wide + sum(m.nvfp4_weight.nbytes for m in model.modules() if isinstance(m, NVFP4GroupedLinear))
+    return wide + sum(m.packed_weight.nbytes for m in model.modules() if isinstance(m, NVFP4GroupedLinear))
 
 
 @torch.no_grad()
@@ -318,7 +319,10 @@ def table(results: dict[str, dict[str, float]], labels: dict[str, str]) -> str:
         ["expert weights a pass reads, KiB", *(f"{c['expert_bytes_read'] / 1024:,.0f}" for c in columns)],
         ["expert weights in memory, KiB", *(f"{c['expert_bytes_held'] / 1024:,.0f}" for c in columns)],
         ["tokens per second (median)", *(f"{c['tokens_per_second']:,.0f}" for c in columns)],
-        ["expert GEMMs in NVFP4", *(f"{c['gemms_rewritten']} of {c['gemms']}" if c["gemms"] else "-" for c in columns)],
+        [
+            "expert GEMMs in 4 or 8 bits",
+            *(f"{c['gemms_rewritten']} of {c['gemms']}" if c["gemms"] else "-" for c in columns),
+        ],
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
@@ -342,7 +346,7 @@ def plot(losses: list[float], results: dict[str, dict[str, float]], labels: dict
     names = [label.replace(" ", "\n", 1).replace(" (", "\n(") for label in labels.values()]
     for panel, (title, key, factor, form) in zip(panels, bars, strict=True):
         heights = [results[name][key] * factor for name in labels]
-        panel.bar_label(panel.bar(names, heights, color=["0.6", "C0", "C1", "C4", "C2"]), fmt=form, fontsize=9)
+        panel.bar_label(panel.bar(names, heights, color=["0.6", "C0", "C1", "C4", "C2", "C5"]), fmt=form, fontsize=9)
         panel.set_title(title, fontsize=10)
         panel.tick_params(axis="x", labelsize=8)
     figure.savefig(path, dpi=120)
@@ -368,8 +372,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("steps", "layers"):
         if getattr(args, name) < 1:
             parser.error(f"--{name}: got {getattr(args, name)}, wanted at least 1")
-    if args.hidden < 16 or args.hidden % 16:
-        parser.error(f"--hidden: got {args.hidden}, wanted a positive multiple of 16 (the block of NVFP4)")
+    if args.hidden < 32 or args.hidden % 32:
+        parser.error(f"--hidden: got {args.hidden}, wanted a positive multiple of 32 (the block of MXFP8)")
     if not 0 <= args.seed < 2**63:
         parser.error(f"--seed: got {args.seed}, wanted a number between 0 and 2**63 - 1")
     try:
@@ -413,6 +417,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     swapped = quantize_(copy.deepcopy(fixed))
     rewritten = thunder.jit(fixed, executors=[moe_executor])
     quantized = thunder.jit(swapped, executors=[moe_executor])
+    in_mxfp8 = quantize_(copy.deepcopy(fixed), format="mxfp8")
+    of_8_bits = thunder.jit(in_mxfp8, executors=[moe_executor])
     inner = inner_compiler(args.device)
     labels = dict(COLUMNS)
     if inner != "inductor":
@@ -420,15 +426,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options: dict[str, Any] = {"thunder_moe.inner": inner}
     optimized = torch.compile(fixed, backend="thunder_moe", dynamic=False, options=options)
     inference = torch.no_grad()
-    functions = (inference(fixed), trained, inference(rewritten), inference(optimized), inference(quantized))
+    compiled = (rewritten, optimized, quantized, of_8_bits)
+    functions = (inference(fixed), trained, *map(inference, compiled))
     batches = held_out_batches(held_out, args.device)
     results = compare(dict(zip(COLUMNS, functions, strict=True)), batches)
     dense = with_dense_layers(swapped, results["thunder_bf16"]["bits_per_byte"], batches)
-    narrow = expert_bytes(swapped)
+    narrow, bytes_of_mxfp8 = expert_bytes(swapped), expert_bytes(in_mxfp8)
     # The rewrite while compiling leaves the model its own 16-bit weights; quantize_ frees them. Thunder and
     # torch.compile share one NVFP4 copy; each column counts it, as if it were alone.
-    read, held = (wide, wide, narrow, narrow, narrow), (wide, wide, wide + narrow, wide + narrow, narrow)
-    reports = (None, *map(rewrite_report, (trained, rewritten, optimized, quantized)))
+    read = (wide, wide, narrow, narrow, narrow, bytes_of_mxfp8)
+    held = (wide, wide, wide + narrow, wide + narrow, narrow, bytes_of_mxfp8)
+    reports = (None, *map(rewrite_report, (trained, *compiled)))
     for name, report, *sizes in zip(COLUMNS, reports, read, held, strict=True):
         results[name] |= dict(zip(("expert_bytes_read", "expert_bytes_held"), sizes, strict=True))
         results[name] |= {"gemms": len(report or ()), "gemms_rewritten": len(report.rewritten) if report else 0}
@@ -440,6 +448,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(table(results, labels))
     change = 100 * (results["thunder_nvfp4"]["bits_per_byte"] / results["thunder_bf16"]["bits_per_byte"] - 1)
     print(f"NVFP4 held-out loss relative to bf16: {change:+.2f} %")
+    of_mxfp8 = 100 * (
+        results["thunder_mxfp8_quantize_"]["bits_per_byte"] / results["thunder_bf16"]["bits_per_byte"] - 1
+    )
+    print(f"MXFP8 held-out loss relative to bf16: {of_mxfp8:+.2f} %")
 
     for name, quality in dense.items():
         bits, change_too = quality["bits_per_byte"], quality["loss_relative_to_bf16_percent"]
@@ -450,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "columns": results,
         "labels": labels,
         "nvfp4_loss_relative_to_bf16_percent": change,
+        "mxfp8_loss_relative_to_bf16_percent": of_mxfp8,
         "with_dense_layers": dense,
         "held_out_bytes": HELD_OUT_BYTES,
         "training_bits_per_byte": losses,

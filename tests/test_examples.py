@@ -85,6 +85,8 @@ def test_columns_agree(numbers: dict) -> None:
     assert bits["thunder_nvfp4"] != bits["thunder_bf16"]
     assert bits["compile_nvfp4"] == pytest.approx(bits["thunder_nvfp4"], rel=2e-3)
     assert bits["thunder_nvfp4_quantize_"] == pytest.approx(bits["thunder_nvfp4"], rel=1e-4)
+    assert abs(bits["thunder_mxfp8_quantize_"] / bits["thunder_bf16"] - 1) < 5e-3
+    assert bits["thunder_mxfp8_quantize_"] != bits["thunder_bf16"]
     relative = 100 * (bits["thunder_nvfp4"] / bits["thunder_bf16"] - 1)
     assert numbers["nvfp4_loss_relative_to_bf16_percent"] == pytest.approx(relative)
     bf16 = numbers["columns"]["thunder_bf16"]["bits_per_byte"]
@@ -102,6 +104,7 @@ def test_expert_bytes(example: ModuleType, numbers: dict) -> None:
     columns = numbers["columns"]
     assert columns["thunder_bf16"]["expert_bytes_held"] == 2 * weights
     assert columns["thunder_nvfp4_quantize_"]["expert_bytes_held"] == weights // 2 + weights // 16 + multipliers
+    assert columns["thunder_mxfp8_quantize_"]["expert_bytes_held"] == weights + weights // 32
     for name in ("thunder_nvfp4", "compile_nvfp4"):
         assert columns[name]["expert_bytes_read"] == columns["thunder_nvfp4_quantize_"]["expert_bytes_held"]
 
@@ -162,8 +165,8 @@ def test_generate_looks_at_the_last_window_alone(example: ModuleType) -> None:
     [
         (["--steps", "0"], "--steps: got 0, wanted at least 1"),
         (["--steps", "many"], "invalid int value: 'many'"),
-        (["--hidden", "100"], "--hidden: got 100, wanted a positive multiple of 16"),
-        (["--hidden", "0"], "--hidden: got 0, wanted a positive multiple of 16"),
+        (["--hidden", "100"], "--hidden: got 100, wanted a positive multiple of 32"),
+        (["--hidden", "0"], "--hidden: got 0, wanted a positive multiple of 32"),
         (["--layers", "-1"], "--layers: got -1, wanted at least 1"),
         (["--seed", "-1"], "--seed: got -1, wanted a number between"),
         (["--device", "abacus"], "--device: cannot use 'abacus'"),
