@@ -86,8 +86,8 @@ def test_compressed_tensors(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
 def test_dense_layers(name, tmp_path):
-    """Latent attention, shared experts and layers without experts; a checkpoint that says MIXED_PRECISION."""
-    path = forms.rewrite(export(name, tmp_path / "export", dense=True), tmp_path / "form", forms.mixed)
+    """Latent attention, shared experts, layers without experts, the head; a checkpoint that says MIXED_PRECISION."""
+    path = forms.rewrite(export(name, tmp_path / "export", dense=True, head=True), tmp_path / "form", forms.mixed)
     with engine(path) as llm:
         assert their_tokens(llm) == our_tokens(path)
 

@@ -317,6 +317,16 @@ class TestReload:
         layer.w2_weight_scale_2.data.mul_(2)  # what EPLB writes is seen after a reload, too
         assert torch.equal(run(method, layer, hidden, ids, weights), 2 * out)
 
+    def test_a_part_of_a_layer(self, loaded):
+        """vLLM would compute with the uninitialized memory of the rest."""
+        _, layer = loaded
+        initialize_layerwise_reload(layer)
+        for name, parameter in self._other().named_parameters():
+            if name != "w2_weight":
+                getattr(layer, name).weight_loader(getattr(layer, name), parameter.data)
+        with pytest.raises(ValueError, match=r"got \d+ of \d+ elements to load again, wanted all"):
+            finalize_layerwise_reload(layer, None)
+
     def test_scales_of_gate_and_up_that_have_no_place(self, loaded):
         _, layer = loaded
         with pytest.raises(ValueError, match="global scales of gate and up that differ"):

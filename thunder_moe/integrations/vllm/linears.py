@@ -52,9 +52,12 @@ def why_not_dense() -> str | None:
     none of them does. A --linear-backend that the user has named and batch invariance are vLLM's, too.
     """
     config = get_current_vllm_config_or_none()
-    backend = "auto" if config is None else config.kernel_config.linear_backend
-    if backend != "auto":
-        return f"--linear-backend {backend} was asked for"
+    if config is not None:
+        kernels = config.kernel_config
+        asked = [(kernels.linear_backend_per_quant or {}).get(name) for name in ("nvfp4_w4a16", "nvfp4_w4a4")]
+        for backend in (kernels.linear_backend, *asked):
+            if backend not in (None, "auto"):
+                return f"--linear-backend {backend} was asked for"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is set"
     if current_platform.is_cpu():

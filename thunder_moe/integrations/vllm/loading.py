@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.utils import replace_parameter
 
 __all__ = ["mark_unloaded", "replace", "require_loaded"]
@@ -32,6 +33,7 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
         what: its dim 0, for the message.
         names: of parameters.
     """
+    require_whole_reload(layer, layer_name)
     for name in names:
         missing = torch.isnan(getattr(layer, name).data.float())
         if missing.ndim > 1:
@@ -42,6 +44,25 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
             raise ValueError(
                 f"{name}: NaN or missing in the checkpoint for {what} {listed} (of this rank) of {layer_name!r}"
             )
+
+
+def require_whole_reload(layer: Any, layer_name: str) -> None:
+    """Raises a ValueError where a reload has brought a part of a layer: vLLM loads into uninitialized memory."""
+    info = get_layerwise_info(layer)
+    if info.kernel_tensors is None:  # the first load, of which `require_loaded` knows
+        return
+    came = {name for name, _ in info.loaded_weights}
+    wanted = sum(
+        parameter.numel()
+        for name, parameter in layer._parameters.items()
+        # Scales of 4-bit activations, which many checkpoints do not have; a bias is loaded into the memory that it has.
+        if parameter is not None
+        and (name in came or not (name.startswith("input") or "_input_" in name or name == "bias"))
+    )
+    if info.load_numel < wanted:
+        raise ValueError(
+            f"{layer_name!r}: got {info.load_numel} of {wanted} elements to load again, wanted all tensors of a layer"
+        )
 
 
 def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:
