@@ -363,6 +363,7 @@ class TestReload:
         (dict(moe_backend="marlin"), "--moe-backend marlin was asked for"),
         (dict(activation=MoEActivation.SWIGLUSTEP), "SWIGLUSTEP activation"),
         (dict(activation=MoEActivation.GELU, swiglu_limit=7.0), "swiglu_limit 7.0"),
+        (dict(activation=MoEActivation.GELU, has_bias=True), "GELU with biases"),
         (dict(in_dtype=torch.float64), "activations are torch.float64"),
         (dict(intermediate_size=40), "intermediate_size on a rank is 40"),
         (dict(hidden_dim=72), "hidden_size on a rank is 72"),

@@ -69,6 +69,8 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
     padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
     if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
         return "sizes are padded"
+    if moe_config.activation in _APART and moe_config.has_bias:
+        return f"{moe_config.activation} with biases"
     if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
         return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
     config = get_current_vllm_config_or_none()
