@@ -39,7 +39,6 @@ _ON_THE_HUB: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "hy_v3": dict(first_k_dense_replace=1, expert_hidden_dim=32, route_norm=True),
     "minimax_m2": dict(scoring_func="sigmoid", use_routing_bias=True),
-    "mimo_v2_flash": dict(hybrid_layer_pattern=[0, 1], moe_layer_freq=[1, 1]),
     "llama4": dict(num_experts_per_tok=1),  # all that vLLM has weights on the experts' input for, and the hub
 }
 
