@@ -1,10 +1,12 @@
 """`ThunderLoRAExperts`: the experts of the plugin with an adapter for each token, for `vllm serve --enable-lora`.
-Called by methods and vLLM's FusedMoEKernel, whose FusedMoEWithLoRA holds the adapters; calls experts and ops.
+Called by methods and vLLM's FusedMoEKernel, whose FusedMoEWithLoRA holds the adapters; calls experts, ops and
+lora_kernels.
 
 route, gather -> gate_up GEMM + (x A^T) B^T -> activation -> down GEMM, weighted sum + that of (h A^T) B^T
 
 The 4-bit GEMMs have their rows sorted by expert. Those of adapters have them sorted by (adapter, expert): a group of
-rows for each pair, so that one grouped GEMM serves all adapters of a batch. Nothing synchronises with the host on CUDA.
+rows for each pair, so that one grouped GEMM serves all adapters of a batch. Of few tokens on CUDA, the kernels of
+lora_kernels add them. Nothing synchronises with the host on CUDA.
 
 Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, S adapters that are loaded, H hidden_size,
 I intermediate_size of this rank, R rank of the adapters.
@@ -21,12 +23,18 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.triton_utils import HAS_TRITON
 
 from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts
 from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, scale_of_rows
+
+# Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and by grouped GEMMs: 8
+# tokens 97 and 312, 128 tokens 209 and 545, 512 tokens 386 and 662, 2048 tokens 1105 and 1125 (one adapter: 1208 and
+# 925).
+_FEW = 4096
 
 __all__ = ["ThunderLoRAExperts", "experts_class", "why_no_adapters"]
 
@@ -51,27 +59,79 @@ def why_no_adapters(moe_config: FusedMoEConfig) -> str | None:
 
 
 @dataclass
-class _Rows:
-    """Rows of slots that have an adapter, sorted by (adapter, expert).
+class _Batch:
+    """What both ways to add adapters need.
 
     Attributes:
-        row_slot: int32 (M,), the slot of each row.
-        ends: int32 (S * E,), row ends of each pair.
-        slot_row: int32 (T, A), the row of each slot, or -1.
-        experts: E.
+        context: vLLM's, with the adapters.
+        ids: int32 (T, A), experts of this rank, or -1.
+        adapters: integers (T,), anything outside of [0, S) for none.
+        weights: (T, A), the router's.
+        row_slot: int32 (M,), slot_row: int32 (T, A), the order of the 4-bit GEMMs' rows.
     """
 
+    context: MoELoRAContext
+    ids: Tensor
+    adapters: Tensor
+    weights: Tensor
     row_slot: Tensor
-    ends: Tensor
     slot_row: Tensor
-    experts: int
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+
+class _PerSlot(_Batch):
+    """A program of a kernel for each slot: few launches, but each reads the adapter by itself."""
+
+    def add_to_rows(self, gate_up: Tensor, hidden_states: Tensor) -> None:
+        """Adds what the adapters make of (T, H) to gate and up (M, 2I), in place."""
+        from thunder_moe.integrations.vllm.lora_kernels import expand_rows, shrink
+
+        inner = shrink(hidden_states, None, self.ids, self.adapters, self.context.w13_lora_a_stacked)
+        expand_rows(gate_up, inner, self.slot_row, self.ids, self.adapters, self.context.w13_lora_b_stacked)
+
+    def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
+        """Adds the weighted sums of what they make of (M, I) to the output (T, H), in place."""
+        from thunder_moe.integrations.vllm.lora_kernels import expand_tokens, shrink
+
+        inner = shrink(gated, self.slot_row, self.ids, self.adapters, self.context.w2_lora_a_stacked)
+        expand_tokens(out, inner, self.weights, self.ids, self.adapters, self.context.w2_lora_b_stacked[0])
+
+
+class _Grouped(_Batch):
+    """Grouped GEMMs of rows sorted by (adapter, expert); their ends are int32 (S * E,)."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__(*fields)
+        loaded, self.experts = self.context.w13_lora_b_stacked[0].shape[:2]
+        known = (self.ids >= 0) & ((self.adapters >= 0) & (self.adapters < loaded))[:, None]
+        pairs = torch.where(known, self.adapters[:, None].to(torch.int32) * self.experts + self.ids, -1)
+        routed = torch.ops.thunder_moe.moe_route(pairs, loaded * self.experts)
+        self.own_row_slot, self.ends, self.own_slot_row = routed
+
+    def add_to_rows(self, gate_up: Tensor, hidden_states: Tensor) -> None:
+        """As `_PerSlot.add_to_rows`."""
+        x = gather_rows(hidden_states, self.own_row_slot)  # [M, H]
+        pairs = zip(self.context.w13_lora_a_stacked, self.context.w13_lora_b_stacked, strict=True)
+        parts = [self._linear(self._linear(x, a), b) for a, b in pairs]
+        change = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        at = self.own_slot_row.flatten()[self.row_slot.clamp(0, self.row_slot.shape[0] - 1).long()]
+        of_row = change.index_select(0, at.clamp_min(0).long()).masked_fill_((at < 0)[:, None], 0)
+        gate_up.add_(of_row)
+
+    def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
+        """As `_PerSlot.add_to_tokens`."""
+        at = self.slot_row.flatten()[self.own_row_slot.clamp(0, self.own_row_slot.shape[0] - 1).long()]
+        inner = self._linear(gated.index_select(0, at.clamp_min(0).long()), self.context.w2_lora_a_stacked[0])
+        scale = scale_of_rows(self.weights, self.own_row_slot)
+        assert scale is not None
+        change = self._linear((inner * scale[:, None]).to(inner.dtype), self.context.w2_lora_b_stacked[0])
+        out.add_(torch.ops.thunder_moe.moe_combine(change, self.ends, self.own_slot_row))
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (M, K) times the weight (S, E, N, K) of each row's pair, or (S, 1, N, K) of its adapter -> (M, N); zeros
         past the last end."""
-        ends = (
-            self.ends if weight.shape[1] == self.experts else self.ends[self.experts - 1 :: self.experts].contiguous()
-        )
+        ends = self.ends
+        if weight.shape[1] != self.experts:
+            ends = ends[self.experts - 1 :: self.experts].contiguous()
         out: Tensor = torch.ops.thunder_moe.grouped_linear(x.to(weight.dtype), weight.flatten(0, 1), ends)
         return out
 
@@ -115,44 +175,22 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         self, hidden_states: Tensor, ids: Tensor, weights: Tensor, adapters: Tensor, activation: MoEActivation
     ) -> Tensor:
         ops, first, second = torch.ops.thunder_moe, self.gate_up, self.down
+        assert self._lora_context is not None
         row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
+        kind = _PerSlot if _few(ids) else _Grouped
+        ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
+        batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
         gate_up = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
         del rows
-        own = self._rows_of_adapters(ids, adapters)
-        change = self._gate_up_change(gather_rows(hidden_states, own.row_slot), own)  # [M, 2I]
-        at = own.slot_row.flatten()[row_slot.clamp(0, row_slot.shape[0] - 1).long()]
-        of_row = change.index_select(0, at.clamp_min(0).long()).masked_fill_((at < 0)[:, None], 0)
-        gated = self._activate(gate_up.add_(of_row), offsets, activation)  # [M, I]
-        del gate_up, change, of_row
+        batch.add_to_rows(gate_up, hidden_states)
+        gated = self._activate(gate_up, offsets, activation)  # [M, I]
+        del gate_up
         out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
             gated, *operands(second), offsets, slot_row, weights, None, layout=second.layout
         )
-        at = slot_row.flatten()[own.row_slot.clamp(0, own.row_slot.shape[0] - 1).long()]
-        change = self._down_change(gated.index_select(0, at.clamp_min(0).long()), own, weights)  # [M, H]
-        return out.add_(ops.moe_combine(change, own.ends, own.slot_row))
-
-    def _rows_of_adapters(self, ids: Tensor, adapters: Tensor) -> _Rows:
-        loaded, experts = self._lora_context.w13_lora_b_stacked[0].shape[:2]
-        known = (ids >= 0) & ((adapters >= 0) & (adapters < loaded))[:, None]
-        pairs = torch.where(known, adapters[:, None].to(torch.int32) * experts + ids, -1)
-        row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(pairs, loaded * experts)
-        return _Rows(row_slot, ends, slot_row, experts)
-
-    def _gate_up_change(self, x: Tensor, own: _Rows) -> Tensor:
-        """(M, H) -> (M, 2I), the gate's columns first."""
-        context = self._lora_context
-        pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
-        parts = [own.linear(own.linear(x, a), b) for a, b in pairs]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(x.dtype)
-
-    def _down_change(self, gated: Tensor, own: _Rows, weights: Tensor) -> Tensor:
-        """(M, I) -> (M, H), times the router's weights."""
-        context = self._lora_context
-        (a,), (b,) = context.w2_lora_a_stacked, context.w2_lora_b_stacked
-        inner, scale = own.linear(gated, a), scale_of_rows(weights, own.row_slot)
-        assert scale is not None
-        return own.linear((inner * scale[:, None]).to(inner.dtype), b).to(gated.dtype)
+        batch.add_to_tokens(out, gated)
+        return out
 
     def _activate(self, gate_up: Tensor, offsets: Tensor, activation: MoEActivation) -> Tensor:
         """(M, 2I) -> (M, I); rows past the last end may hold anything."""
@@ -165,6 +203,11 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self.activation(activation, gated, gate_up)
         return gated
+
+
+def _few(ids: Tensor) -> bool:
+    """Whether the rows of these experts (T, A) are so few that launches cost more than reading adapters again."""
+    return HAS_TRITON and ids.is_cuda and ids.numel() <= _FEW
 
 
 def adapter_of_token(context: Any, tokens: int) -> Tensor | None:

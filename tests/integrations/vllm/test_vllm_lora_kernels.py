@@ -1,0 +1,62 @@
+"""The Triton kernels for the adapters of few tokens, in Triton's interpreter, against loops of plain torch.
+Called by pytest, where vLLM is installed (`make test-vllm`).
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from oracle import relative_error
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # has to be set before Triton is imported
+
+
+@pytest.mark.skipif(INTERPRETED or find_spec("triton") is None, reason="runs the others, which need Triton")
+def test_in_an_interpreter():
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "test_kernels"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+# tokens, top_k, experts, adapters, rank, K, N, parts; odd sizes, several blocks of columns, ranks 4 to 16
+SIZES = [(5, 2, 8, 3, 4, 80, 48, 2), (3, 4, 8, 2, 16, 1100, 160, 2), (4, 1, 5, 3, 5, 64, 130, 1)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_in_an_interpreter runs them")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_kernels(sizes, shared):
+    from thunder_moe.integrations.vllm import lora_kernels as kernels
+
+    tokens, top_k, experts, loaded, rank, k, n, parts = sizes
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+    adapters = torch.randint(0, loaded, (tokens,))
+    ids[0, 0], adapters[1], adapters[2] = -1, -1, 12345  # of nobody; padding of a graph has anything
+    slot_row = torch.randperm(tokens * top_k).int().view(tokens, top_k)
+    slot_row[0, 0] = -1
+    few = 1 if shared else experts
+    pairs = [(t, a, int(ids[t, a]), int(adapters[t])) for t in range(tokens) for a in range(top_k)
+             if ids[t, a] >= 0 and 0 <= adapters[t] < loaded]  # fmt: skip
+
+    x, rows = torch.randn(tokens, k), torch.randn(tokens * top_k, parts * n)
+    a = tuple(torch.randn(loaded, few, rank, k) for _ in range(parts))
+    b = tuple(torch.randn(loaded, experts, n, rank) for _ in range(parts))
+    wanted = rows.clone()
+    for t, slot, e, s in pairs:
+        wanted[slot_row[t, slot]] += torch.cat(
+            [up[s, e] @ (down[s, e % few] @ x[t]) for down, up in zip(a, b, strict=True)]
+        )
+    kernels.expand_rows(rows, kernels.shrink(x, None, ids, adapters, a), slot_row, ids, adapters, b)
+    assert relative_error(rows, wanted) < 1e-5
+
+    gated, out, weights = torch.randn(tokens * top_k, n), torch.randn(tokens, k), torch.rand(tokens, top_k)
+    a, b = torch.randn(loaded, experts, rank, n), torch.randn(loaded, few, k, rank)
+    wanted = out.clone()
+    for t, slot, e, s in pairs:
+        wanted[t] += weights[t, slot] * (b[s, e % few] @ (a[s, e] @ gated[slot_row[t, slot]]))
+    kernels.expand_tokens(out, kernels.shrink(gated, slot_row, ids, adapters, (a,)), weights, ids, adapters, b)
+    assert relative_error(out, wanted) < 1e-5

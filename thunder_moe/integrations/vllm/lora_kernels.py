@@ -1,0 +1,155 @@
+"""Triton kernels for the adapters of few tokens: a program for each (token, expert), where grouped GEMMs are launches.
+Called by lora; calls Triton, which vLLM has on CUDA. Nothing here synchronises with the host.
+
+    shrink          (T or M, K), A (S, E, R, K) -> float32 (P, T * A, R)
+    expand_rows     adds B (S, E, N, R) times that to rows (M, P * N)
+    expand_tokens   adds B (S, E, N, R) times that, times the router's weights, to (T, N)
+
+Legend: T tokens, A = top_k, slot = t * A + a, M rows sorted by expert, E experts, S adapters, R rank, P parts (gate and
+up).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["expand_rows", "expand_tokens", "shrink"]
+
+
+def _width(ranks: int) -> int:
+    """Columns of A at a time, by 8 warps: as many as their registers hold."""
+    return min(1024, max(32, 16384 // ranks))
+
+
+def _columns(ranks: int) -> int:
+    """Rows of B of a program, likewise of 4 warps."""
+    return min(128, max(16, 8192 // ranks))
+
+
+@triton.jit
+def _shrink(
+    x, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, k, rank, slots,
+    TOP_K: tl.constexpr, BY_ROW: tl.constexpr, RANKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    slot, part = tl.program_id(0), tl.program_id(1)
+    token = slot // TOP_K
+    expert = tl.load(ids + slot).to(tl.int64)
+    adapter = tl.load(adapters + token).to(tl.int64)
+    if (expert >= 0) & (adapter >= 0) & (adapter < loaded):
+        row = token.to(tl.int64)
+        if BY_ROW:
+            row = tl.load(row_of_slot + slot).to(tl.int64)
+        at = adapter * of_adapter + expert * of_expert
+        r = tl.arange(0, RANKS)
+        total = tl.zeros((RANKS,), tl.float32)
+        for begin in range(0, k, WIDTH):
+            column = begin + tl.arange(0, WIDTH)
+            values = tl.load(x + row * k + column, mask=column < k, other=0.0).to(tl.float32)
+            inside = (r < rank)[:, None] & (column < k)[None, :]
+            place = at + r[:, None] * k + column[None, :]
+            if part == 0:
+                a = tl.load(first + place, mask=inside, other=0.0)
+            else:
+                a = tl.load(second + place, mask=inside, other=0.0)
+            total += tl.sum(a.to(tl.float32) * values[None, :], 1)
+        tl.store(out + (part * slots + slot) * rank + r, total, mask=r < rank)
+
+
+@triton.jit
+def _expand_rows(
+    inner, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, n, rank, slots, width,
+    TOP_K: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    slot, part = tl.program_id(0), tl.program_id(2)
+    expert = tl.load(ids + slot).to(tl.int64)
+    adapter = tl.load(adapters + slot // TOP_K).to(tl.int64)
+    if (expert >= 0) & (adapter >= 0) & (adapter < loaded):
+        r = tl.arange(0, RANKS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        values = tl.load(inner + (part * slots + slot) * rank + r, mask=r < rank, other=0.0)
+        inside = (column < n)[:, None] & (r < rank)[None, :]
+        place = adapter * of_adapter + expert * of_expert + column[:, None] * rank + r[None, :]
+        if part == 0:
+            b = tl.load(first + place, mask=inside, other=0.0)
+        else:
+            b = tl.load(second + place, mask=inside, other=0.0)
+        change = tl.sum(b.to(tl.float32) * values[None, :], 1)
+        target = out + tl.load(row_of_slot + slot).to(tl.int64) * width + part * n + column
+        before = tl.load(target, mask=column < n, other=0.0)
+        tl.store(target, (before.to(tl.float32) + change).to(before.dtype), mask=column < n)
+
+
+@triton.jit
+def _expand_tokens(
+    inner, weights, ids, adapters, b, out, loaded, of_adapter, of_expert, n, rank,
+    TOP_K: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    adapter = tl.load(adapters + token).to(tl.int64)
+    if (adapter >= 0) & (adapter < loaded):
+        r = tl.arange(0, RANKS)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (column < n)[:, None] & (r < rank)[None, :]
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for a in tl.static_range(TOP_K):  # no branches, so that the loads of all overlap
+            slot = token * TOP_K + a
+            expert = tl.load(ids + slot).to(tl.int64)
+            weight = tl.load(weights + slot).to(tl.float32)
+            values = tl.load(inner + slot * rank + r, mask=r < rank, other=0.0)
+            values = tl.where(expert >= 0, values * weight, 0.0)  # without an expert they are uninitialized
+            place = adapter * of_adapter + tl.maximum(expert, 0) * of_expert + column[:, None] * rank + r[None, :]
+            each = tl.load(b + place, mask=inside, other=0.0)
+            total += tl.sum(each.to(tl.float32) * values[None, :], 1)
+        target = out + token.to(tl.int64) * n + column
+        before = tl.load(target, mask=column < n, other=0.0)
+        tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=column < n)
+
+
+def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor, a: tuple[Tensor, ...]) -> Tensor:
+    """x times A of each slot's adapter and expert -> float32 (P, T * A, R); slots without either stay uninitialized.
+
+    Args:
+        x: (T, K), or with row_of_slot (M, K), contiguous.
+        row_of_slot: int32 (T, A), or None.
+        ids: int32 (T, A), -1 for none.
+        adapters: int32 or int64 (T,), anything outside of [0, S) for none.
+        a: P tensors (S, E or 1, R, K), contiguous.
+    """
+    (loaded, _, rank, k), (tokens, top_k) = a[0].shape, ids.shape
+    out, ranks = x.new_empty(len(a), tokens * top_k, rank, dtype=torch.float32), triton.next_power_of_2(rank)
+    _shrink[(tokens * top_k, len(a))](
+        x, ids if row_of_slot is None else row_of_slot, ids, adapters, a[0], a[-1], out, loaded, *_strides(a[0]), k,
+        rank, tokens * top_k, TOP_K=top_k, BY_ROW=row_of_slot is not None, RANKS=ranks, WIDTH=_width(ranks),
+        num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+def expand_rows(
+    out: Tensor, inner: Tensor, row_of_slot: Tensor, ids: Tensor, adapters: Tensor, b: tuple[Tensor, ...]
+) -> None:
+    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; the rest as in `shrink`."""
+    (loaded, _, n, rank), (tokens, top_k) = b[0].shape, ids.shape
+    ranks = triton.next_power_of_2(rank)
+    _expand_rows[(tokens * top_k, triton.cdiv(n, _columns(ranks)), len(b))](
+        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *_strides(b[0]), n, rank, tokens * top_k,
+        out.shape[1], TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
+    )  # fmt: skip
+
+
+def expand_tokens(out: Tensor, inner: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor, b: Tensor) -> None:
+    """Adds the sum over each token's slots of weights (T, A) times B times `inner` to out (T, N), in place."""
+    (loaded, _, n, rank), (tokens, top_k) = b.shape, ids.shape
+    ranks = triton.next_power_of_2(rank)
+    _expand_tokens[(tokens, triton.cdiv(n, _columns(ranks)))](
+        inner, weights, ids, adapters, b, out, loaded, *_strides(b), n, rank,
+        TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
+    )  # fmt: skip
+
+
+def _strides(weight: Tensor) -> tuple[int, int]:
+    """Of an adapter and of an expert, 0 where the experts share one."""
+    return weight.stride(0), weight.stride(1) if weight.shape[1] > 1 else 0
