@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+THUNDER = pytest.param("thunder", marks=pytest.mark.slow)
 OFFSETS = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
@@ -90,7 +91,7 @@ def test_copies_in_two_formats_live_beside_each_other():
     assert WEIGHT_CACHE.get(weight, format="mxfp8") is packed[1]
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "thunder"])
+@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 def test_none_leaves_a_weight_in_16_bits(compiler):
     layers = model()
     compiled = compile_by(compiler, layers, lambda name, gemm: None if "linear" in name else "mxfp8")
@@ -102,7 +103,7 @@ def test_none_leaves_a_weight_in_16_bits(compiler):
     assert relative_error(out, expected(X, OFFSETS)) < 1e-2
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "thunder"])
+@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 @pytest.mark.parametrize("format", ["mxfp8", linear_alone], ids=["mxfp8", "both"])
 def test_modules_that_are_quantized_before(compiler, format):
     quantized = quantize_(model(), format=format)
@@ -135,7 +136,7 @@ class Routed(nn.Module):
 CONFIG = thunder_moe.Llama4MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=1)
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "thunder"])
+@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 def test_whole_layers_and_dense_layers(compiler):
     torch.manual_seed(0)
     layer = Routed().to(torch.bfloat16).requires_grad_(False)
@@ -147,7 +148,7 @@ def test_whole_layers_and_dense_layers(compiler):
     assert relative_error(compile_by(compiler, layer, None)(x), expected) < 1e-2
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "thunder"])
+@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 def test_the_option_refuses(compiler):
     for format, message in (
         ("fp8", "format'?]?: got 'fp8', wanted one of"),

@@ -115,18 +115,19 @@ class NVFP4Linear(NVFP4Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
-        format = BLOCK_FORMATS[self.format_name]
-        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
         out: Tensor
         if torch.compiler.is_compiling():
             weight = self.packed_weight
+            mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
             out = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
             return out
-        bare = is_bare(x) and bound_kernels(x.device, format.name) is not None
+        bare = is_bare(x) and bound_kernels(x.device, self.format_name) is not None
         if bare:
             done = self._run_bound(x)
             if done is not None:
                 return done
+        format = BLOCK_FORMATS[self.format_name]
+        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
         # The same without the weight (1, N, K), whose views would cost 5 us a call.
         qdata, scale, layout = self.qdata, self.scale, LINEAR
         if qdata.ndim > 2:
