@@ -5,10 +5,11 @@ Called by pytest, with -m gpu on a GPU; judged by float64 products.
 import pytest
 import torch
 from emulated_gemms import TILED_CONFIGS, make
+from emulator.guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, relative_error
 
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.cuda import backend, low_rank, training
+from thunder_moe.kernels.cuda import backend, low_rank, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
 ENDS = (3, 3, 40, 42)
@@ -116,3 +117,25 @@ def test_gather(device, dtype, rank, k, transposed):
     slots[0] = 10**9
     rows, _ = low_rank.gather(tokens.to(device), slots.to(device), matrix.to(device), ends.to(device))
     assert torch.equal(rows[0].cpu(), tokens[-1])
+
+
+@pytest.mark.parametrize("rank", [8, 16])
+def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
+    """What lies beyond is memory that faults."""
+    dtype, offsets = torch.bfloat16, guarded(torch.tensor(ENDS, dtype=torch.int32))
+    weight, exact, x, inner, b = operands("cpu", dtype, 192, 320, rank)
+    x, inner, b = (guarded(each) for each in (x[: ENDS[-1]].clone(), inner[: ENDS[-1]].clone(), b))
+    weight = NVFP4Weight(*map(guarded, weight.tensors()), "tiled_64x64")
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
+    out = low_rank.grouped_mm(x, weight, offsets, inner, b, config=WGMMA["tiled wgmma"])
+    assert relative_error(out, expected(x, exact, inner, b)) < KERNEL_TOLERANCE[dtype]
+    slots, a = guarded(torch.randperm(ENDS[-1]).int()), guarded(torch.randn(4, rank, 320).to(dtype))
+    tokens = guarded(torch.randn(ENDS[-1] // 2, 320).to(dtype))
+    rows, product = low_rank.gather(tokens, slots, a, offsets)
+    assert torch.equal(rows, tokens[slots.long() // 2])
+    for narrow, wide, row_slot in ((product, tokens, slots), (inner, x, None)):
+        for wide_first in (False, True):
+            grads = wgrad.rank_wgrad(narrow, wide, offsets, wide_first, row_slot)
+            exact_rows = wide if row_slot is None else rows
+            wanted = narrow[3:40].double().T @ exact_rows[3:40].double()
+            assert relative_error(grads[2], wanted.T if wide_first else wanted) < KERNEL_TOLERANCE[dtype]
