@@ -1,5 +1,5 @@
 """GEMMs of 4-bit weights with those of a LoRA adapter in the same kernel, where there is one.
-Called by kernels/cuda/training.py; calls prepared.py beside it.
+Called by kernels/cuda/training.py; calls prepared.py and backend.py beside it, for src/gather_low_rank.cu too.
 
 Legend: M rows, E experts, N output and K input features, R rank.
 """
