@@ -201,7 +201,8 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        if activation in FUSED and select(hidden_states.device) is cuda:
+        # is_cuda first: on a CPU vLLM has this compiled, and what `select` reads cannot be traced.
+        if hidden_states.is_cuda and activation in FUSED and select(hidden_states.device) is cuda:
             live_rows = None  # of a rank of many: most ids are of experts elsewhere
             if expert_map is not None:
                 live_rows = -(-ids.numel() * w1.shape[0] // global_num_experts)
