@@ -40,7 +40,8 @@ class RewriteEntry:
     Attributes:
         graph: which of the function's graphs, 0 for the first one compiled.
         gemm: names and sizes.
-        decision: "nvfp4", "nvfp4 + swiglu" (one half of a fused gate and up projection) or "16-bit".
+        decision: "16-bit", or the number format, "nvfp4" or "mxfp8", with " + swiglu" for one half of a fused gate and
+            up projection.
         reason: why.
     """
 
