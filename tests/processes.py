@@ -35,7 +35,7 @@ class Ranks:
             self._pipes.append(pipe)
             self._processes.append(process)
 
-    def __call__(self, function, *args, timeout: float = 60.0) -> list:
+    def __call__(self, function, *args, timeout: float = 180.0) -> list:
         for pipe in self._pipes:
             pipe.send((list(sys.path), function, args))
         answers = []
