@@ -6,6 +6,7 @@ Called by `python -m benchmarks parallel`; calls thunder_moe.parallel and benchm
     EP all_to_all        with a capacity: no synchronisation, in a CUDA graph
     EP all_gather        likewise
     EP symmetric_memory  likewise, on GPUs
+    EP ..., 2 chunks     likewise, half of the tokens travel while the experts run the others
     TP                   TensorParallel(): each rank has the tokens of all, in a CUDA graph
     exchange ...         dispatch and combine of the same tokens alone, without experts
 
@@ -47,6 +48,7 @@ from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 
 STEM = "parallel"
 TOKENS = {"cpu": [1, 32, 256], "cuda": [1, 8, 64, 512, 1024, 2048, 4096, 8192]}
+LEAST_TOKENS_OF_CHUNKS = 1024  # below, two halves take longer than the whole
 _FLUSH_BYTES = 256 << 20
 _ONE = "one GPU"
 
@@ -145,7 +147,10 @@ class _Layers:
             "TP": (lambda: self.tensor(everybody), wanted),
         }
         for name, exchange in exchanges.items():
-            candidates[f"EP {name}"] = (functools.partial(self._expert, exchange, own), part)
+            candidates[f"EP {name}"] = (functools.partial(self._expert, exchange, 1, own), part)
+            if name not in ("exact", "all_to_all") and tokens >= LEAST_TOKENS_OF_CHUNKS:
+                halves = EXCHANGES[name](self.mesh, exchange.experts, -(-tokens // 2))
+                candidates[f"EP {name}, 2 chunks"] = (functools.partial(self._expert, halves, 2, own), part)
             candidates[f"exchange {name}"] = (functools.partial(self._alone, exchange, own[0]), None)
         errors = {}
         for name, (run, expected) in candidates.items():
@@ -156,6 +161,7 @@ class _Layers:
             if errors[name] > TOLERANCE:
                 raise RuntimeError(f"{name!r} is wrong: relative error {errors[name]:.2g} with {tokens} tokens")
         seconds = _measure({name: run for name, (run, _) in candidates.items()}, self.device, args)
+        self._expert(exchanges["exact"], 1, own)  # the last step that it tells about
         (load,) = expert_load(self.expert, all_ranks=True).values()
         of_ranks = load.tokens[-1].unflatten(0, (ranks, -1)).sum(1)
         return {
@@ -168,8 +174,8 @@ class _Layers:
             "rows_of_experts": load.tokens[-1].tolist(),
         }
 
-    def _expert(self, exchange: Exchange, x: Tensor) -> Tensor:
-        self.expert.exchange = exchange
+    def _expert(self, exchange: Exchange, chunks: int, x: Tensor) -> Tensor:
+        self.expert.exchange, self.expert.chunks = exchange, chunks
         out: Tensor = self.expert(x)
         return out
 
@@ -244,9 +250,15 @@ def _largest(value: float, device: torch.device) -> float:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     columns = [["shape", *(row["shape"] for row in rows)], ["tokens of a rank", *(str(row["tokens"]) for row in rows)]]
-    columns += [[f"{name} [us]", *(f"{row['seconds'][name] * 1e6:.0f}" for row in rows)] for name in rows[0]["seconds"]]
-    columns += [[f"scaling {name}", *(f"{row['scaling'][name]:.2f}" for row in rows)] for name in rows[0]["scaling"]]
+    for key, header, text in (("seconds", "{} [us]", _microseconds), ("scaling", "scaling {}", "{:.2f}".format)):
+        for name in dict.fromkeys(name for row in rows for name in row[key]):
+            cells = [text(row[key][name]) if name in row[key] else "-" for row in rows]
+            columns.append([header.format(name), *cells])
     return aligned(list(zip(*columns, strict=True)))
+
+
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f}"
 
 
 def _plot(path: pathlib.Path, rows: Sequence[dict[str, Any]], ranks: int) -> pathlib.Path:

@@ -28,6 +28,8 @@ STYLES = {
     "capacity": dict(exchange="all_to_all", capacity=7),
     "gather": dict(exchange="all_gather"),
     "gather, capacity": dict(exchange="all_gather", capacity=7),
+    "chunks": dict(exchange="all_to_all", chunks=2),
+    "gather, chunks": dict(exchange="all_gather", capacity=7, chunks=3),
 }
 ROOMY = dict(exchange="all_to_all", capacity=18)  # for the rows of SPLITS in test_parallel
 
@@ -109,9 +111,11 @@ def check_load(moe, mesh, whole, x):
     wanted = torch.bincount(ids.flatten(), minlength=E)
     first, count = load.first_expert, E // mesh.size()
     assert first == mesh.get_local_rank() * count
-    assert (load.tokens[:-2] == -1).all()
-    assert torch.equal(load.tokens[-2:], wanted[first : first + count].expand(2, -1))
-    assert torch.equal(everybody.tokens[-1], wanted)
+    steps = moe.chunks  # of a call
+    assert (load.tokens[: -2 * steps] == -1).all()
+    of_calls = load.tokens[-2 * steps :].unflatten(0, (2, steps)).sum(1)
+    assert torch.equal(of_calls, wanted[first : first + count].expand(2, -1))
+    assert torch.equal(everybody.tokens[-steps:].sum(0), wanted)
     assert everybody.first_expert == 0
     assert load.dropped == everybody.dropped == 0
 

@@ -87,9 +87,17 @@ class Exchange:
         """
         raise NotImplementedError
 
+    def send_back(self, sums: Tensor, sent: Sent) -> Tensor:
+        """Sends the sums (T', H) of this rank's experts off, for `finish`; a collective that may still run."""
+        raise NotImplementedError
+
+    def finish(self, returned: Tensor, sent: Sent) -> Tensor:
+        """Waits for what comes back, -> (T, H)."""
+        raise NotImplementedError
+
     def combine(self, sums: Tensor, sent: Sent) -> Tensor:
         """(T', H) -> (T, H)."""
-        raise NotImplementedError
+        return self.finish(self.send_back(sums, sent), sent)
 
     @property
     def first(self) -> int:
@@ -145,10 +153,13 @@ class AllToAll(Exchange):
         back = (slot_row, ends_R.int(), coming, sending)
         return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back)
 
-    def combine(self, sums: Tensor, sent: Sent) -> Tensor:
-        slot_row, ends, coming, sending = sent.back
-        returned = wait(_all_to_all(sums, sending, coming, self._group))
-        out: Tensor = torch.ops.thunder_moe.moe_combine(returned, ends, slot_row)
+    def send_back(self, sums: Tensor, sent: Sent) -> Tensor:
+        *_, coming, sending = sent.back
+        return _all_to_all(sums, sending, coming, self._group)
+
+    def finish(self, returned: Tensor, sent: Sent) -> Tensor:
+        slot_row, ends, *_ = sent.back
+        out: Tensor = torch.ops.thunder_moe.moe_combine(wait(returned), ends, slot_row)
         return out
 
 
@@ -173,8 +184,11 @@ class AllGather(Exchange):
         rows, all_routing = self._gather(x, routing)
         return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, back)
 
-    def combine(self, sums: Tensor, sent: Sent) -> Tensor:
-        return wait(self._reduce_scatter(sums))[: sent.tokens]
+    def send_back(self, sums: Tensor, sent: Sent) -> Tensor:
+        return self._reduce_scatter(sums)
+
+    def finish(self, returned: Tensor, sent: Sent) -> Tensor:
+        return wait(returned)[: sent.tokens]
 
     def _gather(self, x: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
         gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)

@@ -28,7 +28,7 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.quantized import weights_to_fuse
 from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import moe_experts
-from thunder_moe.parallel.exchange import Exchange, wait
+from thunder_moe.parallel.exchange import Exchange, Sent, wait
 from thunder_moe.parallel.load import record
 from thunder_moe.routing import expert_of_row, live_rows
 
@@ -83,32 +83,39 @@ class ExpertParallelLlama4MoE(Llama4MoE):
     """`Llama4MoE` with a part of the routed experts on each rank, and router and shared expert on all."""
 
     exchange: Exchange
+    chunks: int
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TH = self.tokens_of(hidden_states)
-        ops, num_experts = torch.ops.thunder_moe, self.exchange.experts
-        scores_TA, ids_TA, *_ = ops.moe_router(
+        scores_TA, ids_TA, *_ = torch.ops.thunder_moe.moe_router(
             self.router(x_TH), top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
         )
-        sent = self.exchange.start(autocast_rows(x_TH), ids_TA, scores_TA)
+        parts = zip(*(t.tensor_split(self.chunks) for t in (autocast_rows(x_TH), ids_TA, scores_TA)), strict=True)
+        all_sent = [self.exchange.start(*part) for part in parts]
         shared_TH = None if self.shared_expert is None else self.shared_expert(x_TH)
+        # The experts of a chunk run while the next one is on its way, and the sums of the last one on theirs.
+        returned = [self.exchange.send_back(self._run_own_experts(sent), sent) for sent in all_sent]
+        outs = [self.exchange.finish(back, sent) for back, sent in zip(returned, all_sent, strict=True)]
+        out_TH = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if shared_TH is not None:
+            out_TH = out_TH + shared_TH
+        return out_TH.reshape(hidden_states.shape)
+
+    def _run_own_experts(self, sent: Sent) -> Tensor:
+        """What came (T', H) -> the weighted sums of this rank's experts (T', H)."""
         rows, ids, weights = sent.receive()
         assert weights is not None
-        row_slot, ends, slot_row = ops.moe_route(ids, num_experts)
+        row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, self.exchange.experts)
         record(self, ends, sent.overflow)
         fused = weights_to_fuse(self.routed_experts)
         if fused is not None:
             order = row_slot, ends, slot_row
-            sums = moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order)
-        else:
-            slot = row_slot.long()
-            weight_M = weights.flatten().index_select(0, slot).to(rows.dtype)
-            own = rows.index_select(0, slot // self.top_k) * weight_M[:, None]
-            sums = ops.moe_combine(self.routed_experts(own, ends), ends, slot_row)
-        out_TH = self.exchange.combine(sums, sent)
-        if shared_TH is not None:
-            out_TH = out_TH + shared_TH
-        return out_TH.reshape(hidden_states.shape)
+            return moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order)
+        slot = row_slot.long()
+        weight_M = weights.flatten().index_select(0, slot).to(rows.dtype)
+        own = rows.index_select(0, slot // self.top_k) * weight_M[:, None]
+        sums: Tensor = torch.ops.thunder_moe.moe_combine(self.routed_experts(own, ends), ends, slot_row)
+        return sums
 
 
 class _TensorParallelRows(nn.Module):

@@ -41,21 +41,25 @@ class ExpertParallel(ParallelStyle):
             CUDA graphs can be captured, and rows that nobody needs are computed as padding. As large as the most tokens
             that any rank is called with, all have room; with fewer ("all_to_all" alone), a token that finds none
             misses that rank's experts, and `expert_load` counts it.
-        load_steps: steps that `expert_load` tells about.
+        chunks: of a `Llama4MoE`'s tokens: while the experts run one, the next is on its way, and so is what the last
+            one gave. The same number on all ranks. Of use where an exchange takes long, from a thousand tokens on.
+        load_steps: steps that `expert_load` tells about; with several chunks, each of them is one.
 
     Raises:
         ValueError: an argument has another value; `parallelize_module`: a mesh of several dimensions, experts that it
             does not divide. All are raised before ranks communicate.
     """
 
-    def __init__(self, *, exchange: str = "all_to_all", capacity: int | None = None, load_steps: int = 16) -> None:
+    def __init__(
+        self, *, exchange: str = "all_to_all", capacity: int | None = None, chunks: int = 1, load_steps: int = 16
+    ) -> None:
         super().__init__()
         if exchange not in EXCHANGES:
             raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)}")
-        for name, value, least in (("capacity", capacity, 1), ("load_steps", load_steps, 0)):
+        for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
-        self.exchange, self.capacity, self.load_steps = exchange, capacity, load_steps
+        self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         cls = _parallel_class(module, EXPERT_PARALLEL, "ExpertParallel", device_mesh)
@@ -67,6 +71,8 @@ class ExpertParallel(ParallelStyle):
                 " 'all_to_all'"
             )
         cut = Cut(device_mesh, 0)
+        if self.chunks > 1 and experts is module:
+            raise ValueError(f"chunks: got {self.chunks} for a {type(module).__name__}, wanted 1")
         for name, linear in linears.items():
             check_cut(name, linear, cut)
         num_experts = next(iter(linears.values())).num_experts // cut.ranks
@@ -74,7 +80,8 @@ class ExpertParallel(ParallelStyle):
             cut_(linear, cut, self.src_data_rank)
         module.__class__ = cls
         made: Any = module
-        made.exchange = EXCHANGES[self.exchange](device_mesh, num_experts, self.capacity)
+        room = None if self.capacity is None else -(-self.capacity // self.chunks)
+        made.exchange, made.chunks = EXCHANGES[self.exchange](device_mesh, num_experts, room), self.chunks
         add_buffers(module, self.load_steps, num_experts, _device(module))
         return module
 
