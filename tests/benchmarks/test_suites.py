@@ -87,6 +87,24 @@ def test_sharded_runs_end_to_end(tmp_path):
     assert all(row["relative_error"] < 2e-2 and set(row["step_seconds"]) == {"1", "2"} for row in rows)
 
 
+@pytest.mark.slow
+def test_parallel_runs_end_to_end(tmp_path):
+    rows = main(["parallel", *TINY, "--tokens", "1,5", "--output", str(tmp_path)])
+    assert json.loads((tmp_path / f"parallel_{HERE}.json").read_text())["rows"] == json.loads(json.dumps(rows))
+    for suffix in ("", "_load"):
+        assert (tmp_path / f"parallel_{HERE}{suffix}.png").read_bytes().startswith(b"\x89PNG")
+    forms = ["exact", "all_to_all", "all_gather"]
+    for row, tokens in zip(rows, (1, 5), strict=True):
+        assert row["tokens"] == tokens
+        assert row["seconds"].keys() == {
+            "one GPU",
+            "TP",
+            *(f"{what} {form}" for what in ("EP", "exchange") for form in forms),
+        }
+        assert sum(row["rows_of_ranks"]) == sum(row["rows_of_experts"]) == 2 * tokens * SHAPES["small"].top_k
+        assert max(row["relative_error"].values()) < layers.TOLERANCE
+
+
 def test_router_runs_end_to_end(tmp_path):
     arguments = ["--device", "cpu", "--rounds", "3", "--budget", "0.05", "--tokens", "2,40", "--output", str(tmp_path)]
     rows = main(["router", *arguments])

@@ -401,3 +401,21 @@ def dies(meshes, style):
     except RuntimeError as failure:
         return str(failure)
     return "nothing was raised"
+
+
+def loaded_from_meta(meshes, style, quantized, path):
+    """A layer that no rank ever held whole: made on the meta device, cut, loaded by torch.distributed.checkpoint."""
+    whole = layer(quantized)
+    if meshes.rank == 0:
+        dcp.save(whole.state_dict(), checkpoint_id=path, no_dist=True)
+    dist.barrier()
+    moe = layer(quantized).to("meta")
+    parallelize_module(moe, meshes.four, {"expert": ExpertParallel, "tensor": TensorParallel}[style]())
+    assert all(tensor.is_meta for tensor in moe.parameters())
+    moe.to_empty(device="cpu")
+    state = moe.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    moe.load_state_dict(state)
+    x = torch.randn(1, 4, H)
+    with torch.no_grad():
+        return error(moe(x), whole(x))

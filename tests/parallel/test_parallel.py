@@ -79,6 +79,11 @@ def test_checkpoints_are_resharded(ranks, tmp_path, count, style, quantized, lay
     assert ranks.run(programs.saved, count, style, quantized, layout, str(tmp_path)) == [True] * 4
 
 
+@pytest.mark.parametrize(("style", "quantized"), [("expert", True), ("tensor", True), ("expert", False)])
+def test_no_rank_holds_a_whole_layer_that_it_loads(ranks, tmp_path, style, quantized):
+    assert max(ranks.run(programs.loaded_from_meta, style, quantized, str(tmp_path))) < TOLERANCE
+
+
 def test_weights_are_those_of_the_first_rank(ranks):
     assert ranks.run(programs.source_of_weights) == [True] * 4
 
@@ -94,6 +99,7 @@ REFUSED = {
     "main_grad": (2, programs.main_grad, ExpertParallel(), "accumulate_into_main_grad=True"),
     "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),
     "gather": (2, programs.uneven, ExpertParallel(exchange="all_gather"), "wanted 'all_to_all'"),
+    "chunks": (2, programs.uneven, ExpertParallel(chunks=2), "chunks: got 2 for a GroupedSwiGLU, wanted 1"),
     "class": (2, programs.linear, ExpertParallel(), "module: got a Linear"),
 }
 
@@ -124,6 +130,7 @@ def test_symmetric_memory_wants_gpus(ranks):
     [
         (dict(exchange="pigeons"), "exchange: got 'pigeons', wanted one of"),
         (dict(capacity=0), "capacity: got 0"),
+        (dict(chunks=0), "chunks: got 0"),
         (dict(load_steps=-1), "load_steps: got -1"),
     ],
 )
