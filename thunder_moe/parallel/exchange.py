@@ -118,36 +118,35 @@ class AllToAll(Exchange):
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
         tokens, top_k = ids.shape
-        ranks = torch.arange(self.ranks, device=ids.device)
+        ranks = torch.arange(self.ranks, device=ids.device)[:, None]
         known = (ids >= 0) & (ids < self.ranks * self.experts)
-        home = torch.where(known, ids.long() // self.experts, self.ranks)
-        wanted_TR = (home[:, None, :] == ranks[:, None]).any(-1)
-        position_TR, overflow = wanted_TR.cumsum(0) - 1, None
+        home = torch.where(known, ids // self.experts, self.ranks)
+        wanted_RT = (home == ranks[..., None]).any(-1)
+        position_RT, overflow = wanted_RT.cumsum(1) - 1, None
         if self.capacity is None:
-            counts_R = wanted_TR.sum(0)
+            counts_R = wanted_RT.sum(1)
             to_come_R = wait(collectives.all_to_all_single(counts_R, None, None, self._group))
             sending, coming = _host_sizes(counts_R, to_come_R)
             total, ends_R = sum(sending), counts_R.cumsum(0)
-            row_TR = position_TR + (ends_R - counts_R)
+            row_RT = position_RT + (ends_R - counts_R)[:, None]
         else:
             sending = coming = [self.capacity] * self.ranks
-            total, ends_R = self.capacity * self.ranks, (ranks + 1) * self.capacity
-            row_TR = position_TR + ranks * self.capacity
-            fits_TR = position_TR < self.capacity
-            overflow, wanted_TR = (wanted_TR & ~fits_TR).sum(), wanted_TR & fits_TR
-        # The (token, rank) pair of each row; `tokens * ranks` for the rows of a buffer that nobody fills.
-        pairs = tokens * self.ranks
-        at = torch.where(wanted_TR, row_TR, total).flatten()
-        pair = torch.full((total + 1,), pairs, device=ids.device)
-        pair = pair.scatter(0, at, torch.arange(pairs, device=ids.device))[:total]
-        filled, token = pair < pairs, pair.clamp_max(max(pairs - 1, 0)) // self.ranks
+            total, ends_R = self.capacity * self.ranks, (ranks[:, 0] + 1) * self.capacity
+            row_RT = position_RT + ranks * self.capacity
+            fits_RT = position_RT < self.capacity
+            overflow, wanted_RT = (wanted_RT & ~fits_RT).sum(), wanted_RT & fits_RT
+        # The token of each row; `tokens` for the rows of a buffer that nobody fills.
+        at = torch.where(wanted_RT, row_RT, total).flatten()
+        of_pair = torch.arange(tokens, device=ids.device).repeat(self.ranks)
+        token = torch.full((total + 1,), tokens, device=ids.device).scatter(0, at, of_pair)[:total]
+        rows, routing = x, self._routing(ids, weights)
         if tokens:
-            rows, routing = x.index_select(0, token), self._routing(ids, weights).index_select(0, token)
-            # The numbers of all experts; a row that nobody fills is of none.
+            filled, token = token < tokens, token.clamp_max(tokens - 1)
+            rows, routing = rows.index_select(0, token), routing.index_select(0, token)
             routing = torch.where(filled[:, None], routing, -1.0)
         else:  # still in the graph of gradients: the backward has collectives, too
-            rows, routing = (F.pad(t, (0, 0, 0, total), value=-1.0) for t in (x, self._routing(ids, weights)))
-        slot_row = torch.where(wanted_TR, row_TR, -1).int()
+            rows, routing = (F.pad(t, (0, 0, 0, total), value=-1.0) for t in (rows, routing))
+        slot_row = torch.where(wanted_RT, row_RT, -1).t().int().contiguous()
         sent = _all_to_all(rows, coming, sending, self._group)
         routing = _all_to_all(routing, coming, sending, self._group)
         back = (slot_row, ends_R.int(), coming, sending)
