@@ -37,6 +37,19 @@ def make_routing(tokens=T, top_k=A, experts=E):
     return ids.long(), torch.rand(tokens, top_k)
 
 
+def test_experts_that_processes_share():
+    """A hint for kernels that changes nothing."""
+    (gate_up, down), _ = make()
+    x, (ids, weights) = torch.randn(T, H), make_routing()
+    wanted = experts_op(x, ids, weights, gate_up, down)
+    assert torch.equal(experts_op(x, ids, weights, gate_up, down, expert_ranks=4), wanted)
+    x.requires_grad_()
+    assert experts_op(x, ids, weights, gate_up, down, expert_ranks=4).sum().backward() is None
+    assert x.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="expert_ranks: got 0, wanted at least 1"):
+        experts_op(x, ids, weights, gate_up, down, expert_ranks=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 2, 5), (300, 8, 128), (0, 2, 5), (50, 3, 512)])
 def test_route_sorts_the_slots(tokens, top_k, experts, dtype):

@@ -48,7 +48,7 @@ def check_experts(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None,
-    format: BlockFormat = NVFP4, **_: Any,
+    format: BlockFormat = NVFP4, expert_ranks: int = 1, **_: Any,
 ) -> None:  # fmt: skip
     """What can be checked without data of the arguments of `f16a_nvfp4weight_moe_experts`.
 
@@ -94,6 +94,8 @@ def check_experts(
     for (name, tensor), shape in zip(order.items(), shapes, strict=True):
         if tensor is not None and (tensor.dtype != torch.int32 or tensor.shape != shape):
             require(False, name, tensor, f"int32 of shape {shape}, as moe_route gives it")
+    if expert_ranks < 1:
+        raise ValueError(f"expert_ranks: got {expert_ranks}, wanted at least 1")
     if limit is not None and not limit > 0:
         raise ValueError(f"limit: got {limit}, wanted a positive number or None")
 
@@ -125,7 +127,7 @@ def _gradient(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, needs: gradients.Needs, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    format: BlockFormat = NVFP4, **form: Any,
+    format: BlockFormat = NVFP4, expert_ranks: int = 1, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
     if row_slot is None or offsets is None or slot_row is None:
         row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.shape[0])
@@ -167,6 +169,7 @@ def f16a_nvfp4weight_moe_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
+    expert_ranks: int = 1,
 ) -> Tensor:
     """``sum over a of weight[t, a] * expert_{ids[t, a]}(hidden_states[t])``: a layer's experts in one call.
 
@@ -197,6 +200,8 @@ def f16a_nvfp4weight_moe_experts(
         alpha: of the activation, as in `f16a_nvfp4weight_grouped_swiglu`.
         limit: likewise.
         up_shift: likewise.
+        expert_ranks: how many processes share the experts that the ids are of: about one in so many ids is of an expert
+            here, for which kernels choose their tiles. The result does not depend on it.
 
     Returns:
         (T, H) in the dtype of hidden_states.
@@ -209,11 +214,15 @@ def f16a_nvfp4weight_moe_experts(
     second = weight_from_operands(down, down_scale, down_global_scale, down_layout)
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
     backend = select(hidden_states.device, format=first.format.name)
-    run = getattr(backend, "moe_experts", None) or by_parts.of(backend)
-    out: Tensor = run(
+    arguments = (
         hidden_states, expert_ids, expert_weights, first, second, gate_up_bias, down_bias, order, weight_on_input,
         GLU(alpha, limit, up_shift),
     )  # fmt: skip
+    run = getattr(backend, "moe_experts", None)
+    if run is None:
+        return by_parts.of(backend)(*arguments)
+    here = None if expert_ranks == 1 else -(-expert_ids.numel() // expert_ranks)
+    out: Tensor = run(*arguments, live_rows=here)
     return out
 
 
@@ -234,6 +243,7 @@ def moe_experts(
     limit: float | None = None,
     up_shift: float = 0.0,
     order: by_parts.Order | None = None,
+    expert_ranks: int = 1,
 ) -> Tensor:
     """Runs each token through its experts and sums what they give, weighted by the router.
 
@@ -252,6 +262,7 @@ def moe_experts(
         limit: likewise.
         up_shift: likewise.
         order: what `moe_route` gives for expert_ids, where it is known, as behind `moe_router`.
+        expert_ranks: how many processes share the experts that the ids are of; see the operator.
 
     Returns:
         (T, H) in the dtype of hidden_states.
@@ -269,6 +280,6 @@ def moe_experts(
     out: Tensor = run(
         hidden_states, expert_ids, expert_weights, *operands(gate_up), *operands(down), gate_up_bias, down_bias,
         *(order or (None, None, None)), weight_on_input=weight_on_input, gate_up_layout=gate_up.layout,
-        down_layout=down.layout, alpha=alpha, limit=limit, up_shift=up_shift,
+        down_layout=down.layout, alpha=alpha, limit=limit, up_shift=up_shift, expert_ranks=expert_ranks,
     )  # fmt: skip
     return out

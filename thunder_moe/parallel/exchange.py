@@ -104,6 +104,10 @@ class Exchange:
         """The first expert of this rank."""
         return self.rank * self.experts
 
+    def sharers(self, top_k: int) -> int:
+        """One in about so many of the ids that `Sent.receive` gives is of an expert of this rank."""
+        return self.ranks
+
     @property
     def _group(self) -> Any:
         return self.mesh.get_group()
@@ -115,6 +119,12 @@ class Exchange:
 
 class AllToAll(Exchange):
     """A token goes once to each rank that has one of its experts."""
+
+    def sharers(self, top_k: int) -> int:
+        if self.capacity is not None:
+            return self.ranks
+        # Only tokens with an expert here come: of experts that are spread evenly, so many have one.
+        return round(self.ranks * (1 - (1 - 1 / self.ranks) ** top_k))
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
         tokens, top_k = ids.shape

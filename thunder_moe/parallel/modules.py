@@ -110,7 +110,8 @@ class ExpertParallelLlama4MoE(Llama4MoE):
         fused = weights_to_fuse(self.routed_experts)
         if fused is not None:
             order = row_slot, ends, slot_row
-            return moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order)
+            ranks = self.exchange.sharers(self.top_k)
+            return moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order, expert_ranks=ranks)
         slot = row_slot.long()
         weight_M = weights.flatten().index_select(0, slot).to(rows.dtype)
         own = rows.index_select(0, slot // self.top_k) * weight_M[:, None]

@@ -25,6 +25,7 @@ from thunder_moe.kernels import by_parts
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
 from thunder_moe.kernels.cuda import layer, prepared, workspace
+from thunder_moe.ops import grouped_mm
 
 E, A, BF16 = 6, 2, torch.bfloat16
 TILED = "tiled_64x64"
@@ -115,6 +116,19 @@ def test_live_rows_choose_the_configurations(hopper, monkeypatch):
     assert cuda.moe_experts(*args, live_rows=3, out=out) is out
     assert asked == [3, 3]
     assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
+
+
+def test_ranks_of_the_ids_choose_the_configurations(hopper, monkeypatch):
+    x, ids, weights, gate_up, down, *_ = make_layer(40, 64, 64, TILED)
+    args = (x, ids, weights, *grouped_mm.operands(gate_up), *grouped_mm.operands(down))
+    layouts = dict(gate_up_layout=TILED, down_layout=TILED)
+    asked, choose = [], cuda.choose_config
+    monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
+    cuda._configs.cache_clear()
+    run = cuda._prepare_experts(*args, **layouts, expert_ranks=3)
+    assert asked == [27, 27]  # of 80 ids
+    expected = by_parts.moe_experts(cuda, x, ids, weights, gate_up, down, None, None, None, False, SWIGLU)
+    assert relative_error(run(*args), expected) < 5e-3
 
 
 def test_threads_that_share_a_stream_launch_one_chain_after_the_other(emulated):

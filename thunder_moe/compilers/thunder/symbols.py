@@ -274,6 +274,7 @@ def moe_of_format(format: str) -> Callable[..., TensorProxy]:
         on_input, gate_up_layout, down_layout = (
             form.pop(name) for name in ("weight_on_input", "gate_up_layout", "down_layout")
         )
+        form.pop("expert_ranks")  # for kernels of the whole chain
         if row_slot is None or offsets is None or slot_row is None:
             row_slot, offsets, slot_row = moe_route(expert_ids, gate_up[0].shape[0])
         of_input, of_output = (expert_weights, None) if on_input else (None, expert_weights)

@@ -601,7 +601,7 @@ def _prepare_experts(
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    format: BlockFormat = NVFP4, **form: Any,
+    format: BlockFormat = NVFP4, expert_ranks: int = 1, **form: Any,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     num_experts, features = gate_up.shape[0], gate_up.shape[2] // 2
     read = (hidden_states, expert_ids, gate_up.mT, gate_up_scale, down.mT, down_scale, row_slot, offsets, slot_row)
@@ -615,10 +615,16 @@ def _prepare_experts(
         or not all(map(_is_read_as_float, (expert_weights, gate_up_bias, down_bias)))
     ):
         return None
+    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None)
+    if expert_ranks > 1:
+        configs = _configs(
+            -(-expert_ids.numel() // expert_ranks), num_experts, hidden_states.shape[1], features, gate_up_layout,
+            down_layout, format.name, format.name, _device_facts(hidden_states.device),
+        )  # fmt: skip
     chain = layer_launch(
         hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, _is_per_row(gate_up_global_scale),
         _is_per_row(down_global_scale), _dtype(gate_up_bias), _dtype(down_bias), num_experts, features,
-        row_slot is None, weight_on_input, GLU(**form), formats=(format.name, format.name),
+        row_slot is None, weight_on_input, GLU(**form), configs, (format.name, format.name),
     )  # fmt: skip
     if (chain.gate_up.layout, chain.down.layout) != (gate_up_layout, down_layout):
         return None
