@@ -62,9 +62,9 @@ def test_offsets(config, ends):
     weight, exact = make(64, 128, config.layout)
     rows = guarded(torch.randn(42, 128, dtype=torch.bfloat16))
     out = cuda.grouped_mm(rows, weight, ints(ends), config=config)
-    wanted = torch.tensor(in_order(ends, 42))
-    if ends != CROSSING and wanted[-1] > 0:
-        assert relative_error(out[: wanted[-1]], grouped_mm(rows, exact, wanted)) < 5e-3
+    wanted, live = torch.tensor(in_order(ends, 42)), min(max(ends[-1], 0), 42)  # rows past the last end are undefined
+    if ends != CROSSING and live > 0:
+        assert relative_error(out[:live], grouped_mm(rows, exact, wanted)[:live]) < 5e-3
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
