@@ -42,7 +42,7 @@ class ExpertParallel(ParallelStyle):
             that any rank is called with, all have room; with fewer ("all_to_all" alone), a token that finds none
             misses that rank's experts, and `expert_load` counts it.
         chunks: of a `Llama4MoE`'s tokens: while the experts run one, the next is on its way, and so is what the last
-            one gave. The same number on all ranks. Of use where an exchange takes long, from a thousand tokens on.
+            one gave. The same number on all ranks. On two H200s it gained nothing (docs/distributed.md).
         load_steps: steps that `expert_load` tells about; with several chunks, each of them is one.
 
     Raises:
