@@ -40,7 +40,7 @@ SCHEMAS = {
     " Tensor? gate_up_bias=None, Tensor? down_bias=None,"
     " Tensor? row_slot=None, Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False,"
     ' str gate_up_layout="linear", str down_layout="linear", float alpha=1., float? limit=None,'
-    " float up_shift=0.) -> Tensor",
+    " float up_shift=0., SymInt expert_ranks=1) -> Tensor",
     "f16a_nvfp4weight_scaled_mm": f"(Tensor activation, {DENSE_WEIGHT}, Tensor? bias=None, *,"
     ' str layout="linear") -> Tensor',
     "f16a_nvfp4weight_scaled_mm_dgrad": f'(Tensor grad, {DENSE_WEIGHT}, *, str layout="linear") -> Tensor',
@@ -68,7 +68,8 @@ SCHEMAS = {
     " Tensor down_global_scale, Tensor? gate_up_a=None, Tensor? gate_up_b=None, Tensor? down_a=None,"
     " Tensor? down_b=None, Tensor? gate_up_bias=None, Tensor? down_bias=None, Tensor? row_slot=None,"
     ' Tensor? offsets=None, Tensor? slot_row=None, *, bool weight_on_input=False, str gate_up_layout="linear",'
-    ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) -> (Tensor, Tensor, Tensor)',
+    ' str down_layout="linear", float alpha=1., float? limit=None, float up_shift=0.) ->'
+    " (Tensor, Tensor, Tensor, Tensor)",
 }
 # Those in MXFP8 have the arguments without the global scales, and those of nvFuser.
 _ABSENT = r", Tensor (\w+_)?global_scale|, Tensor\? (blockscale|problem)\w+=None"
