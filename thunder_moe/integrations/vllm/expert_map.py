@@ -1,4 +1,4 @@
-"""Experts of all ranks -> experts of this rank, by one small kernel on a GPU: torch takes five, 8 us of a decode step.
+"""Experts of all ranks -> experts of this rank, by one small kernel on a GPU, where torch takes several.
 Called by experts; calls Triton, which a CUDA build of vLLM brings along.
 """
 
