@@ -3,8 +3,6 @@
 The processes are started once; what a test runs in them is in programs.py. The last test ends one of them.
 """
 
-import time
-
 import programs
 import pytest
 
@@ -145,8 +143,6 @@ def test_expert_load_wants_a_parallel_model():
 
 
 def test_a_rank_that_dies_gives_the_others_an_error(ranks):
-    begin = time.monotonic()
     ranks.start(programs.dies, "exact")
-    for rank in range(3):
+    for rank in range(3):  # within the timeout of collectives, or `result` fails
         assert ranks.result(rank) != "nothing was raised"
-    assert time.monotonic() - begin < 25  # the timeout of collectives is 20 seconds
