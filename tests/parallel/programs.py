@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import GroupedMLP, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, ScaledSReLU, ScaledSwiGLU, quantize_
 from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
@@ -195,6 +196,19 @@ def overflow(meshes, capacity):
     (everybody,) = expert_load(moe, all_ranks=True).values()
     assert everybody.dropped == 4 * load.dropped
     return int(load.dropped)
+
+
+def recomputed(meshes):
+    """Gradients of a layer under torch.utils.checkpoint -> its steps, and the tokens that it dropped, beside a plain
+    layer's."""
+    found = []
+    for run in (lambda moe, x: moe(x), lambda moe, x: checkpoint(moe, x, use_reentrant=False)):
+        moe = parallelize_module(layer(), meshes.two, ExpertParallel(capacity=1))
+        x = torch.randn(1, 5, H, generator=torch.Generator().manual_seed(meshes.rank), requires_grad=True)
+        run(moe, x).sum().backward()
+        (load,) = expert_load(moe).values()
+        found.append(((load.tokens[:, 0] >= 0).sum().item(), load.dropped.item()))
+    return found
 
 
 def compiled(meshes, style, quantized, train):

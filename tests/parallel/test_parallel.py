@@ -52,6 +52,13 @@ def test_tokens_without_room_are_counted(ranks, capacity, dropped):
     assert ranks.run(programs.overflow, capacity) == [dropped] * 4
 
 
+def test_a_recomputed_forward_is_no_step_of_its_own(ranks):
+    for plain, recomputed in ranks.run(programs.recomputed):
+        assert recomputed == plain
+        assert plain[0] == 1
+        assert plain[1] > 0
+
+
 COMPILED = [("exact", False, True), ("exact", True, False), ("capacity", True, True), ("gather, capacity", True, False)]
 SAVED = [
     (2, "expert", True, "auto"),

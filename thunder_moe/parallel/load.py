@@ -24,7 +24,8 @@ class ExpertLoad:
 
     Attributes:
         tokens: int64 (S, experts), the rows that each expert computed in each of the last steps, oldest first; -1 in
-            steps that were not made yet. Of this rank's experts, or of all.
+            steps that were not made yet. Of this rank's experts, or of all. A forward that torch.utils.checkpoint runs
+            again is no step of its own, but that of a compiled layer is.
         first_expert: the number of the first of them.
         dropped: int64 scalar, since the model was parallelized: how often a token found no room on a rank that had
             experts for it, which only happens with a `capacity` below the worst case. Of the tokens of this rank, or of
@@ -80,7 +81,9 @@ def add_buffers(module: nn.Module, steps: int, experts: int, device: torch.devic
 @torch.no_grad()
 def record(module: nn.Module, offsets: Tensor, overflow: Tensor | None) -> None:
     """Notes a step: offsets int32 (L,), and the tokens that found no room; without a synchronisation, and in a CUDA
-    graph at each replay."""
+    graph at each replay. A forward inside of a backward, which torch.utils.checkpoint runs again, is noted already."""
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        return
     if overflow is not None:
         module.get_buffer(_DROPPED).add_(overflow)
     recent = module.get_buffer(_RECENT)
