@@ -11,7 +11,17 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from thunder_moe import GroupedMLP, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, ScaledSReLU, ScaledSwiGLU, quantize_
+from thunder_moe import (
+    GroupedMLP,
+    GroupedSwiGLU,
+    Llama4MoE,
+    Llama4MoEConfig,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    add_lora_,
+    prepare_qat_,
+    quantize_,
+)
 from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
 from thunder_moe.parallel.modules import EXPERT_PARALLEL
 
@@ -163,6 +173,8 @@ def run_experts(meshes, ranks, style, kind, quantized, splits):
 
 def run_tensor_layer(meshes, ranks, quantized, shared):
     mesh, whole = meshes.of(ranks), layer(quantized, shared)
+    if whole.shared_expert is not None:
+        whole.shared_expert.up_proj = torch.nn.Linear(H, whole.shared_expert.up_proj.out_features)  # with a bias
     moe = parallelize_module(copy.deepcopy(whole), mesh, TensorParallel())
     x = torch.randn(2, 5, H)
     factors = torch.randn_like(x)
@@ -252,6 +264,27 @@ def uneven():
 
 def uneven_quantized():
     return packed(uneven())
+
+
+def adapted():
+    return add_lora_(packed(GroupedSwiGLU(E, H, FEATURES)), 2, 2.0)
+
+
+def trained_in_4_bits():
+    return prepare_qat_(torch.nn.Sequential(GroupedSwiGLU(E, H, FEATURES)))[0]
+
+
+def own_linear():
+    moe = layer()
+    moe.shared_expert.up_proj = OwnLinear(H, FEATURES, bias=False)
+    return moe
+
+
+class OwnLinear(torch.nn.Linear):
+    """With a forward that a cut would lose."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
 def narrow():

@@ -105,6 +105,9 @@ REFUSED = {
     "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),
     "gather": (2, programs.uneven, ExpertParallel(exchange="all_gather"), "wanted 'all_to_all'"),
     "chunks": (2, programs.uneven, ExpertParallel(chunks=2), "chunks: got 2 for a GroupedSwiGLU, wanted 1"),
+    "adapters": (2, programs.adapted, ExpertParallel(), "gate_up_proj: got adapters .'default'."),
+    "parametrized": (2, programs.trained_in_4_bits, ExpertParallel(), "gate_proj: got a parametrized weight"),
+    "subclass": (2, programs.own_linear, TensorParallel(), "up_proj: got a OwnLinear, whose forward would be lost"),
     "class": (2, programs.linear, ExpertParallel(), "module: got a Linear"),
 }
 

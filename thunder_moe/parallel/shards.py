@@ -17,9 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.nn.utils.parametrize import is_parametrized
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
+from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import NVFP4Module
 
 __all__ = ["Cut", "LocalLinear", "check_cut", "cut_"]
@@ -32,7 +34,8 @@ class LocalLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight
-        return nn.functional.linear(x, weight.to_local())
+        bias: Any = self.bias
+        return nn.functional.linear(x, weight.to_local(), None if bias is None else bias.to_local())
 
 
 @dataclass(frozen=True)
@@ -127,8 +130,8 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
     """Checks that a linear can be cut, before any rank communicates.
 
     Raises:
-        ValueError: sizes that the ranks do not divide; a linear that is cut already; options of training or a bias that
-            a cut does not have.
+        ValueError: sizes that the ranks do not divide; a linear that is cut already; adapters, a parametrization,
+            options of training or a bias that a cut does not have.
         TypeError: a module of another class.
     """
     if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
@@ -138,6 +141,12 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
     bias = linear._parameters.get("bias")
     if cut_of(linear) is not None or any(isinstance(tensor, DTensor) for tensor in linear._parameters.values()):
         raise ValueError(f"{name}: its weight is cut over ranks already, wanted a whole one")
+    if isinstance(linear, LoRALinear):
+        raise ValueError(f"{name}: got adapters {list(linear.lora_specs)}, which are not cut; wanted a linear without")
+    if is_parametrized(linear):
+        raise ValueError(f"{name}: got a parametrized weight (finish_qat_ before), wanted a plain parameter")
+    if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear:
+        raise TypeError(f"{name}: got a {type(linear).__name__}, whose forward would be lost; wanted torch's nn.Linear")
     if bias is not None and cut.dim == 2:
         raise ValueError(f"{name}: got a bias, which each rank would add; wanted bias=False under TensorParallel")
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
