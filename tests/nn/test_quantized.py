@@ -9,7 +9,7 @@ from oracle import relative_error
 from torch import nn
 from torch.nn.utils import parametrize
 
-from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4GroupedLinear, NVFP4GroupedSwiGLU, quantize_
+from thunder_moe import GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, NVFP4GroupedLinear, NVFP4GroupedSwiGLU, quantize_
 from thunder_moe.formats.nvfp4 import quantize
 
 X = torch.linspace(-3, 3, 2 * 5 * 64).sin().view(2, 5, 64)
@@ -37,6 +37,13 @@ def moe():
 
 def routed(model):
     return model[0].run_routed_experts(X.reshape(-1, 64))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_offsets_may_be_int64(format):
+    experts = quantize_(nn.Sequential(GroupedSwiGLU(4, 64, 32)), format=format)[0]
+    offsets = torch.tensor([2, 2, 7, 10])
+    assert torch.equal(experts(X.view(10, 64), offsets), experts(X.view(10, 64), offsets.int()))
 
 
 @pytest.mark.parametrize("path", ["", "gate_up_proj", "down_proj"])

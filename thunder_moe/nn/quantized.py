@@ -146,7 +146,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
-        gate_up, x = self.gate_up_proj.packed_weight, autocast_rows(x)
+        gate_up, x, offsets = self.gate_up_proj.packed_weight, autocast_rows(x), int32(offsets)
         swiglu = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_grouped_swiglu", gate_up.format))
         out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
         return out
