@@ -175,6 +175,11 @@ def test_refusals():
     cases = [
         (dict(format="fp8"), ValueError, r"format: got 'fp8', wanted one of \('nvfp4', 'mxfp8'\)"),
         (dict(format=lambda name, module: "int4"), ValueError, "format: got 'int4' for 'swiglu', wanted one of"),
+        (
+            dict(format=lambda name, module: ["mxfp8"]),
+            ValueError,
+            r"format: got \[.mxfp8.\] for .swiglu., wanted one of",
+        ),
         (dict(format=8), TypeError, "format: got 8, wanted one of"),
         (dict(format="mxfp8", scale_search="mse"), ValueError, "scale_search: got 'mse', wanted None: MXFP8"),
         (dict(format="mxfp8", layout="swizzled_128x4"), ValueError, "layout: got 'swizzled_128x4'"),

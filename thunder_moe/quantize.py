@@ -331,7 +331,7 @@ def _format_of(format: Format) -> _FormatOf:
 
     def checked(name: str, module: nn.Module) -> str | None:
         found = format(name, module)
-        if found is not None and found not in FORMATS:
+        if found is not None and not (isinstance(found, str) and found in FORMATS):
             raise ValueError(f"format: got {found!r} for {name!r}, wanted one of {tuple(FORMATS)}, or None")
         return found
 
