@@ -22,7 +22,7 @@ NOT_RUN = {
     "distributed.md": 1,
     "finetuning.md": 2,
     "huggingface.md": 1,
-    "number_format.md": 1,
+    "number_format.md": 2,
     "thunder.md": 1,
     "torch_compile.md": 1,
 }

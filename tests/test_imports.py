@@ -35,6 +35,7 @@ LAYERS = {
     "thunder_moe.qat": 6,
     "thunder_moe.integrations": 6,
     "thunder_moe.parallel": 6,
+    "thunder_moe.sensitivity": 6,
     "thunder_moe.__main__": 7,
     "thunder_moe": 7,
 }

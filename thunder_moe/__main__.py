@@ -1,5 +1,5 @@
-"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 weights.
-Called by the shell; calls checkpoint.convert.
+"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 weights, `sensitivity` measures
+what each number format costs a model. Called by the shell; calls checkpoint.convert, sensitivity.command.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from math import isinf
 
 from thunder_moe.checkpoint import LayerError, convert
+from thunder_moe.sensitivity import command as sensitivity
+from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
 
 __all__ = ["main"]
 
@@ -21,10 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:
+        if options.command == "sensitivity":
+            sensitivity.run(options)
+            return 0
         errors = convert(
             options.source,
             options.destination,
-            filter=_filter(options.filter),
+            filter=_formats_filter(options.formats, _filter(options.filter)),
             linears=options.linears or None,
             scale_search=options.scale_search,
             device=options.device,
@@ -35,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; run the same command to resume", file=sys.stderr)
+        hint = "; run the same command to resume" if options.command == "convert" else ""
+        print(f"interrupted{hint}", file=sys.stderr)
         return 130
     if not options.quiet:
         print(summary(errors))
@@ -65,8 +71,35 @@ def _filter(pattern: str | None) -> Callable[[str], bool] | None:
     return lambda path: expression.search(path) is not None
 
 
+def _formats_filter(file: str | None, filter: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
+    """A filter that takes of the experts those that a file of `sensitivity` has in NVFP4."""
+    if file is None:
+        return filter
+    formats = read_formats(file)
+    for name, format in formats.items():
+        if format not in ("nvfp4", None):
+            raise ValueError(
+                f"--formats: {file!r} has {format!r} for {name!r}, and checkpoints are written in NVFP4 alone; use"
+                " quantize_(model, format=load_formats(FILE))"
+            )
+    endings = {name.rpartition(".")[2] for name in formats}
+
+    def taken(path: str) -> bool:
+        if path.rpartition(".")[2] in endings:
+            try:
+                if format_of_path(formats, path) is None:
+                    return False
+            except KeyError:
+                raise ValueError(f"--formats: {file!r} has none for {path!r}, wanted the file of this model") from None
+        return filter is None or filter(path)
+
+    return taken
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m thunder_moe", description="NVFP4 weights for MoE models.")
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_moe", description="NVFP4 and MXFP8 weights for MoE models."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "convert",
@@ -81,11 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
     command.add_argument("--filter", metavar="REGEX", help="quantize only what has a path where this is found")
+    command.add_argument("--formats", metavar="FILE", help="JSON of `sensitivity --budget`: experts to quantize or not")
     command.add_argument("--linears", action="store_true", help="dense layers, too, but for the head and routers")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
     command.add_argument("--quiet", action="store_true", help="no progress and no table")
+    sensitivity.add_command(commands)
     return parser
 
 

@@ -1,0 +1,312 @@
+"""The loss of a model with each block of experts alone in each number format, and the choice within a budget.
+Called by pytest; judged by `quantize_`, by trying all choices, and by the 16-bit model.
+"""
+
+import itertools
+import json
+import logging
+import random
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import VOCABULARY, tiny_model
+from torch import nn
+
+from thunder_moe import quantize_
+from thunder_moe.__main__ import main
+from thunder_moe.sensitivity import BlockLoss, Sensitivity, choose_formats, load_formats, measure_sensitivity
+from thunder_moe.sensitivity.formats_file import format_of_path
+
+NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+pytestmark = pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
+
+
+def windows(rows=3, length=17):
+    return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def loss_of(model, text):
+    logits = model(input_ids=text).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).double(), text[:, 1:].flatten()).item()
+
+
+def bytes_of(model):
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_losses_and_bytes_are_those_of_quantize_and_the_model_is_unchanged():
+    """GPT-OSS: transposed weights, gate and up in turns, biases."""
+    model, text = tiny_model("gpt_oss").train(), windows()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measure_sensitivity(model, text)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    base = loss_of(model.eval(), text)
+    assert found.loss == pytest.approx(base, abs=1e-6)
+    assert found.tokens == 3 * 16
+    assert [block.name for block in found.blocks] == NAMES
+    for block, format in itertools.product(found.blocks, ("nvfp4", "mxfp8")):
+        other = tiny_model("gpt_oss")
+        saved = bytes_of(other)
+        quantize_(other, format=lambda name, _, block=block, format=format: format if name == block.name else None)
+        increase = loss_of(other, text) - base
+        assert abs(increase) > 2e-5  # to be told from rounding
+        assert block.increase[format] == pytest.approx(increase, abs=2e-6)
+        assert block.nbytes["16-bit"] - block.nbytes[format] == saved - bytes_of(other)
+    assert found.other_bytes + sum(block.nbytes["16-bit"] for block in found.blocks) == bytes_of(model)
+    assert found.blocks[0].increase["16-bit"] == 0
+
+
+def test_standard_error_is_over_windows():
+    model, text = tiny_model("qwen3_moe", torch.bfloat16), windows(4)
+    found = measure_sensitivity(model, text).blocks[0]
+    quantized = quantize_(tiny_model("qwen3_moe"), filter=lambda module, name: name == NAMES[0])
+    plain = tiny_model("qwen3_moe")
+    changes = torch.tensor([loss_of(quantized, row[None]) - loss_of(plain, row[None]) for row in text])
+    assert found.error["nvfp4"] == pytest.approx((changes.std() / 2).item(), rel=0.3)  # bf16 against float32
+
+
+def test_an_error_puts_the_weights_back():
+    model = tiny_model("qwen3_moe")
+    before = [parameter.clone() for parameter in model.parameters()]
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == 2 * 3 + 1:  # in the second format of the first block
+            raise KeyboardInterrupt
+
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        measure_sensitivity(model, windows())
+    assert all(map(torch.equal, model.parameters(), before))
+    assert next(calls) == 8
+
+
+def random_blocks(generator, count):
+    blocks = []
+    for i in range(count):
+        size = generator.choice([64, 64, 64, 96, 1000])
+        nbytes = {"16-bit": 32 * size, "nvfp4": 9 * size, "mxfp8": 16 * size + size // 2}
+        increase = {"16-bit": 0.0, "nvfp4": generator.uniform(-0.1, 1), "mxfp8": generator.uniform(-0.02, 0.1)}
+        if generator.random() < 0.2:
+            del nbytes["mxfp8"], increase["mxfp8"]
+        blocks.append(BlockLoss(f"blocks.{i}.experts", nbytes, increase, dict.fromkeys(increase, 0.0)))
+    return Sensitivity(2.0, 100, 5000, tuple(blocks))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_of_all(seed):
+    generator = random.Random(seed)
+    found = random_blocks(generator, 6)
+    every = []
+    for formats in itertools.product(*(block.nbytes for block in found.blocks)):
+        pairs = list(zip(found.blocks, formats, strict=True))
+        nbytes = found.other_bytes + sum(block.nbytes[format] for block, format in pairs)
+        every.append((sum(block.increase[format] for block, format in pairs), nbytes))
+    least, most = min(size for _, size in every), max(size for _, size in every)
+    for budget in (least, generator.randint(least, most), generator.randint(least, most), most):
+        choice = choose_formats(found, budget / 1e9)
+        assert choice.nbytes <= budget
+        assert choice.increase == pytest.approx(min(loss for loss, size in every if size <= budget), abs=1e-12)
+        own = [(b, choice.formats[b.name] or "16-bit") for b in found.blocks]
+        assert choice.nbytes == found.other_bytes + sum(block.nbytes[format] for block, format in own)
+        assert choice.increase == pytest.approx(sum(block.increase[format] for block, format in own))
+
+
+def test_many_blocks_are_quick_and_a_budget_too_small_is_named():
+    found = random_blocks(random.Random(0), 90)
+    assert len(choose_formats(found, 6e-4).formats) == 90
+    least = 5000 + sum(block.nbytes["nvfp4"] for block in found.blocks)
+    with pytest.raises(ValueError, match=r"budget: got 1e-05 GB, wanted 0\.000\d+ GB or more") as raised:
+        choose_formats(found, 1e-5)
+    wanted = float(str(raised.value).split("wanted ")[1].split()[0])
+    assert least <= wanted * 1e9 < 1.01 * least
+    assert set(choose_formats(found, wanted).formats.values()) <= {"nvfp4"} or wanted * 1e9 > least
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "message"),
+    [
+        (lambda: nn.Linear(2, 2), windows(), "found no .* to quantize in Linear"),
+        (lambda: tiny_model("qwen3_moe"), windows(1), r"windows: got torch.int64 \(1, 17\), wanted .* two or more"),
+        (lambda: quantize_(tiny_model("qwen3_moe")), windows(), "quantized already"),
+    ],
+)
+def test_bad_input(make, text, message):
+    with pytest.raises(ValueError, match=message):
+        measure_sensitivity(make(), text)
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    model = tiny_model("qwen3_moe")
+    with torch.no_grad():
+        model.lm_head.weight[0] = torch.inf
+    with pytest.raises(ValueError, match=r"its loss in 16 bits is .* in window 0, wanted a finite number"):
+        measure_sensitivity(model, windows())
+
+
+def test_tied_blocks_are_named():
+    model = tiny_model("qwen3_moe")
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.down_proj = first.down_proj
+    with pytest.raises(ValueError, match=f"'{NAMES[1]}' and '{NAMES[0]}' share a weight"):
+        measure_sensitivity(model, windows())
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer, and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("sensitivity")
+    words = ["<unk>", *(f"w{i}" for i in range(1, VOCABULARY))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder / "model")
+    tiny_model("qwen3_moe").save_pretrained(folder / "model")
+    generator = random.Random(1)
+    (folder / "text.txt").write_text(" ".join(f"w{generator.randint(1, VOCABULARY - 1)}" for _ in range(100)))
+    return folder
+
+
+def arguments(folder, *more, output="out"):
+    text = ["--data", str(folder / "text.txt"), "--context", "16", "--tokens", "64"]
+    return ["sensitivity", str(folder / "model"), *text, "--output", str(folder / output), *more]
+
+
+def test_the_command(folder, capsys):
+    """Measured once with a budget; then another budget, without measuring; then `quantize_` and `convert` take it."""
+    sizes = bytes_of(tiny_model("qwen3_moe"))
+    assert main(arguments(folder, "--budget", str(sizes / 1e9))) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in NAMES)
+    assert "of 60 tokens" in out  # four rows of 16, whose first is not predicted
+    content = json.loads((folder / "out.json").read_text())
+    assert content["tokens"] == 60
+    assert content["bytes"] <= sizes
+    best = sum(min(block["increase"].values()) for block in content["blocks"])
+    assert content["predicted_increase"] == pytest.approx(best)
+    assert abs(content["measured_increase"] - best) < 0.05
+    assert (folder / "out.png").stat().st_size > 10_000
+
+    small = quantize_(tiny_model("qwen3_moe"))
+    budget = str((bytes_of(small) + 1) / 1e9)
+    again = ["sensitivity", str(folder / "out.json"), "--output", str(folder / "small"), "--no-plot"]
+    assert main([*again, "--budget", budget]) == 0
+    assert not (folder / "small.png").exists()
+    choice = load_formats(folder / "small.json")
+    model = quantize_(tiny_model("qwen3_moe"), format=choice, linears=lambda module, name: name.endswith("o_proj"))
+    assert [layer.mlp.experts.gate_up_proj.format_name for layer in model.model.layers] == ["nvfp4"] * 2
+    assert model.model.layers[0].self_attn.o_proj.format_name == "nvfp4"
+
+    assert (
+        main(["sensitivity", str(folder / "out.json"), "--budget", "1e-6", "--no-plot", "--output", str(folder / "no")])
+        == 1
+    )
+    assert "budget: got 1e-06 GB, wanted 0.000" in capsys.readouterr().err
+
+
+def write_formats(path, **formats):
+    path.write_text(json.dumps({"formats": {NAMES[int(name[1])]: format for name, format in formats.items()}}))
+    return str(path)
+
+
+def test_quantize_takes_both_formats_of_a_file(tmp_path):
+    file = write_formats(tmp_path / "formats.json", _0="mxfp8", _1=None)
+    model = quantize_(tiny_model("qwen3_moe"), format=load_formats(file))
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert first.gate_up_proj.format_name == "mxfp8"
+    assert isinstance(second.gate_up_proj, nn.Parameter)
+    file = write_formats(tmp_path / "one.json", _0="mxfp8")
+    with pytest.raises(ValueError, match=f"one.json' has none for '{NAMES[1]}'.*it has '{NAMES[0]}'"):
+        quantize_(tiny_model("qwen3_moe"), format=load_formats(file))
+
+
+def test_convert_takes_the_formats(folder, tmp_path, capsys):
+    file = write_formats(tmp_path / "formats.json", _0=None, _1="nvfp4")
+    convert = ["convert", str(folder / "model"), str(tmp_path / "out")]
+    assert main([*convert, "--formats", file, "--linears"]) == 0
+    table = capsys.readouterr().out
+    assert NAMES[1] in table
+    assert NAMES[0] not in table
+    assert "model.layers.0.self_attn.o_proj" in table  # the file says nothing of dense layers
+    file = write_formats(tmp_path / "one.json", _1="nvfp4")
+    assert main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", file]) == 1
+    assert f"--formats: {file!r} has none for '{NAMES[0]}'" in capsys.readouterr().err
+
+
+def test_convert_refuses_mxfp8(folder, tmp_path, capsys):
+    file = write_formats(tmp_path / "formats.json", _0="nvfp4", _1="mxfp8")
+    assert main(["convert", str(folder / "model"), str(tmp_path / "out"), "--formats", file]) == 1
+    assert f"has 'mxfp8' for '{NAMES[1]}', and checkpoints are written in NVFP4 alone" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_checkpoints_with_other_names():
+    formats = {"model.layers.1.mlp.experts": None, "model.layers.11.mlp.experts": "nvfp4"}
+    assert format_of_path(formats, "model.layers.1.block_sparse_moe.experts") is None
+    assert format_of_path(formats, "language_model.model.layers.11.feed_forward.experts") == "nvfp4"
+    for path in ("model.layers.2.mlp.experts", "model.layers.1.mlp.shared_experts"):
+        with pytest.raises(KeyError):
+            format_of_path(formats, path)
+    with pytest.raises(KeyError):
+        format_of_path({"a.1.experts": None, "b.1.experts": "nvfp4"}, "c.1.experts")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "nowhere.txt"], "--data: no file 'nowhere.txt', wanted a text file"),
+        (
+            ["--context", "80", "--tokens", "160"],
+            "has 100 tokens, wanted 160 or more: a longer text, or a smaller --context",
+        ),
+        (["--context", "1"], "--context: got 1, wanted 2 to 128"),
+        (["--context", "129"], "--context: got 129, wanted 2 to 128"),
+        (["--tokens", "31"], "--tokens: got 31, wanted 32 or more"),
+        (["--budget", "-1"], "--budget: got -1.0, wanted gigabytes above 0"),
+        (["--budget", "nan"], "--budget: got nan"),
+        (["--device", "tpu"], "--device: got 'tpu'"),
+        (["--output", "nowhere/out"], "--output: no folder"),
+    ],
+)
+def test_bad_arguments(folder, more, message, capsys):
+    assert main(arguments(folder, *more)) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
+    def message(*line):
+        assert main(list(line)) == 1
+        return capsys.readouterr().err
+
+    text, output = ["--data", str(folder / "text.txt")], ["--output", str(tmp_path / "out")]
+    assert "nowhere is not a directory, and" in message("sensitivity", "nowhere", *text, *output)
+    assert "--data: wanted a text file" in message("sensitivity", str(folder / "model"), *output)
+    (tmp_path / "a.json").write_text('{"blocks": [], "loss": 1}')
+    assert "a.json' has no measurement" in message("sensitivity", str(tmp_path / "a.json"), *output)
+    (tmp_path / "b.json").write_text("{")
+    assert "b.json' is no JSON" in message("sensitivity", str(tmp_path / "b.json"), *output)
+    with pytest.raises(ValueError, match=r"a\.json' has no formats; .*--budget GB` adds them"):
+        load_formats(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="has 'int4' for"):
+        load_formats(write_formats(tmp_path / "c.json", _0="int4"))
+    with pytest.raises(FileNotFoundError, match="no file"):
+        load_formats(tmp_path / "d.json")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'thunder_moe[bench]', or give --no-plot" in message(*arguments(folder))
+
+
+@pytest.fixture(autouse=True)
+def plain_logging():
+    """`main` sets handlers up."""
+    handlers = list(logging.root.handlers)
+    yield
+    logging.root.handlers[:] = handlers

@@ -1,0 +1,100 @@
+"""A language model of transformers, and windows of the tokens of a text file.
+Called by the command line's `sensitivity`; calls transformers and checkpoint.files to find the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_moe.checkpoint.files import find_checkpoint
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError("sensitivity needs transformers >= 5.7: pip install 'thunder_moe[transformers]'") from error
+
+__all__ = ["load_model", "token_windows"]
+
+
+def load_model(name: str, dtype: str, device: str) -> Any:
+    """The model of a directory, or of the hub's local cache; `dtype` as in ``from_pretrained``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: the device is not there.
+    """
+    path = find_checkpoint(name)
+    try:
+        place = torch.device(device)
+        torch.zeros(1, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"--device: got {device!r}, which cannot be used here ({reason})") from error
+    config = transformers.AutoConfig.from_pretrained(path)
+    own = next(iter(config.architectures or ()), "")
+    loader: Any = getattr(transformers, own, transformers.AutoModelForCausalLM)
+    return loader.from_pretrained(path, dtype=dtype).to(place).eval()
+
+
+def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
+    """The first tokens of a text as rows of `context`, each begun by the tokenizer's first token if it sets one.
+
+    Args:
+        name: of the model, as in `load_model`.
+        data: path of a text file, UTF-8.
+        tokens: at most so many.
+        context: length of a row.
+
+    Returns:
+        int64 (tokens // context, context), or fewer rows of a shorter text; what does not fill one is left out.
+
+    Raises:
+        FileNotFoundError: no such model or text.
+        ValueError: the text is no UTF-8 or shorter than two rows, `context` is below 2 or more than the model has
+            positions, or `tokens` is less than two rows.
+    """
+    model = find_checkpoint(name)
+    config = transformers.AutoConfig.from_pretrained(model).get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or context
+    if not 2 <= context <= most:
+        raise ValueError(f"--context: got {context}, wanted 2 to {most} (the model's max_position_embeddings)")
+    if tokens < 2 * context:
+        raise ValueError(f"--tokens: got {tokens}, wanted {2 * context} or more, two rows of --context {context}")
+    if not Path(data).is_file():
+        raise FileNotFoundError(f"--data: no file {data!r}, wanted a text file")
+    try:
+        text = Path(data).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data: {data!r} is no UTF-8 text ({error}), wanted one") from error
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+    first = tokenizer.bos_token_id
+    begin = [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
+    own = context - len(begin)
+    ids = _tokens(tokenizer, text, tokens // context * own)
+    rows = len(ids) // own
+    if rows < 2:
+        raise ValueError(
+            f"--data: {data!r} has {len(ids)} tokens, wanted {2 * own} or more: a longer text, or a smaller --context"
+        )
+    windows = torch.tensor(ids[: rows * own], dtype=torch.int64).view(rows, own)
+    windows = torch.cat([torch.tensor(begin, dtype=torch.int64).expand(rows, -1), windows], 1)
+    if int(windows.max()) >= config.vocab_size:
+        raise ValueError(
+            f"MODEL: the tokenizer of {name!r} has a token {int(windows.max())}, the model a vocabulary of"
+            f" {config.vocab_size}; wanted the model's own tokenizer"
+        )
+    return windows
+
+
+def _tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """The first tokens of a text, of which it encodes no more than it needs."""
+    length = 8 * count
+    while True:
+        ids: list[int] = tokenizer(text[:length], add_special_tokens=False, verbose=False).input_ids
+        if len(ids) > count or length >= len(text):  # the last of a cut text may be another
+            return ids[:count]
+        length *= 4

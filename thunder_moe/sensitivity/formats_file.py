@@ -1,0 +1,139 @@
+"""The JSON file of a measurement and of the formats chosen from it.
+Called by the command line and users; calls measure for the classes. `load_formats` reads it for `quantize_`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from thunder_moe.formats.registry import FORMATS
+from thunder_moe.sensitivity.measure import WIDE, BlockLoss, Sensitivity
+
+__all__ = ["format_of_path", "load_formats", "read_formats", "read_sensitivity", "write"]
+
+
+def load_formats(path: str | Path) -> Callable[[str, nn.Module], str | None]:
+    """The formats that ``python -m thunder_moe sensitivity --budget`` has written, as `quantize_` takes them.
+
+    ``quantize_(model, format=load_formats("sensitivity.json"))``. Of dense layers that are no part of a block of the
+    file, which `linears` takes, the function says "nvfp4"; of parts of a block that stays 16-bit, None.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        A function of a qualified name and a module, that gives the name of a format, or None for 16 bits. It raises a
+        ValueError for experts that the file does not have: it is of another model.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no such file, or one of a run without ``--budget``.
+    """
+    formats = read_formats(path)
+
+    def format_of(name: str, module: nn.Module) -> str | None:
+        if name in formats:
+            return formats[name]
+        if any(name.startswith(f"{block}.") for block, format in formats.items() if format is None):
+            return None
+        if isinstance(module, nn.Linear):
+            return "nvfp4"
+        raise ValueError(
+            f"format: {str(path)!r} has none for {name!r} ({type(module).__name__}), wanted the file of this model; it"
+            f" has {_names(formats)}"
+        )
+
+    return format_of
+
+
+def read_formats(path: str | Path) -> dict[str, str | None]:
+    """Name of each block -> its format, None for 16 bits.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no such file, or one of a run without ``--budget``.
+    """
+    content = _read(path)
+    formats = content.get("formats")
+    if formats is None and "blocks" in content:
+        raise ValueError(
+            f"formats: {str(path)!r} has no formats; `python -m thunder_moe sensitivity {path} --budget GB` adds them"
+        )
+    if not isinstance(formats, dict) or not formats:
+        raise ValueError(f"formats: {str(path)!r} has no 'formats' by name, wanted a file of the command sensitivity")
+    for name, format in formats.items():
+        if format is not None and format not in FORMATS:
+            raise ValueError(
+                f"formats: {str(path)!r} has {format!r} for {name!r}, wanted one of {tuple(FORMATS)}, or null"
+            )
+    return formats
+
+
+def format_of_path(formats: dict[str, str | None], path: str) -> str | None:
+    """The format of a block by its path in a checkpoint, whose names before the last may differ from the model's.
+
+    Found by the same name, or by the same numbers in it and the same last part, where only one is like that.
+
+    Raises:
+        KeyError: none is.
+    """
+    if path in formats:
+        return formats[path]
+    alike = [name for name in formats if _key(name) == _key(path)]
+    if len(alike) != 1:
+        raise KeyError(path)
+    return formats[alike[0]]
+
+
+def _key(name: str) -> tuple[tuple[str, ...], str]:
+    return tuple(re.findall(r"(?<![^.])\d+(?![^.])", name)), name.rpartition(".")[2]
+
+
+def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
+    """A measurement and what else is in its file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is no such file.
+    """
+    content = _read(path)
+    try:
+        blocks = tuple(BlockLoss(**block) for block in content.pop("blocks"))
+        found = Sensitivity(content.pop("loss"), content.pop("tokens"), content.pop("other_bytes"), blocks)
+        valid = all({WIDE} < b.nbytes.keys() == b.increase.keys() for b in blocks) and bool(blocks)
+    except (KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise ValueError(f"MODEL: {str(path)!r} has no measurement, wanted a file of the command sensitivity")
+    return found, content
+
+
+def write(path: Path, found: Sensitivity, **more: Any) -> None:
+    """Writes a measurement, with what else is to be told of it (formats, model, text)."""
+    path.write_text(json.dumps({**more, **asdict(found)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"formats: no file {str(path)!r}, wanted one of the command sensitivity") from error
+    except ValueError as error:
+        raise ValueError(
+            f"formats: {str(path)!r} is no JSON ({error}), wanted a file of the command sensitivity"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"formats: {str(path)!r} holds no object, wanted a file of the command sensitivity")
+    return content
+
+
+def _names(formats: dict[str, str | None]) -> str:
+    names = list(formats)
+    return repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
