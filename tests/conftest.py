@@ -108,9 +108,10 @@ def tiles(monkeypatch):
     return asked
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
-    """Processes of a gloo group by their number, `ranks(2)(function, *args)`; they live as long as the tests."""
+    """Processes of a gloo group by their number, `ranks(2)(function, *args)`; they live as long as a file's tests: each
+    of gloo's groups has a thread that wakes up a hundred times a second, and tests leave hundreds of groups."""
     groups = {}
 
     def of(size):

@@ -1,5 +1,5 @@
-"""`Ranks`: processes of a gloo group that live as long as the tests, so that each test of several processes takes what
-its functions take. The fixture `ranks` of conftest.py gives those of a size.
+"""`Ranks`: processes of a gloo group that live as long as the tests of a file, so that each test of several processes
+takes what its functions take. The fixture `ranks` of conftest.py gives those of a size.
 Called by tests; calls multiprocessing's fork server, which imports torch once for all of them.
 """
 

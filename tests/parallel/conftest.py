@@ -9,7 +9,7 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks():
     """Four processes with gloo, one of which a test may end; see pool.Pool."""
     import sys
