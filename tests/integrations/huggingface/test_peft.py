@@ -336,6 +336,8 @@ def test_accelerates_loop_is_the_plain_one():
         return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
     wanted = loop(*made(), data(), torch.Tensor.backward, torch.nn.utils.clip_grad_norm_)
+    AcceleratorState._reset_state()  # a Trainer of another test has left its own
+    PartialState._reset_state()
     try:
         accelerator = accelerate.Accelerator(cpu=True)
         prepared = accelerator.prepare(*made(), data())
