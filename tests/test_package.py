@@ -25,6 +25,12 @@ print(sorted({name.split(".")[0] for name in set(sys.modules) - before}))
     assert python(code) == "['thunder_moe']"
 
 
+def test_the_command_line_leaves_the_compiler_out():
+    """`convert` starts in half the time without torch._dynamo, which `sensitivity` needs."""
+    code = "import sys, thunder_moe.__main__; print('torch._dynamo' in sys.modules, 'torch' in sys.modules)"
+    assert python(code) == "False True"
+
+
 def test_all_names_exist():
     for name in thunder_moe.__all__:
         assert getattr(thunder_moe, name) is not None

@@ -10,12 +10,19 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from math import isinf
+from pathlib import Path
+from typing import Any
 
 from thunder_moe.checkpoint import LayerError, convert
-from thunder_moe.sensitivity import command as sensitivity
-from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
 
 __all__ = ["main"]
+
+_SENSITIVITY = (
+    "Measures what a Hugging Face model loses on a text with each block of experts alone in NVFP4 and in MXFP8, and"
+    " prints a table; writes OUTPUT.json and OUTPUT.png. With --budget it chooses the format of each block with the"
+    " least sum of losses whose model fits, by dynamic programming (exact, if losses of blocks add up), and measures"
+    " that choice; OUTPUT.json is then what quantize_ (format=load_formats(FILE)) and `convert --formats FILE` take."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:
         if options.command == "sensitivity":
-            sensitivity.run(options)
+            from thunder_moe.sensitivity import command  # a second and more of imports, which `convert` does without
+
+            command.run(options)
             return 0
         errors = convert(
             options.source,
@@ -75,6 +84,8 @@ def _formats_filter(file: str | None, filter: Callable[[str], bool] | None) -> C
     """A filter that takes of the experts those that a file of `sensitivity` has in NVFP4."""
     if file is None:
         return filter
+    from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
+
     formats = read_formats(file)
     for name, format in formats.items():
         if format not in ("nvfp4", None):
@@ -120,8 +131,31 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
     command.add_argument("--quiet", action="store_true", help="no progress and no table")
-    sensitivity.add_command(commands)
+    _add_sensitivity(commands)
     return parser
+
+
+def _add_sensitivity(commands: Any) -> None:
+    command: argparse.ArgumentParser = commands.add_parser(
+        "sensitivity", help="what each block of experts loses in each number format", description=_SENSITIVITY
+    )
+    command.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory or name in the local hub cache, of a 16-bit model; or OUTPUT.json of an earlier run, to choose"
+        " for another budget without measuring again",
+    )
+    command.add_argument("--data", metavar="TEXT", help="a text file (UTF-8)")
+    command.add_argument("--budget", type=float, metavar="GB", help="of all weights of the model, in 10^9 bytes")
+    command.add_argument("--tokens", type=int, default=8192, help="of the text, at most (default: %(default)s)")
+    command.add_argument("--context", type=int, default=512, help="tokens in a row (default: %(default)s)")
+    command.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
+    command.add_argument("--device", default="cpu", help="where to compute (default: %(default)s)")
+    command.add_argument(
+        "--output", type=Path, default=Path("sensitivity"), help="files to write, without suffix (default: %(default)s)"
+    )
+    command.add_argument("--no-plot", action="store_true", help="no OUTPUT.png (which needs matplotlib)")
+    command.add_argument("--quiet", action="store_true", help="no progress and no table")
 
 
 if __name__ == "__main__":

@@ -7,45 +7,13 @@ from __future__ import annotations
 import argparse
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from thunder_moe.sensitivity.budget import Choice, choose_formats
 from thunder_moe.sensitivity.formats_file import read_sensitivity, write
 from thunder_moe.sensitivity.measure import WIDE, measure_choice, measure_sensitivity
 from thunder_moe.sensitivity.report import plot, require_matplotlib, table
 
-__all__ = ["add_command", "run"]
-
-_DESCRIPTION = (
-    "Measures what a Hugging Face model loses on a text with each block of experts alone in NVFP4 and in MXFP8, and"
-    " prints a table; writes OUTPUT.json and OUTPUT.png. With --budget it chooses the format of each block with the"
-    " least sum of losses whose model fits, by dynamic programming (exact, if losses of blocks add up), and measures"
-    " that choice; OUTPUT.json is then what quantize_ (format=load_formats(FILE)) and `convert --formats FILE` take."
-)
-
-
-def add_command(commands: Any) -> None:
-    """Adds the command to the parsers of the command line."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        "sensitivity", help="what each block of experts loses in each number format", description=_DESCRIPTION
-    )
-    command.add_argument(
-        "model",
-        metavar="MODEL",
-        help="directory or name in the local hub cache, of a 16-bit model; or OUTPUT.json of an earlier run, to choose"
-        " for another budget without measuring again",
-    )
-    command.add_argument("--data", metavar="TEXT", help="a text file (UTF-8)")
-    command.add_argument("--budget", type=float, metavar="GB", help="of all weights of the model, in 10^9 bytes")
-    command.add_argument("--tokens", type=int, default=8192, help="of the text, at most (default: %(default)s)")
-    command.add_argument("--context", type=int, default=512, help="tokens in a row (default: %(default)s)")
-    command.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto")
-    command.add_argument("--device", default="cpu", help="where to compute (default: %(default)s)")
-    command.add_argument(
-        "--output", type=Path, default=Path("sensitivity"), help="files to write, without suffix (default: %(default)s)"
-    )
-    command.add_argument("--no-plot", action="store_true", help="no OUTPUT.png (which needs matplotlib)")
-    command.add_argument("--quiet", action="store_true", help="no progress and no table")
+__all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> None:
