@@ -104,6 +104,8 @@ def impure(module: nn.Module) -> str | None:
     call. `has_own_forward` checks the forward."""
     if parametrize.is_parametrized(module):
         return f"its {_listed(module.parametrizations)} is parametrized"
+    if vars(module).get("_cut") is not None:  # parallel.shards
+        return "its weight is cut over ranks: call it before parallelize_module"
     hooks = {text: None for name, text in _HOOKS.items() if getattr(module, name, None)}
     if hooks:
         return f"it has {' and '.join(hooks)}"
