@@ -111,11 +111,14 @@ def tiles(monkeypatch):
 @pytest.fixture(scope="module")
 def ranks():
     """Processes of a gloo group by their number, `ranks(2)(function, *args)`; they live as long as a file's tests: each
-    of gloo's groups has a thread that wakes up a hundred times a second, and tests leave hundreds of groups."""
+    of gloo's groups has a thread that wakes up a hundred times a second, and tests leave hundreds of groups. After a
+    test that has ended one there are new ones."""
     groups = {}
 
     def of(size):
-        if size not in groups or not groups[size].alive:
+        if size in groups and not groups[size].alive:
+            groups.pop(size).close()
+        if size not in groups:
             groups[size] = Ranks(size)
         return groups[size]
 

@@ -3,15 +3,22 @@ takes what its functions take. The fixture `ranks` of conftest.py gives those of
 Called by tests; calls multiprocessing's fork server, which imports torch once for all of them.
 """
 
+import datetime
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.tensor", "thunder_moe.integrations.huggingface.checkpoint"])
+_CONTEXT.set_forkserver_preload(
+    ["torch.distributed.tensor", "thunder_moe.parallel", "thunder_moe.integrations.huggingface.checkpoint"]
+)
+COLLECTIVE = 120.0  # seconds that a collective takes at most: a rank may compile while the others wait
+_GRACE = 3.0  # seconds that the others have once one has failed
 
 
 class Ranks:
@@ -19,7 +26,7 @@ class Ranks:
 
     ``ranks(function, *args)`` calls ``function(*args)`` in each and returns the results by rank. The function is of a
     module that can be imported; arguments and results are pickled. Calls leave no state in the group's processes but
-    what the function leaves there.
+    what the function leaves there. A call that fails in one ends them all: the others may wait for it in a collective.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,19 +43,43 @@ class Ranks:
             self._processes.append(process)
 
     def __call__(self, function, *args, timeout: float = 180.0) -> list:
-        for pipe in self._pipes:
-            pipe.send((list(sys.path), function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(timeout):
-                self.close()
-                failed = [answer for answer in answers if answer[0] == "error"]
-                raise AssertionError(f"rank {rank} gave no answer in {timeout} s; others: {failed}")
-            answers.append(pipe.recv())
+        self.start(function, *args)
+        answers: list = [None] * self.size
+        missing = dict(zip(self._pipes, range(self.size), strict=True))
+        end = time.monotonic() + timeout
+        while missing and (ready := wait(missing, max(0.0, end - time.monotonic()))):
+            for pipe in ready:
+                rank = missing.pop(pipe)
+                answers[rank] = self._receive(rank)
+                if answers[rank][0] == "error":
+                    end = min(end, time.monotonic() + _GRACE)
+        for rank in missing.values():
+            answers[rank] = ("error", "no answer")
         failed = [f"rank {rank}: {what}" for rank, (kind, what) in enumerate(answers) if kind == "error"]
         if failed:
+            self.close()
             raise AssertionError("\n".join(failed))
         return [what for _, what in answers]
+
+    def start(self, function, *args) -> None:
+        """Has each process call a function; `result` waits for what it gives in one of them."""
+        for pipe in self._pipes:
+            pipe.send((list(sys.path), function, args))
+
+    def result(self, rank: int, timeout: float = 180.0):
+        if not self._pipes[rank].poll(timeout):
+            raise AssertionError(f"rank {rank} gave no answer in {timeout} s")
+        kind, what = self._receive(rank)
+        if kind == "error":
+            raise AssertionError(f"rank {rank}: {what}")
+        return what
+
+    def _receive(self, rank: int) -> tuple:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self._processes[rank].join()
+            return "error", f"ended with status {self._processes[rank].exitcode}"
 
     @property
     def alive(self) -> bool:
@@ -71,7 +102,8 @@ def _serve(pipe, rank: int, size: int, store: str, path: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    timeout = datetime.timedelta(seconds=COLLECTIVE)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         try:
             sys.path[:], function, args = pipe.recv()

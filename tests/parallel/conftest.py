@@ -1,5 +1,5 @@
-"""The processes of the tests of parallelism.
-Called by pytest; calls pool.
+"""The four processes of the tests of parallelism.
+Called by pytest; calls programs in the processes of the fixture `ranks`.
 """
 
 import pytest
@@ -9,15 +9,12 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """Four processes with gloo, one of which a test may end; see pool.Pool."""
-    import sys
-    from pathlib import Path
+@pytest.fixture
+def run(ranks):
+    """``run(function, *args)`` calls ``function(meshes, *args)`` in four processes -> the results by rank."""
+    from programs import within
 
-    sys.path.insert(0, str(Path(__file__).parent))
-    from pool import Pool
+    def of_each(function, *args):
+        return ranks(4)(within, function, *args)
 
-    pool = Pool()
-    yield pool
-    pool.close()
+    return of_each

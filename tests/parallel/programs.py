@@ -1,12 +1,15 @@
-"""What the processes of the tests of parallelism run; every function gets the process's meshes first.
-Called by pool for the tests; calls thunder_moe.parallel, and one process without parallelism as the judge.
+"""What the four processes of the tests of parallelism run, through `within`: every function gets the process's meshes
+first. Called by the fixture `run`; calls thunder_moe.parallel, and one process without parallelism as the judge.
 """
 
 import copy
+import functools
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -43,6 +46,31 @@ STYLES = {
     "gather, chunks": dict(exchange="all_gather", capacity=7, chunks=3),
 }
 ROOMY = dict(exchange="all_to_all", capacity=18)  # for the rows of SPLITS in test_parallel
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The meshes of a process: all four, its half, and its rank among all."""
+
+    four: DeviceMesh
+    two: DeviceMesh
+    rank: int
+
+    def of(self, ranks: int) -> DeviceMesh:
+        return {2: self.two, 4: self.four}[ranks]
+
+
+@functools.cache
+def meshes() -> Meshes:
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "of"))
+    return Meshes(init_device_mesh("cpu", (4,)), halves["of"], dist.get_rank())
+
+
+def within(function, *args):
+    """function(meshes, *args), independent of the calls before it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return function(meshes(), *args)
 
 
 def error(actual, wanted):
@@ -322,8 +350,6 @@ def linear():
 
 
 def two_dimensions(meshes):
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = init_device_mesh("cpu", (2, 2))
     try:
         parallelize_module(uneven(), mesh, ExpertParallel())

@@ -1,6 +1,6 @@
 """Expert and tensor parallelism on two and four processes with gloo, beside one process.
 
-The processes are started once; what a test runs in them is in programs.py. The last test ends one of them.
+The processes are started once; what a test runs in them is in programs.py.
 """
 
 import programs
@@ -19,13 +19,13 @@ SPLITS = {"even": [2] * 8, "ragged": [0, 5, 0, 0, 1, 0, 0, 3], "all on the last"
 @pytest.mark.parametrize("tokens", programs.TOKENS)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.covering(2)
-def test_layer_is_that_of_one_process(ranks, count, tokens, style, quantized):
-    assert max(ranks.run(programs.run_layer, count, style, tokens, quantized, False)) < TOLERANCE
+def test_layer_is_that_of_one_process(run, count, tokens, style, quantized):
+    assert max(run(programs.run_layer, count, style, tokens, quantized, False)) < TOLERANCE
 
 
 @pytest.mark.parametrize("style", programs.STYLES)
-def test_all_tokens_go_to_one_rank(ranks, style):
-    assert max(ranks.run(programs.run_layer, 4, style, "ragged", True, True)) < TOLERANCE
+def test_all_tokens_go_to_one_rank(run, style):
+    assert max(run(programs.run_layer, 4, style, "ragged", True, True)) < TOLERANCE
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
@@ -34,26 +34,26 @@ def test_all_tokens_go_to_one_rank(ranks, style):
 @pytest.mark.parametrize("style", ["exact", "capacity", "tensor"])
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.covering(2)
-def test_experts_are_those_of_one_process(ranks, count, style, kind, splits, quantized):
+def test_experts_are_those_of_one_process(run, count, style, kind, splits, quantized):
     if style == "tensor" and kind == "mlp, bias":
         kind = "mlp"
     style = "roomy" if style == "capacity" else style
-    assert max(ranks.run(programs.run_experts, count, style, kind, quantized, SPLITS[splits])) < TOLERANCE
+    assert max(run(programs.run_experts, count, style, kind, quantized, SPLITS[splits])) < TOLERANCE
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
 @pytest.mark.parametrize(("count", "shared"), [(2, 1), (4, 0), (4, 2)])
-def test_tensor_parallel_layer_is_that_of_one_process(ranks, count, shared, quantized):
-    assert max(ranks.run(programs.run_tensor_layer, count, quantized, shared)) < TOLERANCE
+def test_tensor_parallel_layer_is_that_of_one_process(run, count, shared, quantized):
+    assert max(run(programs.run_tensor_layer, count, quantized, shared)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("capacity", "dropped"), [(2, 6), (5, 0)])
-def test_tokens_without_room_are_counted(ranks, capacity, dropped):
-    assert ranks.run(programs.overflow, capacity) == [dropped] * 4
+def test_tokens_without_room_are_counted(run, capacity, dropped):
+    assert run(programs.overflow, capacity) == [dropped] * 4
 
 
-def test_a_recomputed_forward_is_no_step_of_its_own(ranks):
-    for plain, recomputed in ranks.run(programs.recomputed):
+def test_a_recomputed_forward_is_no_step_of_its_own(run):
+    for plain, recomputed in run(programs.recomputed):
         assert recomputed == plain
         assert plain[0] == 1
         assert plain[1] > 0
@@ -70,27 +70,27 @@ SAVED = [
 
 @pytest.mark.parametrize(("style", "quantized", "train"), COMPILED)
 @pytest.mark.slow
-def test_compiled_layer(ranks, style, quantized, train):
-    assert max(ranks.run(programs.compiled, style, quantized, train)) < TOLERANCE
+def test_compiled_layer(run, style, quantized, train):
+    assert max(run(programs.compiled, style, quantized, train)) < TOLERANCE
 
 
 @pytest.mark.slow
-def test_compiled_tensor_parallel_layer(ranks):
-    assert max(ranks.run(programs.compiled_tensor, True)) < TOLERANCE
+def test_compiled_tensor_parallel_layer(run):
+    assert max(run(programs.compiled_tensor, True)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("count", "style", "quantized", "layout"), SAVED)
-def test_checkpoints_are_resharded(ranks, tmp_path, count, style, quantized, layout):
-    assert ranks.run(programs.saved, count, style, quantized, layout, str(tmp_path)) == [True] * 4
+def test_checkpoints_are_resharded(run, tmp_path, count, style, quantized, layout):
+    assert run(programs.saved, count, style, quantized, layout, str(tmp_path)) == [True] * 4
 
 
 @pytest.mark.parametrize(("style", "quantized"), [("expert", True), ("tensor", True), ("expert", False)])
-def test_no_rank_holds_a_whole_layer_that_it_loads(ranks, tmp_path, style, quantized):
-    assert max(ranks.run(programs.loaded_from_meta, style, quantized, str(tmp_path))) < TOLERANCE
+def test_no_rank_holds_a_whole_layer_that_it_loads(run, tmp_path, style, quantized):
+    assert max(run(programs.loaded_from_meta, style, quantized, str(tmp_path))) < TOLERANCE
 
 
-def test_weights_are_those_of_the_first_rank(ranks):
-    assert ranks.run(programs.source_of_weights) == [True] * 4
+def test_weights_are_those_of_the_first_rank(run):
+    assert run(programs.source_of_weights) == [True] * 4
 
 
 REFUSED = {
@@ -113,24 +113,24 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_before_ranks_communicate(ranks, case):
+def test_refused_before_ranks_communicate(run, case):
     count, build, style, message = REFUSED[case]
-    outcomes = ranks.run(programs.refused, count, build, style)
+    outcomes = run(programs.refused, count, build, style)
     for outcome in outcomes[::2]:
         with pytest.raises(Exception, match=message):
             raise Exception(outcome)
 
 
-def test_a_mesh_of_two_dimensions_is_refused(ranks):
-    assert all("device_mesh: got 2 dimensions" in outcome for outcome in ranks.run(programs.two_dimensions))
+def test_a_mesh_of_two_dimensions_is_refused(run):
+    assert all("device_mesh: got 2 dimensions" in outcome for outcome in run(programs.two_dimensions))
 
 
-def test_more_tokens_than_a_gather_has_room_for(ranks):
-    assert all("at most capacity = 3 tokens" in outcome for outcome in ranks.run(programs.too_many))
+def test_more_tokens_than_a_gather_has_room_for(run):
+    assert all("at most capacity = 3 tokens" in outcome for outcome in run(programs.too_many))
 
 
-def test_symmetric_memory_wants_gpus(ranks):
-    assert all("wanted CUDA devices" in outcome for outcome in ranks.run(programs.no_gpu))
+def test_symmetric_memory_wants_gpus(run):
+    assert all("wanted CUDA devices" in outcome for outcome in run(programs.no_gpu))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,7 @@ def test_expert_load_wants_a_parallel_model():
 
 
 def test_a_rank_that_dies_gives_the_others_an_error(ranks):
-    ranks.start(programs.dies, "exact")
+    processes = ranks(4)
+    processes.start(programs.within, programs.dies, "exact")
     for rank in range(3):  # within the timeout of collectives, or `result` fails
-        assert ranks.result(rank) != "nothing was raised"
+        assert processes.result(rank) != "nothing was raised"
