@@ -1,4 +1,4 @@
-"""Groups of processes for tests: results, failures and deaths of a rank while others wait for it, new groups afterwards.
+"""Groups of processes for tests: results, failures and deaths of a rank while others wait, new groups afterwards.
 Called by pytest; calls processes.
 """
 
