@@ -219,7 +219,8 @@ def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) ->
     """ValueError while Thunder traces: its traces have no writes into tensors of the caller."""
     if isinstance(x.dtype, torch.dtype):
         return
-    raise ValueError(f"{' and '.join(_given(linear, **buffers))}: got it under thunder.jit, which has none of it, wanted a call outside")
+    given = " and ".join(_given(linear, **buffers))
+    raise ValueError(f"{given}: got it under thunder.jit, which has none of it, wanted a call outside")
 
 
 def _given(linear: GroupedLinear, **buffers: Tensor | None) -> list[str]:
@@ -243,10 +244,8 @@ def run_into(
 ) -> Tensor:
     """A linear's forward, with a `form` on activated rows; results and gradients go into tensors of the caller."""
     if linear._sharded:
-        raise ValueError(
-            f"{' and '.join(_given(linear, out=out, grad_input=grad_input))}: got it for a weight that is cut over"
-            " ranks, which has none of it; wanted a whole weight"
-        )
+        given = " and ".join(_given(linear, out=out, grad_input=grad_input))
+        raise ValueError(f"{given}: got it for a weight that is cut over ranks, wanted a whole weight")
     weight, dtype = linear.weight, autocast_dtype(x)
     require(dtype is not None or x.dtype == weight.dtype, "x", x, f"dtype {weight.dtype}, that of the weight")
     require(x.ndim == 2, "x", x, f"shape (rows, in_features = {linear.in_features})")
