@@ -1,4 +1,4 @@
-"""The compiled CPU backend: grouped GEMM with NVFP4 weights, fp32/bf16/fp16 activations.
+"""The compiled CPU backend: grouped GEMM with packed weights, fp32/bf16/fp16 activations.
 Called through kernels/select.py with validated operands; `unavailable_reason()` says why it cannot run, if so.
 Calls src/*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
 
@@ -31,7 +31,8 @@ from torch import Tensor
 
 from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.forks import ForkLock
@@ -51,6 +52,8 @@ __all__ = [
     "router",
     "unavailable_reason",
 ]
+
+FORMATS = (NVFP4.name, MXFP8.name)  # of weights; a format's place is its number in src/numbers.h
 
 _SOURCE = Path(__file__).with_name("src")
 _SOURCES = tuple(_SOURCE / name for name in ("grouped_mm.cpp", "dgrad.cpp", "swiglu_combine.cpp", "router.cpp"))
@@ -72,15 +75,14 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
     return _loaded()[1]
 
 
-def dequantize(weight: NVFP4Weight, dtype: torch.dtype) -> Tensor:
-    """The same as `nvfp4.dequantize`, bit for bit: (E, N, K)."""
-    qdata, scale, global_scale = _linear(weight)
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The same as `dequantize` of the format's module, bit for bit: (E, N, K)."""
     out = torch.empty(weight.shape, dtype=dtype)
-    _dequantize_into(out, qdata, scale, global_scale)
+    _dequantize_into(out, _linear(weight))
     return out
 
 
-def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+def grouped_mm(activation: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
     """Multiply each expert's rows by its weight: out[m] = activation[m] @ w[e].T, accumulated in fp32.
 
     Products are exact: a weight without its global scale is a bf16 number, the global scale multiplies the fp32 sum.
@@ -89,20 +91,20 @@ def grouped_mm(activation: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     Returns:
         (M, N) in activation's dtype; rows at or past offsets[-1] are zero.
     """
-    qdata, scale, global_scale = _linear(weight)
+    operand = _linear(weight)
     activation, offsets = activation.detach().contiguous(), offsets.contiguous()
     out = activation.new_empty(activation.shape[0], weight.shape[1])
-    limits = _limits(activation.dtype)
-    _grouped_mm_into(out, activation, qdata, scale, global_scale, offsets, limits)
+    limits = _limits(activation.dtype, operand.format)
+    _grouped_mm_into(out, activation, operand, offsets, limits)
     if limits.mm != NEVER:
-        _mm_experts(activation, qdata, scale, global_scale, offsets, out, limits.mm)
+        _mm_experts(activation, operand, offsets, out, limits.mm)
     out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
 
 def grouped_swiglu(
     activation: Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: Tensor,
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
@@ -125,7 +127,7 @@ def grouped_swiglu(
 
 def grouped_mm_combine(
     activation: Tensor,
-    weight: NVFP4Weight,
+    weight: PackedWeight,
     offsets: Tensor,
     slot_row: Tensor,
     slot_weight: Tensor | None,
@@ -150,7 +152,7 @@ def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int
     return bias, dtype_code(bias), offsets.data_ptr(), offsets.shape[0]
 
 
-def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tensor:
+def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
     """Multiply each expert's rows of the output gradient by its weight: (M, N) -> (M, K), out[m] = grad[m] @ w[e].
 
     16-bit gradients are multiplied by panels of decoded weights where the CPU has that kernel. Else one expert at a
@@ -160,59 +162,80 @@ def grouped_mm_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor) -> Tens
     Returns:
         (M, K) in grad's dtype; rows at or past offsets[-1] are zero.
     """
-    qdata, scale, global_scale = _linear(weight)
+    operand = _linear(weight)
     grad, offsets = grad.detach().contiguous(), offsets.contiguous()
     num_experts, n, k = weight.shape
     out = grad.new_empty(grad.shape[0], k)
     if _gradient_by_panels(grad.dtype):
-        pointers = _weight_pointers(qdata, scale, global_scale)
-        shape = (offsets.data_ptr(), num_experts, n, k, DTYPE_CODES[grad.dtype])
+        shape = (offsets.data_ptr(), num_experts, n, k, DTYPE_CODES[grad.dtype], operand.number)
         rows = (grad.data_ptr(), grad.shape[0])
-        _check(_extension().thunder_moe_grouped_mm_dgrad(*rows, *pointers, *shape, out.data_ptr()))
+        _check(_extension().thunder_moe_grouped_mm_dgrad(*rows, *operand.pointers, *shape, out.data_ptr()))
     else:
-        _mm_experts(grad, qdata, scale, global_scale, offsets, out)
+        _mm_experts(grad, operand, offsets, out)
     out[max(int(offsets[-1]), 0) :].zero_()
     return out
 
 
-def mm(activation: Tensor, weight: NVFP4Weight, bias: Tensor | None = None) -> Tensor:
+def mm(activation: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group."""
     out = grouped_mm(activation, weight, torch.tensor([activation.shape[0]], dtype=torch.int32))
     return out if bias is None else out.add_(bias.detach())
 
 
-def mm_dgrad(grad: Tensor, weight: NVFP4Weight) -> Tensor:
+def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
     """Gradient (M, N) of `mm`'s output -> gradient (M, K) of its activation."""
     return grouped_mm_dgrad(grad, weight, torch.tensor([grad.shape[0]], dtype=torch.int32))
 
 
-def _linear(weight: NVFP4Weight) -> tuple[Tensor, Tensor, Tensor]:
-    """(qdata, scale, global_scale) in layout "linear", contiguous: a copy only where it is not already."""
-    qdata, scale, global_scale = (tensor.contiguous() for tensor in to_linear(weight).tensors())
-    return qdata, scale, global_scale
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """A weight in layout "linear", contiguous, as the kernels read it; global_scale is None where there is none."""
+
+    qdata: Tensor
+    scale: Tensor
+    global_scale: Tensor | None
+    format: BlockFormat
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K)."""
+        experts, n, codes = self.qdata.shape
+        return experts, n, codes * self.format.codes_per_byte
+
+    @property
+    def pointers(self) -> tuple[int, int, int | None, int]:
+        tensors = self.qdata, self.scale, self.global_scale
+        assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+        per_column = self.global_scale is not None and self.global_scale.dim() == 2
+        return self.qdata.data_ptr(), self.scale.data_ptr(), pointer(self.global_scale), per_column
+
+    @property
+    def number(self) -> int:
+        """The format's, in src/numbers.h."""
+        return FORMATS.index(self.format.name)
+
+    def expert(self, index: int) -> _Linear:
+        """The weight of one expert."""
+        one = slice(index, index + 1)
+        global_scale = None if self.global_scale is None else self.global_scale[one]
+        return _Linear(self.qdata[one], self.scale[one], global_scale, self.format)
 
 
-def _grouped_mm_into(
-    out: Tensor,
-    activation: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    global_scale: Tensor,
-    offsets: Tensor,
-    limits: Limits,
-) -> None:
+def _linear(weight: PackedWeight) -> _Linear:
+    """A copy only where the weight is not linear and contiguous already."""
+    qdata, scale, *rest = (tensor.contiguous() for tensor in to_linear(weight).tensors())
+    return _Linear(qdata, scale, rest[0] if rest else None, weight.format)
+
+
+def _grouped_mm_into(out: Tensor, activation: Tensor, weight: _Linear, offsets: Tensor, limits: Limits) -> None:
     """The products of experts with fewer than limits.mm rows; all tensors are contiguous."""
-    num_experts, n, half_k = qdata.shape
     rows = (activation.data_ptr(), activation.shape[0])
-    pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (offsets.data_ptr(), num_experts, n, 2 * half_k, DTYPE_CODES[activation.dtype])
+    shape = (offsets.data_ptr(), *weight.shape, DTYPE_CODES[activation.dtype], weight.number)
     kernels = (limits.mm - 1, limits.gemv, limits.tiles, limits.panel, limits.fma, limits.fp32_slices)
-    _check(_extension().thunder_moe_grouped_mm(*rows, *pointers, *shape, *kernels, out.data_ptr()))
+    _check(_extension().thunder_moe_grouped_mm(*rows, *weight.pointers, *shape, *kernels, out.data_ptr()))
 
 
-def _mm_experts(
-    rows: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor, offsets: Tensor, out: Tensor, min_rows: int = 0
-) -> None:
+def _mm_experts(rows: Tensor, weight: _Linear, offsets: Tensor, out: Tensor, min_rows: int = 0) -> None:
     """Decode one expert at a time and multiply: rows @ w; with `min_rows` rows @ w.T of experts with that many rows."""
     dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype
     buffer: Tensor | None = None
@@ -221,26 +244,19 @@ def _mm_experts(
             if end - begin < min_rows:
                 continue
             if buffer is None:
-                buffer = torch.empty(1, qdata.shape[1], 2 * qdata.shape[2], dtype=dtype)
-            one = slice(expert, expert + 1)
-            _dequantize_into(buffer, qdata[one], scale[one], global_scale[one])
-            weight = buffer[0].t() if min_rows else buffer[0]
+                buffer = torch.empty(1, *weight.shape[1:], dtype=dtype)
+            _dequantize_into(buffer, weight.expert(expert))
+            matrix = buffer[0].t() if min_rows else buffer[0]
             if dtype == rows.dtype:
-                torch.mm(rows[begin:end], weight, out=out[begin:end])
+                torch.mm(rows[begin:end], matrix, out=out[begin:end])
             else:
-                out[begin:end] = torch.mm(rows[begin:end].to(dtype), weight)
+                out[begin:end] = torch.mm(rows[begin:end].to(dtype), matrix)
 
 
-def _dequantize_into(out: Tensor, qdata: Tensor, scale: Tensor, global_scale: Tensor) -> None:
-    num_experts, n, half_k = qdata.shape
-    pointers = _weight_pointers(qdata, scale, global_scale)
-    shape = (num_experts * n, n, 2 * half_k, DTYPE_CODES[out.dtype])
-    _check(_extension().thunder_moe_dequantize(*pointers, *shape, out.data_ptr()))
-
-
-def _weight_pointers(qdata: Tensor, scale: Tensor, global_scale: Tensor) -> tuple[int, int, int, int]:
-    assert all(tensor.is_contiguous() for tensor in (qdata, scale, global_scale))
-    return qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr(), global_scale.dim() == 2
+def _dequantize_into(out: Tensor, weight: _Linear) -> None:
+    num_experts, n, k = weight.shape
+    shape = (num_experts * n, n, k, DTYPE_CODES[out.dtype], weight.number)
+    _check(_extension().thunder_moe_dequantize(*weight.pointers, *shape, out.data_ptr()))
 
 
 def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,9 +323,9 @@ PREPARED: dict[str, Callable[..., Any]] = {"moe_router": _prepare_router}
 
 def _check(status: int) -> None:
     if status == 1:
-        raise MemoryError("the CPU kernel for NVFP4 grouped GEMM ran out of memory")
+        raise MemoryError("the CPU kernel for grouped GEMM ran out of memory")
     if status != 0:
-        raise RuntimeError(f"the CPU kernel for NVFP4 grouped GEMM failed: {_extension().thunder_moe_error().decode()}")
+        raise RuntimeError(f"the CPU kernel for grouped GEMM failed: {_extension().thunder_moe_error().decode()}")
 
 
 def _extension() -> ctypes.CDLL:
@@ -327,20 +343,21 @@ _DOTS, _PANELS, _FMA, _TILES = 1, 2, 4, 8  # of thunder_moe_kernels()
 _MEASURED, _EXPERTS = (256, 2048), 48
 
 
-def _limits(dtype: torch.dtype) -> Limits:
+def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
     """Which kernel serves how many rows, of those that this CPU, the dtype and torch's flags have."""
     onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags(enabled=False)
     limits = limits_by_hand()
     if limits is None:
-        return _measured_limits(dtype, onednn)
-    return limits if "panel" in _kernels(dtype, onednn) else dataclasses.replace(limits, panel=NEVER)
+        return _measured_limits(dtype, onednn, format)
+    return limits if "panel" in _kernels(dtype, onednn, format) else dataclasses.replace(limits, panel=NEVER)
 
 
 @functools.cache
-def _measured_limits(dtype: torch.dtype, onednn: bool) -> Limits:
+def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> Limits:
     file = _built_file().with_name("crossover.json")
+    seconds, kernels = functools.partial(_seconds, format=format), _kernels(dtype, onednn, format)
     try:
-        return limits_for(dtype, _kernels(dtype, onednn), _seconds, file, _cpu_name())
+        return limits_for(dtype, kernels, seconds, file, _cpu_name(), "" if format is NVFP4 else format.name)
     finally:
         _operands.cache_clear()  # 14 MB
 
@@ -352,7 +369,7 @@ def _gradient_by_panels(dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _kernels(dtype: torch.dtype, onednn: bool) -> dict[str, Limits]:
+def _kernels(dtype: torch.dtype, onednn: bool, format: BlockFormat = NVFP4) -> dict[str, Limits]:
     """name -> limits with which all rows take that kernel, while torch may use oneDNN or not."""
     kernels, built = {"slice": Limits()}, int(_extension().thunder_moe_kernels())
     if dtype != torch.float32 and built & _DOTS:
@@ -361,28 +378,26 @@ def _kernels(dtype: torch.dtype, onednn: bool) -> dict[str, Limits]:
         kernels["slice_fp32"] = Limits(fp32_slices=True)
     if built & _FMA:
         kernels["fma"] = Limits(gemv=NEVER, fma=True)
-    if dtype != torch.float32 and onednn and built & _TILES:
+    if format is NVFP4 and dtype != torch.float32 and onednn and built & _TILES:
         kernels["tiles"] = Limits(tiles=NEVER)
-    if dtype != torch.float32 and onednn and built & _PANELS and _seconds(dtype, 1, Limits(panel=1)) < math.inf:
+    if dtype != torch.float32 and onednn and built & _PANELS and _seconds(dtype, 1, Limits(panel=1), format) < math.inf:
         kernels["panel"] = Limits(panel=1)
     elif dtype == torch.bfloat16 and "bf16" in _cpu_flags():  # Arm's BFMMLA, which the kernels do not use
         kernels["mm"] = Limits(mm=1)
     return kernels
 
 
-def _seconds(dtype: torch.dtype, rows: int, limits: Limits) -> float:
+def _seconds(dtype: torch.dtype, rows: int, limits: Limits, format: BlockFormat = NVFP4) -> float:
     """One product of an expert with `rows` rows in this thread alone; infinite where oneDNN has no such kernel."""
-    library, (activation, out, qdata, scale, global_scale) = _extension(), _operands(dtype)
-    expert = next(_turns) % _EXPERTS
-    one = slice(expert, expert + 1)
-    operands = activation[:rows], qdata[one], scale[one], global_scale
+    library, (activation, out, weights) = _extension(), _operands(dtype, format)
+    weight = weights.expert(next(_turns) % _EXPERTS)
     offsets = torch.tensor([rows], dtype=torch.int32)
     library.thunder_moe_set_workers(1)
     try:
         start = time.perf_counter()
-        _grouped_mm_into(out[:rows], *operands, offsets, limits)
+        _grouped_mm_into(out[:rows], activation[:rows], weight, offsets, limits)
         if limits.mm != NEVER:
-            _mm_experts(*operands, offsets, out[:rows], limits.mm)
+            _mm_experts(activation[:rows], weight, offsets, out[:rows], limits.mm)
         return time.perf_counter() - start
     except RuntimeError:
         return math.inf
@@ -394,13 +409,15 @@ _turns = itertools.count()
 
 
 @functools.lru_cache(maxsize=1)
-def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _operands(dtype: torch.dtype, format: BlockFormat) -> tuple[Tensor, Tensor, _Linear]:
     """Activation, output and weight to be timed; without a random number, whose generator belongs to the user."""
     n, k = _MEASURED
-    qdata = (torch.arange(n * k // 2) * 167 % 256).to(torch.uint8).view(1, n, k // 2).repeat(_EXPERTS, 1, 1)
-    scale = torch.ones(1, n, k // 16).to(torch.float8_e4m3fn).repeat(_EXPERTS, 1, 1)
+    codes = (torch.arange(n * k // format.codes_per_byte) * 167 % 127).to(torch.uint8)  # 127 would be NaN in E4M3
+    scale = torch.ones(1, n, k // format.block_size).to(format.scale_dtype).repeat(_EXPERTS, 1, 1)
+    global_scale = torch.ones(_EXPERTS) if "global_scale" in format.fields else None
+    weight = _Linear(codes.view(1, n, -1).repeat(_EXPERTS, 1, 1), scale, global_scale, format)
     activation = (torch.arange(max(ROWS) * k) % 31 - 15).to(dtype).view(-1, k)
-    return activation, activation.new_empty(max(ROWS), n), qdata, scale, torch.ones(1, dtype=torch.float32)
+    return activation, activation.new_empty(max(ROWS), n), weight
 
 
 # ---- build and load ----
@@ -517,8 +534,8 @@ def _ninja_on_path() -> Iterator[None]:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, i32, i64, f32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
     weight: list[Any] = [pointer, pointer, pointer, i32]  # qdata, scale, global_scale, whether that is (E, N)
-    library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, pointer]
-    grouped: list[Any] = [pointer, i64, *weight, pointer, i64, i64, i64, i32]
+    library.thunder_moe_dequantize.argtypes = [*weight, i64, i64, i64, i32, i32, pointer]
+    grouped: list[Any] = [pointer, i64, *weight, pointer, i64, i64, i64, i32, i32]
     library.thunder_moe_grouped_mm.argtypes = [*grouped, i64, i64, i64, i64, i32, i32, pointer]
     library.thunder_moe_grouped_mm_dgrad.argtypes = [*grouped, pointer]
     bias: list[Any] = [pointer, i32, pointer, i64]  # bias, its dtype, offsets, num_experts

@@ -96,6 +96,7 @@ def limits_for(
     seconds: Callable[[torch.dtype, int, Limits], float],
     file: pathlib.Path,
     machine: str,
+    format: str = "",
 ) -> Limits:
     """The limits for a dtype: those of this process, else those of the file, else measured.
 
@@ -105,8 +106,9 @@ def limits_for(
         seconds: dtype, rows, limits -> the time of one product; math.inf where the kernel fails.
         file: where limits are kept, by machine and dtype.
         machine: the CPU's name.
+        format: of the weights, where it is not NVFP4.
     """
-    name = f"{dtype}: {', '.join(sorted(kernels))}"  # oneDNN's may be absent, by a flag or an environment variable
+    name = f"{dtype}{' ' + format if format else ''}: {', '.join(sorted(kernels))}"  # oneDNN's may be absent, by a flag or an environment variable
     limits = _known.get(name)
     if limits is None:
         with _lock:

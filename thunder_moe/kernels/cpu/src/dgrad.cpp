@@ -1,4 +1,4 @@
-// Gradient of a CPU grouped GEMM with NVFP4 weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
+// Gradient of a CPU grouped GEMM with packed weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
 // Called through ctypes by kernels/cpu/backend.py, where thunder_moe_kernels() tells of panels; calls panels.h.
 //
 // As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded, exactly, to bf16 pairs of n, and multiplied by
@@ -16,21 +16,25 @@ constexpr int64_t kRowsAhead = 16;  // rows of weights between a prefetch and it
 
 // `columns` k of `count` rows of weights, k apart -> panels of pairs of rows: out[column / 64][row / 2][column % 64][2],
 // panels `panel_size` apart.
+template <class Format>
 void decode_row_pairs(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t columns, int64_t count,
                       int64_t panel_size, bf16* out) {
   for (int64_t row = 0; row < count; row += 2) {
     const bool both = row + 1 < count;
-    const uint8_t *code0 = codes + row * (k / 2), *code1 = both ? code0 + k / 2 : code0;
-    const uint8_t *scale0 = scale + row * (k / 16), *scale1 = both ? scale0 + k / 16 : scale0;
-    __builtin_prefetch(code0 + kRowsAhead * (k / 2));
-    __builtin_prefetch(code1 + kRowsAhead * (k / 2));
+    const uint8_t *code0 = codes + row * Format::bytes(k), *code1 = both ? code0 + Format::bytes(k) : code0;
+    const uint8_t *scale0 = scale + row * (k / Format::kBlock), *scale1 = both ? scale0 + k / Format::kBlock : scale0;
+    for (int64_t line = 0; line < Format::bytes(columns); line += 64) {
+      __builtin_prefetch(code0 + kRowsAhead * Format::bytes(k) + line);
+      __builtin_prefetch(code1 + kRowsAhead * Format::bytes(k) + line);
+    }
     for (int64_t block = 0; block < columns / 16; ++block) {
       const int64_t panel = block / 4, width = std::min(kPanelCols, columns - panel * kPanelCols);
       bf16* to = out + panel * panel_size + row * width + 32 * (block % 4);
-      const __m512 factor0 = _mm512_set1_ps(kTables.e4m3[scale0[block]]);
-      const __m512 factor1 = _mm512_set1_ps(both ? kTables.e4m3[scale1[block]] : 0.f);
-      const __m512 first = _mm512_mul_ps(block_values(code0 + 8 * block), factor0);
-      const __m512 second = _mm512_mul_ps(block_values(code1 + 8 * block), factor1);
+      const __m512 factor0 = _mm512_set1_ps(block_scale<Format>(scale0, block));
+      const __m512 factor1 = _mm512_set1_ps(both ? block_scale<Format>(scale1, block) : 0.f);
+      const int64_t at = Format::bytes(16) * block;
+      const __m512 first = _mm512_mul_ps(Format::values(code0 + at), factor0);
+      const __m512 second = _mm512_mul_ps(Format::values(code1 + at), factor1);
       const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
       _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(second)));
     }
@@ -49,7 +53,7 @@ struct GradientTask {
   int64_t expert, row, rows, column, columns;
 };
 
-template <class T>
+template <class Format, class T>
 void run_task(const Gradient& problem, const GradientTask& task) {
   const int64_t n = problem.n, padded_n = problem.padded_n, k = problem.k;
   const int64_t depth = panel_depth(padded_n), blocks = (task.rows + kBlockRows - 1) / kBlockRows;
@@ -57,11 +61,11 @@ void run_task(const Gradient& problem, const GradientTask& task) {
   char* memory = scratch.get(size_t(2 * panel_size) * sizeof(bf16) + size_t(2 * acc_size) * sizeof(float));
   float* acc = reinterpret_cast<float*>(memory);
   bf16* panels = reinterpret_cast<bf16*>(acc + 2 * acc_size);
-  const float global = problem.per_column ? 1.f : problem.global[task.expert];
+  const float global = problem.global == nullptr || problem.per_column ? 1.f : problem.global[task.expert];
   for (int64_t first = 0; first < padded_n; first += depth) {
     const int64_t count = std::min(depth, padded_n - first), row_of_weights = task.expert * n + first;
-    decode_row_pairs(problem.qdata + row_of_weights * (k / 2) + task.column / 2,
-                     problem.scale + row_of_weights * (k / 16) + task.column / 16, k, task.columns,
+    decode_row_pairs<Format>(problem.qdata + Format::bytes(row_of_weights * k + task.column),
+                     problem.scale + (row_of_weights * k + task.column) / Format::kBlock, k, task.columns,
                      std::min(count, n - first), panel_size, panels);
     for (int64_t i = 0; i < 2 * blocks; ++i) {
       const int64_t panel = i % 2, column = panel * kPanelCols, row = i / 2 * kBlockRows;
@@ -112,7 +116,7 @@ Parts as_parts(const T* grad, const Gradient& problem, const int32_t* offsets, i
 }
 
 // Experts [first_expert, last_expert), whose rows are [first_row, last_row); memory for a copy of these.
-template <class T>
+template <class Format, class T>
 void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, int64_t num_experts,
                       int64_t first_expert, int64_t last_expert, int64_t first_row, int64_t last_row,
                       Scratch& memory) {
@@ -129,7 +133,7 @@ void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, i
   if (tasks.empty()) return;
   problem.parts = as_parts(grad, problem, offsets, num_experts, first_row, last_row, memory);
   for_each(
-      int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
+      int64_t(tasks.size()), [&](int64_t i) { run_task<Format, T>(problem, tasks[size_t(i)]); },
       [] { at::native::cpublas::brgemm_release(); });
 }
 
@@ -143,7 +147,8 @@ extern "C" {
 // panels.
 int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                      const float* global, int32_t per_column, const int32_t* offsets,
-                                     int64_t num_experts, int64_t n, int64_t k, int32_t dtype, void* out) {
+                                     int64_t num_experts, int64_t n, int64_t k, int32_t dtype, int32_t format,
+                                     void* out) {
 #if defined(HAS_BRGEMM)
   if (dtype == kFloat32) return -1;
   return guarded([&] {
@@ -151,7 +156,10 @@ int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint
     for_ranges(offsets, num_experts, count, 2 * (dtype == kFloat16 ? 2 : 1) * n,
                [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {
                  const auto run = [&](auto* rows) {
-                   grouped_mm_dgrad(problem, rows, offsets, num_experts, first, last, row, end, memory);
+                   if (format == kNvfp4)
+                     grouped_mm_dgrad<Nvfp4>(problem, rows, offsets, num_experts, first, last, row, end, memory);
+                   if (format == kMxfp8)
+                     grouped_mm_dgrad<Mxfp8>(problem, rows, offsets, num_experts, first, last, row, end, memory);
                  };
                  if (dtype == kBFloat16) run(static_cast<const bf16*>(grad));
                  if (dtype == kFloat16) run(static_cast<const fp16*>(grad));
@@ -159,7 +167,7 @@ int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint
   });
 #else
   (void)grad, (void)count, (void)qdata, (void)scale, (void)global, (void)per_column, (void)offsets, (void)num_experts;
-  (void)n, (void)k, (void)dtype, (void)out;
+  (void)n, (void)k, (void)dtype, (void)format, (void)out;
   return -1;
 #endif
 }

@@ -18,11 +18,12 @@ struct Parts {
 
 struct Problem {
   const void* x;         // [M, K]
-  const uint8_t* qdata;  // [E, N, K / 2]
-  const uint8_t* scale;  // [E, N, K / 16]
-  const float* global;   // [E] or [E, N]
+  const uint8_t* qdata;  // [E, N, bytes of codes of K]
+  const uint8_t* scale;  // [E, N, K / block]
+  const float* global;   // [E] or [E, N]; null where the format has none
   void* out;             // [M, N]
   int64_t n, k;
+  int64_t code_stride, scale_stride;  // bytes of a column
   bool per_column;       // global is [E, N]
   int64_t count;         // M
   Parts parts;           // x as bf16 summands, of gemv and panel tasks
@@ -30,9 +31,11 @@ struct Problem {
   const float* spread;   // rows of fma tasks, likewise
   const bf16* tiled;     // rows of tile tasks, likewise
 
-  const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * (k / 2); }
-  const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * (k / 16); }
-  float global_scale(int64_t e, int64_t column) const { return per_column ? global[e * n + column] : global[e]; }
+  const uint8_t* codes(int64_t e, int64_t column) const { return qdata + (e * n + column) * code_stride; }
+  const uint8_t* scales(int64_t e, int64_t column) const { return scale + (e * n + column) * scale_stride; }
+  float global_scale(int64_t e, int64_t column) const {
+    return global == nullptr ? 1.f : per_column ? global[e * n + column] : global[e];
+  }
 };
 enum class Kernel : int32_t { dots, fma, tile, slice, slice_fp32, panel };
 struct Task {
@@ -63,7 +66,8 @@ void for_ranges(const int32_t* offsets, int64_t num_experts, int64_t count, int6
 // small. In all, less than K * 2^-114 is lost of a sum, so sums from 2^-80 on are right. Smaller sums, and those that
 // are not finite, are wrong only if their row has a tiny or a huge number: without one, products are normal and sums
 // finite, or the operands hold NaN or infinities. Such outputs are computed again in fp64.
-constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-90f, kHuge = 0x1.0p+27f, kLargest = 0x1.FFFFFEp+127f;
+// That holds of weights from 2^-45 to 2^17. MXFP8's can be smaller and larger: see unusual_columns.
+constexpr float kLeastSum = 0x1.0p-80f, kTiny = 0x1.0p-80f, kHuge = 0x1.0p+27f, kLargest = 0x1.FFFFFEp+127f;
 
 inline bool is_doubtful(float sum) { return !(std::fabs(sum) >= kLeastSum && std::fabs(sum) <= kLargest); }
 inline bool has_doubtful(const float* sums, int64_t count) {  // without a branch, so that compilers vectorize it
@@ -96,12 +100,38 @@ bool has_tiny_or_huge(const T* x, int64_t k) {
   return found != 0;
 }
 
-template <class T>
+// Columns of a task, by bit: `extreme` with scales from which bf16 weights would not be right, which are computed again
+// in any case, `small` with weights so small that products may be subnormal, where doubtful sums are.
+struct Columns {
+  uint64_t extreme = 0, small = 0;
+};
+inline Columns unusual_columns(Nvfp4, const Problem&, const Task&) { return {}; }
+inline Columns unusual_columns(Mxfp8, const Problem& problem, const Task& task) {
+  constexpr uint8_t least = 127 - 100, usual = 127 - 36, most = 127 + 8;
+  Columns found;
+  for (int64_t c = 0; c < task.columns; ++c) {
+    const uint8_t* scale = problem.scales(task.expert, task.column + c);
+    uint8_t some = 0;  // without a branch, so that compilers vectorize it
+    for (int64_t i = 0; i < problem.scale_stride; ++i) some |= uint8_t(uint8_t(scale[i] - usual) > most - usual);
+    if (some == 0) continue;
+    const uint8_t* codes = problem.codes(task.expert, task.column + c);
+    for (int64_t i = 0; i < problem.scale_stride; ++i) {
+      if (scale[i] < usual) found.small |= uint64_t(1) << c;
+      if (scale[i] >= least && scale[i] <= most) continue;
+      uint8_t all = scale[i];  // blocks of zeros, whose scale is the least, are nothing special
+      for (int64_t j = 0; j < Mxfp8::kBlock; ++j) all |= uint8_t(codes[i * Mxfp8::kBlock + j] & 0x7F);
+      if (all != 0) found.extreme |= uint64_t(1) << c;
+    }
+  }
+  return found;
+}
+
+template <class Format, class T>
 double exact_sum(const T* x, const uint8_t* codes, const uint8_t* scale, int64_t k) {
   double sums[16] = {};
   for (int64_t block = 0; block < k / 16; ++block) {
     float values[16];
-    dequantize_block(codes + 8 * block, kTables.e4m3[scale[block]], values);
+    dequantize_block<Format>(codes + Format::bytes(16) * block, block_scale<Format>(scale, block), values);
     for (int i = 0; i < 16; ++i) sums[i] += double(to_float(x[16 * block + i])) * double(values[i]);
   }
   for (int width = 8; width > 0; width /= 2)
@@ -109,29 +139,34 @@ double exact_sum(const T* x, const uint8_t* codes, const uint8_t* scale, int64_t
   return sums[0];
 }
 
-template <class T>
-__attribute__((noinline)) void settle_doubts(const Problem& problem, const Task& task, int64_t row, const float* sums) {
+template <class Format, class T>
+__attribute__((noinline)) void settle_doubts(const Problem& problem, const Task& task, int64_t row, const float* sums,
+                                             Columns unusual) {
   const T* x = static_cast<const T*>(problem.x) + row * problem.k;
-  if (!has_tiny_or_huge(x, problem.k)) return;
+  const bool doubts = has_tiny_or_huge(x, problem.k);
+  if (!doubts && (unusual.extreme | unusual.small) == 0) return;
   T* out = static_cast<T*>(problem.out) + row * problem.n;
   for (int64_t c = 0; c < task.columns; ++c) {
-    if (!is_doubtful(sums[c])) continue;
+    const bool is_extreme = unusual.extreme >> c & 1, is_small = unusual.small >> c & 1;
+    if (!is_extreme && !((doubts || is_small) && is_doubtful(sums[c]))) continue;
     const int64_t e = task.expert, column = task.column + c;
-    const double sum = exact_sum(x, problem.codes(e, column), problem.scales(e, column), problem.k);
+    const double sum = exact_sum<Format>(x, problem.codes(e, column), problem.scales(e, column), problem.k);
     out[column] = from_float<T>(float(sum * double(problem.global_scale(e, column))));
   }
 }
 
 // Sums before the global scale, of rows [first, first + rows) of a task -> out.
-template <class T>
+template <class Format, class T>
 void write_rows(const Problem& problem, const Task& task, int64_t first, int64_t rows, const float* sums,
                 int64_t stride) {
+  const Columns unusual = unusual_columns(Format{}, problem, task);
   float global[kMaxSliceCols];
   for (int64_t c = 0; c < task.columns; ++c) global[c] = problem.global_scale(task.expert, task.column + c);
   for (int64_t row = task.row + first; row < task.row + first + rows; ++row, sums += stride) {
     T* out = static_cast<T*>(problem.out) + row * problem.n + task.column;
     for (int64_t c = 0; c < task.columns; ++c) out[c] = from_float<T>(sums[c] * global[c]);
-    if (has_doubtful(sums, task.columns)) settle_doubts<T>(problem, task, row, sums);
+    if (unusual.extreme != 0 || has_doubtful(sums, task.columns))
+      settle_doubts<Format, T>(problem, task, row, sums, unusual);
   }
 }
 

@@ -1,9 +1,9 @@
-// CPU grouped GEMM with NVFP4 weights: out[m, n] = sum_k x[m, k] e2m1(code[e, n, k]) scale[e, n, k / 16] global[e, n].
+// CPU grouped GEMM with packed weights: out[m, n] = sum_k x[m, k] code[e, n, k] scale[e, n, k / block] global[e, n].
 // Called through ctypes by kernels/cpu/backend.py, which compiles it with -O3 -march=native: C functions on pointers.
 // Calls the headers beside it, and at::parallel_for (torch's own thread pool).
 //
-// e2m1 * e4m3 has 6 significant bits, so a weight before its global scale is exact in bf16 as well as in fp32; the
-// global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
+// NVFP4's e2m1 * e4m3 has 6 significant bits, MXFP8's e4m3 times a power of two has 4, so a weight before its global
+// scale is exact in bf16 as well as in fp32; the global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
 //   gemv   few rows, AVX512 (gemv.h): codes become numbers in registers and are multiplied at once; a weight is read
 //          once and never stored. By bf16 dots (AVX512_BF16, 16-bit rows) or fp32 FMA.
 //   tile   few rows, 16 bits, AMX (tiles.h): codes become tiles of bf16 in L1, which the matrix unit multiplies.
@@ -50,7 +50,7 @@ void convert(T from, float* to) {
   *to = to_float(from);
 }
 
-template <class T, class Element>
+template <class Format, class T, class Element>
 void slice_task(const Problem& problem, const Task& task) {
   const int64_t k = problem.k, padded = padded_k<Element>(k), columns = round_up(task.columns, kTileCols),
                 stride = padded + kStridePad / int64_t(sizeof(Element));
@@ -60,7 +60,7 @@ void slice_task(const Problem& problem, const Task& task) {
   if (task.columns < columns)
     std::memset(static_cast<void*>(weight + (columns - kTileCols) * padded), 0, kTileCols * padded * sizeof(Element));
   for (int64_t c = 0; c < task.columns; ++c)
-    dequantize_column(problem.codes(task.expert, task.column + c), problem.scales(task.expert, task.column + c), k,
+    dequantize_column(Format{}, problem.codes(task.expert, task.column + c), problem.scales(task.expert, task.column + c), k,
                       padded, weight + c / kTileCols * kTileCols * padded + c % kTileCols * vector);
   float acc[kTileRows * kMaxSliceCols];
   const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows, chunk = kChunkBytes / int64_t(sizeof(Element));
@@ -82,12 +82,12 @@ void slice_task(const Problem& problem, const Task& task) {
       for (int64_t c = 0; c < columns; c += kTileCols)
         dot_rows(int(rows), x + i, ldx, weight + c * padded + kTileCols * i, std::min(chunk, padded - i), acc + c,
                  columns);
-    write_rows<T>(problem, task, first, rows, acc, columns);
+    write_rows<Format, T>(problem, task, first, rows, acc, columns);
   }
 }
 
 #if defined(HAS_BRGEMM)
-template <class T>
+template <class Format, class T>
 void panel_task(const Problem& problem, const Task& task) {
   const int64_t k = problem.k, width = panel_width(task.columns), depth = panel_depth(k);
   const int64_t blocks = (task.rows + kBlockRows - 1) / kBlockRows;
@@ -97,8 +97,8 @@ void panel_task(const Problem& problem, const Task& task) {
   for (int64_t first = 0; first < k; first += depth) {
     const int64_t count = std::min(depth, k - first);
     for (int64_t c = 0; c < width; c += 16)
-      decode_pairs(problem.codes(task.expert, task.column + c) + first / 2, k / 2,
-                   problem.scales(task.expert, task.column + c) + first / 16, k / 16,
+      decode_pairs(Format{}, problem.codes(task.expert, task.column + c) + Format::bytes(first), problem.code_stride,
+                   problem.scales(task.expert, task.column + c) + first / Format::kBlock, problem.scale_stride,
                    std::min<int64_t>(16, task.columns - c), count, width, panel + 2 * c);
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t row = block * kBlockRows, rows = std::min(kBlockRows, task.rows - row), padded = padded_rows(rows);
@@ -107,32 +107,43 @@ void panel_task(const Problem& problem, const Task& task) {
         const bf16* from = problem.parts.row(part, task.row + row) + first;
         multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panel, first > 0 || part > 0, sums);
       }
-      if (first + count == k) write_rows<T>(problem, task, row, rows, sums, width);
+      if (first + count == k) write_rows<Format, T>(problem, task, row, rows, sums, width);
     }
   }
 }
 #endif
 
-template <class T>
+template <class Format, class T>
 void run_task(const Problem& problem, const Task& task) {
 #if defined(HAS_AVX512)
-  if (task.kernel == Kernel::fma) return run_fma<T>(problem, task);
+  if (task.kernel == Kernel::fma) return run_fma<Format, T>(problem, task);
 #endif
 #if defined(HAS_AVX512_BF16)
   if constexpr (sizeof(T) == 2) {
-    if (task.kernel == Kernel::dots) return run_dots<T>(problem, task);
+    if (task.kernel == Kernel::dots) return run_dots<Format, T>(problem, task);
 #if defined(HAS_BRGEMM)
-    if (task.kernel == Kernel::panel) return panel_task<T>(problem, task);
+    if (task.kernel == Kernel::panel) return panel_task<Format, T>(problem, task);
 #endif
 #if defined(HAS_TILES)
-    if (task.kernel == Kernel::tile) return tile_task<T>(problem, task);
+    if constexpr (std::is_same<Format, Nvfp4>::value)
+      if (task.kernel == Kernel::tile) return tile_task<T>(problem, task);
 #endif
   }
   if constexpr (std::is_same<T, bf16>::value)
-    if (task.kernel == Kernel::slice) return slice_task<T, bf16>(problem, task);
+    if (task.kernel == Kernel::slice) return slice_task<Format, T, bf16>(problem, task);
 #endif
-  slice_task<T, float>(problem, task);
+  slice_task<Format, T, float>(problem, task);
 }
+
+// Calls run with the format's struct.
+template <class F>
+void with_format(int32_t format, const F& run) {
+  if (format == kNvfp4) run(Nvfp4{});
+  if (format == kMxfp8) run(Mxfp8{});
+}
+// AMX tiles of MXFP8 are panels.
+template <class Format>
+constexpr bool kHasTiles = std::is_same<Format, Nvfp4>::value;
 
 // What grouped_mm is told of the kernels: experts with at most `gemv` rows take a gemv kernel, `fma` or dots, those with
 // at most `tile` rows tiles, those with at least `panel` rows panels, others slices, of fp32 or, if x has, of bf16; those
@@ -203,7 +214,7 @@ const bf16* gather_tiles(const Problem& problem, const std::vector<Task>& tasks,
 #endif
 
 // Experts [first_expert, last_expert), whose rows are [first_row, last_row); memory for a copy of these.
-template <class T>
+template <class Format, class T>
 void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, int64_t last_expert, int64_t first_row,
                 int64_t last_row, const Limits& limits, Scratch& memory) {
   const int64_t k = problem.k, n = problem.n;
@@ -214,7 +225,7 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, i
 #endif
 #if defined(HAS_AVX512)
   const Kernel gemv = native && !limits.fma ? Kernel::dots : Kernel::fma;
-  const int64_t gemv_rows = limits.gemv, tile_rows = native && has_tiles() ? limits.tile : 0;
+  const int64_t gemv_rows = limits.gemv, tile_rows = native && kHasTiles<Format> && has_tiles() ? limits.tile : 0;
 #else
   const Kernel gemv = Kernel::fma;
   const int64_t gemv_rows = 0, tile_rows = 0;
@@ -270,7 +281,7 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, i
         as_parts<T>(static_cast<const T*>(problem.x), problem.count, first_row, last_row, k, copy, memory);
     problem.permuted = gather_groups<bf16>(
         problem, tasks, Kernel::dots, kParts<T>, for_gemv, [&](int64_t row, int64_t part, int64_t rows, bf16* to) {
-          permute_row(problem.parts.row(part, row), k, rows, to);
+          permute_row(Format{}, problem.parts.row(part, row), k, rows, to);
         });
   }
 #endif
@@ -280,11 +291,11 @@ void grouped_mm(Problem problem, const int32_t* offsets, int64_t first_expert, i
 #if defined(HAS_AVX512)
   problem.spread = gather_groups<float>(
       problem, tasks, Kernel::fma, 1, for_gemv, [&](int64_t row, int64_t, int64_t rows, float* to) {
-        spread_row(static_cast<const T*>(problem.x) + row * k, k, rows, to);
+        spread_row(Format{}, static_cast<const T*>(problem.x) + row * k, k, rows, to);
       });
 #endif
   for_each(
-      int64_t(tasks.size()), [&](int64_t i) { run_task<T>(problem, tasks[size_t(i)]); },
+      int64_t(tasks.size()), [&](int64_t i) { run_task<Format, T>(problem, tasks[size_t(i)]); },
       [&] {
 #if defined(HAS_BRGEMM)
         if (panels) at::native::cpublas::brgemm_release();
@@ -320,19 +331,20 @@ void store_values(const float* values, bf16* out) {  // subnormals too, which vc
 }
 #endif
 
-template <class T>
+template <class Format, class T>
 void dequantize_rows(const uint8_t* qdata, const uint8_t* scale, const float* global, bool per_row, int64_t rows,
                      int64_t n, int64_t k, T* out) {
   constexpr int64_t kRows = 16;
   for_each((rows + kRows - 1) / kRows, [&](int64_t i) {
     for (int64_t row = kRows * i; row < std::min(rows, kRows * (i + 1)); ++row) {
-      const float factor = global[per_row ? row : row / n];
-      const uint8_t *codes = qdata + row * (k / 2), *scales = scale + row * (k / 16);
+      const float factor = global == nullptr ? 1.f : global[per_row ? row : row / n];
+      const uint8_t *codes = qdata + row * Format::bytes(k), *scales = scale + row * (k / Format::kBlock);
       T* to = out + row * k;
       for (int64_t block = 0; block < k / 16; ++block) {
-        if (block % 8 == 0) prefetch(codes + 8 * block);
+        const uint8_t* from = codes + Format::bytes(16) * block;
+        if (Format::bytes(16 * block) % 64 == 0) prefetch(from);
         alignas(64) float values[16];
-        dequantize_block(codes + 8 * block, kTables.e4m3[scales[block]] * factor, values);
+        dequantize_block<Format>(from, block_scale<Format>(scales, block) * factor, values);
         store_values(values, to + 16 * block);
       }
     }
@@ -366,11 +378,16 @@ int32_t thunder_moe_kernels() {
 
 // out[row, k] for rows of [E, N]; per_row: global is [E * N] rather than [E]. Returns what guarded does.
 int32_t thunder_moe_dequantize(const uint8_t* qdata, const uint8_t* scale, const float* global, int32_t per_row,
-                               int64_t rows, int64_t n, int64_t k, int32_t dtype, void* out) {
+                               int64_t rows, int64_t n, int64_t k, int32_t dtype, int32_t format, void* out) {
   return guarded([&] {
-    if (dtype == kFloat32) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<float*>(out));
-    if (dtype == kBFloat16) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<bf16*>(out));
-    if (dtype == kFloat16) dequantize_rows(qdata, scale, global, per_row != 0, rows, n, k, static_cast<fp16*>(out));
+    with_format(format, [&](auto decode) {
+      const auto run = [&](auto* to) {
+        dequantize_rows<decltype(decode)>(qdata, scale, global, per_row != 0, rows, n, k, to);
+      };
+      if (dtype == kFloat32) run(static_cast<float*>(out));
+      if (dtype == kBFloat16) run(static_cast<bf16*>(out));
+      if (dtype == kFloat16) run(static_cast<fp16*>(out));
+    });
   });
 }
 
@@ -382,18 +399,28 @@ void thunder_moe_set_workers(int32_t workers) { thunder_moe_most_workers = worke
 // panel_rows: from which it takes panels; where there are these. fp32_slices: bf16 x takes slices of fp32, too.
 int32_t thunder_moe_grouped_mm(const void* x, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                const float* global, int32_t per_column, const int32_t* offsets, int64_t num_experts,
-                               int64_t n, int64_t k, int32_t dtype, int64_t max_rows, int64_t gemv_rows,
+                               int64_t n, int64_t k, int32_t dtype, int32_t format, int64_t max_rows, int64_t gemv_rows,
                                int64_t tile_rows, int64_t panel_rows, int32_t fma, int32_t fp32_slices, void* out) {
   return guarded([&] {
-    const Problem problem{x, qdata, scale, global, out, n, k, per_column != 0, count, {}, nullptr, nullptr, nullptr};
+    Problem problem{};
+    problem.x = x, problem.qdata = qdata, problem.scale = scale, problem.global = global, problem.out = out;
+    problem.n = n, problem.k = k, problem.per_column = per_column != 0, problem.count = count;
     const Limits limits{gemv_rows, tile_rows, panel_rows, max_rows, fma != 0, fp32_slices != 0};
     const int64_t bytes = dtype == kFloat32 ? 0 : 2 * (dtype == kFloat16 ? 2 : 1) * k;
-    for_ranges(offsets, num_experts, count, bytes,
-               [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {
-                 if (dtype == kFloat32) grouped_mm<float>(problem, offsets, first, last, row, end, limits, memory);
-                 if (dtype == kBFloat16) grouped_mm<bf16>(problem, offsets, first, last, row, end, limits, memory);
-                 if (dtype == kFloat16) grouped_mm<fp16>(problem, offsets, first, last, row, end, limits, memory);
-               });
+    with_format(format, [&](auto decode) {
+      using Format = decltype(decode);
+      problem.code_stride = Format::bytes(k), problem.scale_stride = k / Format::kBlock;
+      for_ranges(offsets, num_experts, count, bytes,
+                 [&](int64_t first, int64_t last, int64_t row, int64_t end, Scratch& memory) {
+                   const auto run = [&](auto* type) {
+                     using T = std::remove_pointer_t<decltype(type)>;
+                     grouped_mm<Format, T>(problem, offsets, first, last, row, end, limits, memory);
+                   };
+                   if (dtype == kFloat32) run(static_cast<float*>(nullptr));
+                   if (dtype == kBFloat16) run(static_cast<bf16*>(nullptr));
+                   if (dtype == kFloat16) run(static_cast<fp16*>(nullptr));
+                 });
+    });
   });
 }
 

@@ -18,6 +18,7 @@ inline thread_local int64_t thunder_moe_most_workers = 0;
 namespace {
 
 enum Dtype : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+enum NumberFormat : int32_t { kNvfp4 = 0, kMxfp8 = 1 };
 struct bf16 {
   uint16_t bits;
 };

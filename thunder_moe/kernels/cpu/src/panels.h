@@ -77,14 +77,14 @@ inline void gather_scales(const uint8_t* scale, int64_t stride, float (*out)[16]
   for (int b = 0; b < 8; ++b) {
     const __m128i bytes = _mm_unpacklo_epi64(_mm512_cvtepi64_epi8(_mm512_srli_epi64(low, 8 * b)),
                                              _mm512_cvtepi64_epi8(_mm512_srli_epi64(high, 8 * b)));
-    _mm512_store_ps(out[b], scales_over_256(_mm256_cvtepi8_epi16(bytes)));
+    _mm512_store_ps(out[b], e4m3_over_256(_mm256_cvtepi8_epi16(bytes)));
   }
 }
 
 // Up to 16 columns of weights without their global scale, exact, of `count` k, as pairs of k: out[k / 2][column][2],
 // `width` columns apart; columns from `columns` on are zeros. A byte of codes is a pair: bytes are transposed, then
 // decoded, in fp32, whose upper halves are the bf16. Zen 5, in L2: 20 to 28 weights per ns, as dequantize_column.
-void decode_pairs(const uint8_t* codes, int64_t codes_stride, const uint8_t* scale, int64_t scale_stride,
+void decode_pairs(Nvfp4, const uint8_t* codes, int64_t codes_stride, const uint8_t* scale, int64_t scale_stride,
                   int64_t columns, int64_t count, int64_t width, bf16* out) {
   const __m512 values = _mm512_mul_ps(_mm512_load_ps(kE2M1), _mm512_set1_ps(256.f));
   for (int64_t base = 0; base < count; base += 128) {
@@ -126,6 +126,35 @@ void decode_pairs(const uint8_t* codes, int64_t codes_stride, const uint8_t* sca
           _mm512_storeu_si512(to + (8 * b + 4 * half + j) * 2 * width, _mm512_or_si512(low, high));
         }
     }
+  }
+}
+
+// The same of MXFP8: columns are decoded, then transposed by pairs; `count` is a multiple of 32.
+void decode_pairs(Mxfp8, const uint8_t* codes, int64_t codes_stride, const uint8_t* scale, int64_t scale_stride,
+                  int64_t columns, int64_t count, int64_t width, bf16* out) {
+  const E4M3Decoder decode;
+  for (int64_t base = 0; base < count; base += 64) {
+    const bool both = count - base >= 64, wrap = base + kAhead >= count;
+    const int64_t next_k = base + kAhead - (wrap ? count : 0), behind = wrap ? 16 : 0;
+    const uint8_t* next = codes + behind * codes_stride + next_k;
+    __m512i first[16], second[16];
+    for (int c = 0; c < 16; ++c) {
+      first[c] = second[c] = _mm512_setzero_si512();
+      if (c >= columns) continue;
+      __builtin_prefetch(next + c * codes_stride);
+      const __m512i packed =
+          _mm512_maskz_loadu_epi8(both ? ~__mmask64(0) : 0xFFFFFFFFu, codes + c * codes_stride + base);
+      const E4M3Words words = in_order(decode, packed);
+      const uint8_t* scales = scale + c * scale_stride + base / 32;
+      first[c] = times_power(words.low, scales[0]);
+      if (both) second[c] = times_power(words.high, scales[1]);
+    }
+    bf16* to = out + base * width;
+    transpose_words(first);
+    for (int64_t pair = 0; pair < 16; ++pair) _mm512_storeu_si512(to + 2 * pair * width, first[pair]);
+    if (!both) continue;
+    transpose_words(second);
+    for (int64_t pair = 0; pair < 16; ++pair) _mm512_storeu_si512(to + 2 * (16 + pair) * width, second[pair]);
   }
 }
 

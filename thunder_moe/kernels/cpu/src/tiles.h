@@ -199,7 +199,7 @@ void tile_task(const Problem& problem, const Task& task) {
       sums[r][c] = nan ? std::numeric_limits<float>::quiet_NaN() : sum * 0x1.0p+12f;
     }
   }
-  write_rows<T>(problem, task, 0, task.rows, sums[0], kTilesCols);
+  write_rows<Nvfp4, T>(problem, task, 0, task.rows, sums[0], kTilesCols);
 }
 
 #else
