@@ -13,10 +13,11 @@ import threading
 import pytest
 import torch
 from oracle import dequantize as decode
-from oracle import grouped_swiglu, relative_error
+from oracle import dequantize_mxfp8, grouped_swiglu, relative_error
 from pairwise import pairwise
 
 from thunder_moe.formats.nvfp4 import NVFP4Weight
+from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cpu import crossover
 from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
@@ -61,6 +62,25 @@ def weights(experts, n, k, per_column=False):
     return NVFP4Weight(qdata, scale, (global_scale + 0.1) / 10)
 
 
+def weights_in(format, experts, n, k, per_column=False):
+    """The weights and what they stand for; K of MXFP8 is rounded up to its blocks."""
+    if format == "nvfp4":
+        weight = weights(experts, n, k, per_column)
+        return weight, decode(*weight.tensors())
+    k = (k + 31) // 32 * 32
+    codes = torch.randint(0, 127, (experts, n, k), dtype=torch.uint8)  # 127 is NaN
+    codes += 128 * torch.randint(0, 2, codes.shape, dtype=torch.uint8)
+    scale = torch.randint(110, 130, (experts, n, k // 32), dtype=torch.uint8)
+    scale[..., ::3] = 0  # as blocks of zeros have
+    codes[..., : k // 32 * 32].view(experts, n, -1, 32)[..., ::3, :] &= 128
+    weight = mxfp8(codes, scale)
+    return weight, dequantize_mxfp8(*weight.tensors())
+
+
+def mxfp8(codes, scale):
+    return MXFP8Weight(codes.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
+
+
 def oracle(rows, matrices, ends):
     out, begin = torch.zeros(rows.shape[0], matrices.shape[1]), 0
     for matrix, end in zip(matrices, ends, strict=True):
@@ -78,8 +98,9 @@ def assert_close(actual, expected, dtype, roundings=1):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "dtype", "per_column", "limits"),
+    ("format", "name", "shape", "dtype", "per_column", "limits"),
     pairwise(
+        ["nvfp4", "mxfp8"],
         list(ROWS),
         SHAPES,
         list(TOLERANCE),
@@ -88,22 +109,22 @@ def assert_close(actual, expected, dtype, roundings=1):
     ),
     ids=str,
 )
-def test_grouped_mm(name, shape, dtype, per_column, limits):
+def test_grouped_mm(format, name, shape, dtype, per_column, limits):
     with limits_are(limits) if limits else contextlib.nullcontext():
-        check_grouped_mm(ROWS[name], shape, dtype, per_column)
+        check_grouped_mm(ROWS[name], shape, dtype, per_column, format)
 
 
-def check_grouped_mm(rows, shape, dtype, per_column):
-    n, k = shape
-    weight = weights(len(rows), n, k, per_column)
+def check_grouped_mm(rows, shape, dtype, per_column, format="nvfp4"):
+    weight, matrices = weights_in(format, len(rows), *shape, per_column)
+    _, n, k = matrices.shape
     offsets = torch.tensor(rows).cumsum(0).int()
     x = torch.randn(sum(rows) + 3, k).to(dtype)  # three rows past the last group
     actual = cpu.grouped_mm(x, weight, offsets)
-    expected = oracle(x.float(), decode(*weight.tensors()), offsets.tolist())
+    expected = oracle(x.float(), matrices, offsets.tolist())
     assert_close(actual, expected, dtype, roundings=2)  # of the weight where torch.mm multiplies it, of the result
     assert (actual[sum(rows) :] == 0).all()
     grad = torch.randn(sum(rows) + 3, n).to(dtype)
-    expected = oracle(grad.float(), decode(*weight.tensors()).transpose(1, 2), offsets.tolist())
+    expected = oracle(grad.float(), matrices.transpose(1, 2), offsets.tolist())
     actual = cpu.grouped_mm_dgrad(grad, weight, offsets)
     assert_close(actual, expected, dtype, roundings=2)  # of the weight, of the result
     assert (actual[sum(rows) :] == 0).all()
@@ -145,6 +166,41 @@ def test_every_code_and_scale_decodes_exactly(dtype):
             expected = decode(qdata, scale, global_scale).to(dtype)
             bits_of = torch.int32 if dtype == torch.float32 else torch.int16
             assert torch.equal(actual.view(bits_of), expected.view(bits_of))
+
+
+@pytest.mark.parametrize("rows", [1, 7, 13])
+def test_every_code_and_scale_of_mxfp8(rows, kernel):
+    """One-hot activations read the weights out of each kernel, with scales that bf16 products would lose, too."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.where((codes & 127) == 127, 0, codes)[None, :, None].expand(1, 256, 1024).contiguous()
+    for dtype in TOLERANCE:
+        for first in (*range(0, 255, 32), 111):
+            scale = torch.arange(first, first + 32, dtype=torch.int32).clamp_max(254).to(torch.uint8)
+            weight = mxfp8(codes, scale[None, None].expand(1, 256, 32).contiguous())
+            matrix = dequantize_mxfp8(*weight.tensors())[0]
+            assert torch.equal(cpu.dequantize(weight, dtype)[0], matrix.to(dtype))
+            x, columns = torch.zeros(rows, 1024, dtype=dtype), torch.randint(0, 1024, (rows,))
+            x[torch.arange(rows), columns] = 1
+            x, matrix = x[:, matrix.isfinite().all(0)], matrix[:, matrix.isfinite().all(0)]
+            if x.shape[1] < 1024:  # 448 times the largest scales is infinite
+                keep = x.shape[1] // 32
+                weight = mxfp8(
+                    codes[..., : 32 * keep].contiguous(), weight.scale.view(torch.uint8)[..., :keep].contiguous()
+                )
+            actual = cpu.grouped_mm(x.contiguous(), weight, torch.tensor([rows], dtype=torch.int32))
+            assert torch.equal(actual, (x.double() @ matrix.double().t()).float().to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_nan_codes_and_scales_of_mxfp8_stay_in_their_column(dtype, kernel):
+    for rows in (1, 13):
+        weight, _ = weights_in("mxfp8", 1, 37, 160)
+        weight.qdata.view(torch.uint8)[0, 3, 70] = 0xFF
+        weight.qdata.view(torch.uint8)[0, 8, 1] = 0x7F
+        weight.scale.view(torch.uint8)[0, 20, 4] = 255
+        actual = cpu.grouped_mm(torch.randn(rows, 160).to(dtype), weight, torch.tensor([rows], dtype=torch.int32))
+        assert actual[:, [3, 8, 20]].isnan().all()
+        assert actual.isnan().sum() == 3 * rows
 
 
 @pytest.mark.parametrize("rows", [1, 13])
@@ -295,6 +351,27 @@ def test_poison_outside_the_operands_is_not_read(rows, dtype, kernel):
     expected = oracle(grad.float()[: sum(rows)], decode(*weight.tensors()).transpose(1, 2), offsets.tolist())
     assert_close(actual[: sum(rows)], expected, dtype, roundings=2)
     assert (actual[sum(rows) :] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [(2, 0, 3), (20, 0, 15)], ids=str)
+def test_poison_outside_operands_of_mxfp8_is_not_read(rows, kernel):
+    n, k = 19, 96
+    weight, matrices = weights_in("mxfp8", 3, n, k)
+    scale = torch.full((5, n, k // 32), 255, dtype=torch.uint8)
+    codes = torch.full((5, n, k), 0x7F, dtype=torch.uint8)
+    for expert in (0, 2):
+        scale[expert + 1], codes[expert + 1] = (
+            weight.scale.view(torch.uint8)[expert],
+            weight.qdata.view(torch.uint8)[expert],
+        )
+    weight, offsets = mxfp8(codes[1:4], scale[1:4]), torch.tensor(rows).cumsum(0).int()
+    for dtype in TOLERANCE:
+        x = torch.full((sum(rows) + 4, k), torch.nan, dtype=dtype)
+        x[2:-2] = torch.randn(sum(rows), k).to(dtype)
+        actual = cpu.grouped_mm(x[2:], weight, offsets)
+        expected = oracle(x[2:].float()[: sum(rows)], matrices, offsets.tolist())
+        assert_close(actual[: sum(rows)], expected, dtype)
+        assert (actual[sum(rows) :] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

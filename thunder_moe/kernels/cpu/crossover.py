@@ -108,7 +108,8 @@ def limits_for(
         machine: the CPU's name.
         format: of the weights, where it is not NVFP4.
     """
-    name = f"{dtype}{' ' + format if format else ''}: {', '.join(sorted(kernels))}"  # oneDNN's may be absent, by a flag or an environment variable
+    # oneDNN's kernels may be absent, by a flag or an environment variable.
+    name = f"{dtype}{' ' + format if format else ''}: {', '.join(sorted(kernels))}"
     limits = _known.get(name)
     if limits is None:
         with _lock:
