@@ -17,7 +17,6 @@ from thunder_moe.formats import nvfp4
 from thunder_moe.formats.mxfp8 import quantize
 from thunder_moe.nn.packed import NVFP4Module
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
 OFFSETS = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
 
 

@@ -20,7 +20,6 @@ from thunder_moe.sensitivity import BlockLoss, Sensitivity, choose_formats, load
 from thunder_moe.sensitivity.formats_file import format_of_path
 
 NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-pytestmark = pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
 
 
 def windows(rows=3, length=17):

@@ -18,7 +18,6 @@ import_thunder()
 import thunder  # noqa: E402
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 THUNDER = pytest.param("thunder", marks=pytest.mark.slow)

@@ -28,8 +28,6 @@ DTYPES = list(KERNEL_TOLERANCE)
 OFFSETS = torch.tensor([2, 4, 4, 7], dtype=torch.int32)
 IDS = torch.tensor([[0, 3], [1, 1], [3, 0], [0, 1]])
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
-
 
 def make(n=32, k=64, experts=4, layout="linear"):
     weight = quantize(torch.randn(experts, n, k))

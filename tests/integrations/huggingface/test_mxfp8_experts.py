@@ -14,8 +14,6 @@ from tiny_models import tiny_model, tokens  # noqa: E402
 from thunder_moe import dequantize_, quantize_, rewrite_report, save_checkpoint  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
-
 
 def formats(model):
     return {module.format_name for module in model.modules() if isinstance(module, NVFP4Module)}
