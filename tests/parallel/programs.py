@@ -80,7 +80,12 @@ def error(actual, wanted):
 def layer(quantized=False, shared=1, dtype=torch.float32, layout="auto"):
     torch.manual_seed(1)
     moe = Llama4MoE(Llama4MoEConfig(H, FEATURES, E, num_shared_experts=shared, top_k=A), dtype=dtype)
-    return quantize_(moe, layout=layout) if quantized else moe
+    return quantize_(moe, layout=layout, format=format_of(quantized)) if quantized else moe
+
+
+def format_of(quantized):
+    """The number format of a test's weights: "nvfp4" of True."""
+    return quantized if isinstance(quantized, str) else "nvfp4"
 
 
 def experts(kind, quantized=False):
@@ -92,11 +97,11 @@ def experts(kind, quantized=False):
         "mlp, interleaved": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSwiGLU(glu_interleave_size=16)),
         "mlp, srelu": lambda: GroupedMLP(E, H, FEATURES, activation=ScaledSReLU()),
     }[kind]()
-    return packed(module) if quantized else module
+    return packed(module, format=format_of(quantized)) if quantized else module
 
 
-def packed(module, layout="auto"):
-    return quantize_(torch.nn.Sequential(module), layout=layout)[0]
+def packed(module, layout="auto", format="nvfp4"):
+    return quantize_(torch.nn.Sequential(module), layout=layout, format=format)[0]
 
 
 def skew(moe):
@@ -323,6 +328,10 @@ def narrow_quantized():
     return packed(GroupedSwiGLU(E, H, 32))
 
 
+def narrow_blocks():
+    return packed(GroupedSwiGLU(2, H, 64), "linear", "mxfp8")
+
+
 def narrow_tiles():
     return packed(GroupedSwiGLU(2, H, FEATURES), "tiled_64x64")
 
@@ -417,7 +426,7 @@ def spoil(module):
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.dtype == torch.float8_e4m3fn:
+            if local.itemsize == 1:  # a scale of zero would have the codes cleared
                 local.view(torch.uint8).fill_(8)
             else:
                 local.zero_()

@@ -14,7 +14,7 @@ TOLERANCE = 1e-5  # float32; sums of ranks are added in another order
 SPLITS = {"even": [2] * 8, "ragged": [0, 5, 0, 0, 1, 0, 0, 3], "all on the last": [0] * 7 + [4], "none": [0] * 8}
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("style", programs.STYLES)
 @pytest.mark.parametrize("tokens", programs.TOKENS)
 @pytest.mark.parametrize("count", [2, 4])
@@ -28,7 +28,7 @@ def test_all_tokens_go_to_one_rank(run, style):
     assert max(run(programs.run_layer, 4, style, "ragged", True, True)) < TOLERANCE
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("kind", ["swiglu", "mlp", "mlp, bias", "mlp, srelu", "mlp, interleaved"])
 @pytest.mark.parametrize("style", ["exact", "capacity", "tensor"])
@@ -41,7 +41,7 @@ def test_experts_are_those_of_one_process(run, count, style, kind, splits, quant
     assert max(run(programs.run_experts, count, style, kind, quantized, SPLITS[splits])) < TOLERANCE
 
 
-@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "nvfp4"])
+@pytest.mark.parametrize("quantized", [False, True, "mxfp8"], ids=["float32", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize(("count", "shared"), [(2, 1), (4, 0), (4, 2)])
 def test_tensor_parallel_layer_is_that_of_one_process(run, count, shared, quantized):
     assert max(run(programs.run_tensor_layer, count, quantized, shared)) < TOLERANCE
@@ -65,6 +65,8 @@ SAVED = [
     (2, "tensor", True, "tiled_64x64"),
     (2, "expert", False, ""),
     (4, "tensor", False, ""),
+    (2, "expert", "mxfp8", "tiled_64x64"),
+    (4, "tensor", "mxfp8", "linear"),
 ]
 
 
@@ -98,6 +100,7 @@ REFUSED = {
     "4-bit experts": (4, programs.uneven_quantized, ExpertParallel(), "num_experts=6 .* wanted a multiple of 4"),
     "features": (4, programs.narrow, TensorParallel(), "wanted a multiple of"),
     "4-bit features": (4, programs.narrow_quantized, TensorParallel(), "in_features=32 .*, wanted a multiple of 64"),
+    "blocks": (4, programs.narrow_blocks, TensorParallel(), "in_features=64 .*, wanted a multiple of 128"),
     "tiles": (4, programs.narrow_tiles, TensorParallel(), "layout 'tiled_64x64', wanted a multiple of 512"),
     "twice": (2, programs.parallel_already, ExpertParallel(), "module: got a ExpertParallelGroupedSwiGLU"),
     "bias": (2, programs.biased, TensorParallel(), "down_proj: got a bias"),

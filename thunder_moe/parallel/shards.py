@@ -1,5 +1,5 @@
-"""Cuts the weights of experts into one part per rank: 16-bit parameters become DTensors; 4-bit modules keep the part of
-their rank, and their state dicts have DTensors, which torch.distributed.checkpoint reshards.
+"""Cuts the weights of experts into one part per rank: 16-bit parameters become DTensors; packed modules keep their
+rank's part, and their state dicts have DTensors, which torch.distributed.checkpoint reshards.
 Called by parallel.styles; calls torch.distributed.tensor and the modules of nn.
 
 Legend: R ranks. Dim 0 is that of experts, 1 of out_features, 2 of in_features; dense layers lack the first.
@@ -19,7 +19,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.nn.utils.parametrize import is_parametrized
 
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import NVFP4Module
@@ -136,8 +135,6 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
     """
     if not isinstance(linear, GroupedLinear | NVFP4GroupedLinear | nn.Linear) and not isinstance(linear, NVFP4Module):
         raise TypeError(f"{name}: got a {type(linear).__name__}, wanted a linear of this package or torch's")
-    if isinstance(linear, NVFP4Module) and linear.format_name != NVFP4.name:
-        raise ValueError(f"{name}: got a weight in {linear.format_name}, wanted nvfp4 or 16 bits: no other is cut yet")
     bias = linear._parameters.get("bias")
     if cut_of(linear) is not None or any(isinstance(tensor, DTensor) for tensor in linear._parameters.values()):
         raise ValueError(f"{name}: its weight is cut over ranks already, wanted a whole one")

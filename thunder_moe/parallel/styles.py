@@ -23,14 +23,15 @@ __all__ = ["ExpertParallel", "TensorParallel"]
 
 
 class ExpertParallel(ParallelStyle):
-    """Spreads the experts of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or NVFP4, over the ranks of a mesh.
+    """Spreads the experts of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or packed (NVFP4, MXFP8), over the
+    ranks of a mesh.
 
     Each rank keeps equally many consecutive experts and calls the module with tokens of its own; they travel to their
     experts and back. Router and shared expert stay whole on every rank; the shared expert runs while tokens travel.
     ``parallelize_module(model, mesh, ExpertParallel())`` applies it to a module; the mesh has one dimension.
 
     16-bit weights become DTensors with ``Shard(0)``, and train: an expert's gradient is the sum over the tokens of all
-    ranks. 4-bit weights stay plain buffers in their layout, and the state dict has DTensors of them in layout "linear".
+    ranks. Packed weights stay plain buffers in their layout; the state dict has DTensors of them in layout "linear".
 
     Args:
         exchange: "all_to_all": a token goes once to each rank that has one of its experts; "all_gather": all tokens to
@@ -88,7 +89,7 @@ class ExpertParallel(ParallelStyle):
 
 class TensorParallel(ParallelStyle):
     """Spreads the intermediate features of each expert of a `Llama4MoE`, `GroupedSwiGLU` or `GroupedMLP`, 16-bit or
-    NVFP4, over the ranks of a mesh.
+    packed (NVFP4, MXFP8), over the ranks of a mesh.
 
     Every rank is called with the same tokens. It has equally many columns of gate and of up, and the rows of down
     that follow; the sum over the ranks is the result. Of a `Llama4MoE` the shared expert is cut too.
@@ -99,7 +100,7 @@ class TensorParallel(ParallelStyle):
 
     Raises:
         ValueError: `parallelize_module`: a mesh of several dimensions; intermediate features that it does not divide
-            into multiples of 16, or of a tile of the weights' layout; a bias of the down projection.
+            into multiples of 16 (MXFP8: 32), or of a tile of the weights' layout; a bias of the down projection.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
