@@ -181,10 +181,11 @@ class _Layers:
 
     def _alone(self, exchange: Exchange, x: Tensor) -> Tensor:
         """Dispatch and combine, with the router's choice."""
+        early = exchange.send(x)
         scores, ids, *_ = torch.ops.thunder_moe.moe_router(
             self.whole.router(x), top_k=self.whole.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
         )
-        sent = exchange.start(x, ids, scores)
+        sent = exchange.start(x, ids, scores, early)
         return exchange.combine(sent.receive()[0], sent)
 
 

@@ -1,7 +1,8 @@
 """The exchange of tokens between expert-parallel ranks, by functional collectives of torch.distributed.
 Called by parallel.modules; calls torch.distributed._functional_collectives and ops.combine.
 
-    start    tokens (T, H), global expert ids (T, A) -> collectives that run by themselves
+    send     tokens (T, H) -> what can travel before the router has chosen
+    start    the same tokens, global expert ids (T, A) -> collectives that run by themselves
     receive  -> the tokens of all ranks that this one has an expert for, (T', H), with ids of its own experts (T', A)
     combine  the sums (T', H) of this rank's experts -> (T, H), a token's sums of all ranks added
 
@@ -74,13 +75,22 @@ class Exchange:
         self.mesh, self.experts, self.capacity = mesh, experts, capacity
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+    def send(self, x: Tensor) -> Any:
+        """Sends tokens (T, H) off where that does not depend on their experts -> what `start` takes as `early`.
+
+        Raises:
+            ValueError: "all_gather" with more tokens than its capacity.
+        """
+        return None
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         """Sends tokens off.
 
         Args:
             x: (T, H).
             ids: integers (T, A), of all experts; one outside of [0, R * L) is of none.
             weights: floating point (T, A), go along; or None.
+            early: what `send` gave of the tokens, if it was called.
 
         Raises:
             ValueError: "all_gather" with more tokens than its capacity.
@@ -126,7 +136,7 @@ class AllToAll(Exchange):
         # Only tokens with an expert here come: of experts that are spread evenly, so many have one.
         return round(self.ranks * (1 - (1 - 1 / self.ranks) ** top_k))
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
         ranks = torch.arange(self.ranks, device=ids.device)[:, None]
         known = (ids >= 0) & (ids < self.ranks * self.experts)
@@ -176,22 +186,28 @@ class AllGather(Exchange):
     """All tokens go to all ranks, and the sums come back added: the least overhead where ranks are few or top_k is
     large."""
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
-        room = self.capacity
-        if room is None:
-            count = torch.tensor([tokens], device=x.device)
-            (counts,) = _host_sizes(wait(_all_gather(count, self._group)))
-            room = max(counts)
-        else:
-            require(tokens <= room, "hidden_states", x, f"at most capacity = {room} tokens")
         routing = self._routing(ids, weights)
-        if room != tokens:
-            x, routing = F.pad(x, (0, 0, 0, room - tokens)), F.pad(routing, (0, 0, 0, room - tokens), value=-1.0)
-        # Their memory is read by another stream until the wait.
-        back = x, routing = x.contiguous(), routing.contiguous()
-        rows, all_routing = self._gather(x, routing)
-        return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, back)
+        if early is None:
+            room = self._room(x)
+            x, routing = _padded(x, room), _padded(routing, room, -1.0)
+            rows, all_routing = self._gather(x, routing)
+        else:
+            rows, x = early
+            routing = _padded(routing, x.shape[0], -1.0)
+            all_routing = _all_gather(routing, self._group)
+        # The memory of x and routing is read by another stream until the wait.
+        return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, (x, routing))
+
+    def _room(self, x: Tensor) -> int:
+        """How many tokens are gathered of each rank."""
+        if self.capacity is None:
+            count = torch.tensor([x.shape[0]], device=x.device)
+            (counts,) = _host_sizes(wait(_all_gather(count, self._group)))
+            return max(counts)
+        require(x.shape[0] <= self.capacity, "hidden_states", x, f"at most capacity = {self.capacity} tokens")
+        return self.capacity
 
     def send_back(self, sums: Tensor, sent: Sent) -> Tensor:
         return self._reduce_scatter(sums)
@@ -215,19 +231,22 @@ class SymmetricMemory(AllGather):
     """`AllGather` by copies between GPUs that can read each other's memory, which leave the multiprocessors to the
     experts; for inference."""
 
-    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Sent:
+    def send(self, x: Tensor) -> Any:
         if not x.is_cuda:
             raise ValueError(f"hidden_states: got {x.device}, wanted CUDA devices for exchange='symmetric_memory'")
-        if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
+        if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("exchange: got 'symmetric_memory', which has no gradients; wanted torch.no_grad()")
-        return super().start(x, ids, weights)
-
-    def _gather(self, x: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
+        x = _padded(x, self._room(x))
         # The workspace has to have its size for the sums before others read it: growing makes a new one.
         name = self._group.group_name
-        symmetric_memory.get_symm_mem_workspace(name, max(self.ranks * x.nbytes, routing.nbytes))
-        gather = torch.ops.symm_mem._low_contention_all_gather
-        return _pending(gather(x, name)), _pending(gather(routing, name))
+        symmetric_memory.get_symm_mem_workspace(name, self.ranks * x.nbytes)
+        return _pending(torch.ops.symm_mem._low_contention_all_gather(x, name)), x
+
+    def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
+        early = self.send(x) if early is None else early
+        if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
+            raise ValueError("exchange: got 'symmetric_memory', which has no gradients; wanted torch.no_grad()")
+        return super().start(x, ids, weights, early)
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return _pending(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
@@ -246,6 +265,11 @@ def _host_sizes(*sizes: Tensor) -> list[list[int]]:
     for size in (size for row in known for size in row):
         torch._check(size >= 0)
     return known
+
+
+def _padded(x: Tensor, rows: int, value: float = 0.0) -> Tensor:
+    """(T, ...) with so many rows, contiguous."""
+    return (x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]), value=value)).contiguous()
 
 
 def wait(tensor: Tensor) -> Tensor:

@@ -87,11 +87,13 @@ class ExpertParallelLlama4MoE(Llama4MoE):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TH = self.tokens_of(hidden_states)
+        rows = autocast_rows(x_TH).tensor_split(self.chunks)
+        early = [self.exchange.send(part) for part in rows]  # travels while the router chooses
         scores_TA, ids_TA, *_ = torch.ops.thunder_moe.moe_router(
             self.router(x_TH), top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
         )
-        parts = zip(*(t.tensor_split(self.chunks) for t in (autocast_rows(x_TH), ids_TA, scores_TA)), strict=True)
-        all_sent = [self.exchange.start(*part) for part in parts]
+        chosen = (t.tensor_split(self.chunks) for t in (ids_TA, scores_TA))
+        all_sent = [self.exchange.start(*part) for part in zip(rows, *chosen, early, strict=True)]
         shared_TH = None if self.shared_expert is None else self.shared_expert(x_TH)
         # The experts of a chunk run while the next one is on its way, and the sums of the last one on theirs.
         returned = [self.exchange.send_back(self._run_own_experts(sent), sent) for sent in all_sent]
