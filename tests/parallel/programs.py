@@ -50,10 +50,11 @@ ROOMY = dict(exchange="all_to_all", capacity=18)  # for the rows of SPLITS in te
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of a process: all four, its half, and its rank among all."""
+    """The meshes of a process: all four, its half, both dimensions of two halves, and its rank among all."""
 
     four: DeviceMesh
     two: DeviceMesh
+    grid: DeviceMesh
     rank: int
 
     def of(self, ranks: int) -> DeviceMesh:
@@ -63,7 +64,7 @@ class Meshes:
 @functools.cache
 def meshes() -> Meshes:
     halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "of"))
-    return Meshes(init_device_mesh("cpu", (4,)), halves["of"], dist.get_rank())
+    return Meshes(init_device_mesh("cpu", (4,)), halves["of"], halves, dist.get_rank())
 
 
 def within(function, *args):
@@ -225,6 +226,80 @@ def run_tensor_layer(meshes, ranks, quantized, shared):
     return max(errors)
 
 
+def run_both_layer(meshes, style, tokens, quantized):
+    """`run_layer` with experts over one dimension of a mesh and their features over the other."""
+    experts = meshes.grid[meshes.grid.mesh_dim_names[0]]
+    rank, counts = experts.get_local_rank(), TOKENS[tokens][:2]
+    whole = layer(quantized)
+    moe = parallelize_module(copy.deepcopy(whole), meshes.grid, ExpertParallel(**STYLES[style]))
+    x = torch.randn(sum(counts), H)
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    factors = torch.randn_like(x)
+    wanted_x, own_x = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
+    wanted, out = whole(wanted_x[None])[0], moe(own_x[None])[0]
+    (wanted * factors).sum().backward()
+    (out * factors[mine]).sum().backward()
+    errors = [error(out, wanted[mine]), error(own_x.grad, wanted_x.grad[mine])]
+    for (name, parameter), reference in zip(moe.named_parameters(), whole.parameters(), strict=True):
+        if isinstance(parameter, DTensor) and "routed" in name:
+            assert parameter.to_local().numel() == reference.numel() // 4
+            got = parameter.grad.full_tensor()
+        else:  # of router and shared expert a rank has those of its own tokens
+            got = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.grad.clone()
+            dist.all_reduce(got, group=experts.get_group())
+            if isinstance(parameter, DTensor):
+                got = DTensor.from_local(got, meshes.grid, parameter.placements).full_tensor()
+        errors.append(error(got, reference.grad))
+    with torch.no_grad():
+        errors.append(error(moe(x[mine][None])[0], wanted[mine]))
+    (load,) = expert_load(moe, all_ranks=True).values()
+    chosen = torch.bincount(whole.router(x).topk(A).indices.flatten(), minlength=E)
+    assert torch.equal(load.tokens[-1], chosen)
+    return max(errors)
+
+
+def run_both_experts(meshes, kind, quantized):
+    """The same of experts that are called with rows."""
+    rank = meshes.grid.get_local_rank(0)
+    whole = experts(kind, quantized)
+    module = parallelize_module(copy.deepcopy(whole), meshes.grid, ExpertParallel())
+    sizes = torch.tensor([0, 5, 0, 2, 1, 0, 0, 3]).roll(rank)
+    results = []
+    rows = torch.randn(11, H, generator=torch.Generator().manual_seed(rank))
+    scales = torch.rand(11, generator=torch.Generator().manual_seed(rank))
+    for run in (whole, module):
+        own = [rows.clone().requires_grad_(), *([scales.clone().requires_grad_()] if kind != "swiglu" else [])]
+        out = run(own[0], sizes.cumsum(0).int(), *own[1:])
+        results.append([out, *torch.autograd.grad(out.square().sum(), own)])
+    return max(error(b, a) for a, b in zip(*results, strict=True))
+
+
+def saved_from_both(meshes, quantized, path):
+    """Saves a layer that is cut both ways; it is the whole one's, bit for bit, and loads into such a layer again."""
+    whole = layer(quantized)
+    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    moe = parallelize_module(copy.deepcopy(whole), meshes.grid, ExpertParallel())
+    dcp.save(moe.state_dict(), checkpoint_id=path)
+    plain = layer(quantized)
+    spoil(plain)
+    fresh = plain.state_dict()
+    dcp.load(fresh, checkpoint_id=path, no_dist=True)
+    plain.load_state_dict(fresh)
+    same(plain.state_dict(), state)
+    from_whole = parallelize_module(layer(quantized), meshes.grid, ExpertParallel())
+    spoil(from_whole)
+    from_whole.load_state_dict(state)
+    again = parallelize_module(layer(quantized), meshes.grid, ExpertParallel())
+    spoil(again)
+    target = again.state_dict()
+    dcp.load(target, checkpoint_id=path)
+    again.load_state_dict(target)
+    for other in (from_whole, again):
+        for key, tensor in other.state_dict().items():
+            equal_local(tensor, moe.state_dict()[key])
+    return True
+
+
 def overflow(meshes, capacity):
     """All tokens want the last rank, which has room for `capacity` of each rank: which tokens miss it -> dropped."""
     mesh = meshes.four
@@ -358,13 +433,15 @@ def linear():
     return torch.nn.Linear(4, 4)
 
 
-def two_dimensions(meshes):
-    mesh = init_device_mesh("cpu", (2, 2))
-    try:
-        parallelize_module(uneven(), mesh, ExpertParallel())
-    except ValueError as reason:
-        return str(reason)
-    return "nothing was raised"
+def other_dimensions(meshes, style):
+    """Meshes of three dimensions and of two without names -> what each raises."""
+    reasons = []
+    for mesh in (init_device_mesh("cpu", (2, 2, 1)), init_device_mesh("cpu", (2, 2))):
+        try:
+            parallelize_module(GroupedSwiGLU(E, H, FEATURES), mesh, style)
+        except ValueError as reason:
+            reasons.append(str(reason))
+    return reasons
 
 
 def no_gpu(meshes):

@@ -47,6 +47,24 @@ def test_tensor_parallel_layer_is_that_of_one_process(run, count, shared, quanti
     assert max(run(programs.run_tensor_layer, count, quantized, shared)) < TOLERANCE
 
 
+BOTH = [("exact", "ragged", False), ("capacity", "even", "mxfp8"), ("gather", "one rank alone", True)]
+
+
+@pytest.mark.parametrize(("style", "tokens", "quantized"), [*BOTH, ("chunks", "none", True)])
+def test_experts_and_features_at_once(run, style, tokens, quantized):
+    assert max(run(programs.run_both_layer, style, tokens, quantized)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "quantized"), [("swiglu", True), ("mlp", False), ("mlp", True)])
+def test_rows_of_experts_that_are_cut_both_ways(run, kind, quantized):
+    assert max(run(programs.run_both_experts, kind, quantized)) < TOLERANCE
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_checkpoints_of_both_at_once(run, tmp_path, quantized):
+    assert run(programs.saved_from_both, quantized, str(tmp_path)) == [True] * 4
+
+
 @pytest.mark.parametrize(("capacity", "dropped"), [(2, 6), (5, 0)])
 def test_tokens_without_room_are_counted(run, capacity, dropped):
     assert run(programs.overflow, capacity) == [dropped] * 4
@@ -107,7 +125,7 @@ REFUSED = {
     "main_grad": (2, programs.main_grad, ExpertParallel(), "accumulate_into_main_grad=True"),
     "pairs": (4, programs.pairs, TensorParallel(), "in pairs of 64"),
     "gather": (2, programs.uneven, ExpertParallel(exchange="all_gather"), "wanted 'all_to_all'"),
-    "chunks": (2, programs.uneven, ExpertParallel(chunks=2), "chunks: got 2 for a GroupedSwiGLU, wanted 1"),
+    "chunks": (2, programs.uneven, ExpertParallel(chunks=2), "chunks: got 2 for a GroupedSwiGLU, .* wanted 1"),
     "adapters": (2, programs.adapted, ExpertParallel(), "gate_up_proj: got adapters .'default'."),
     "parametrized": (2, programs.trained_in_4_bits, ExpertParallel(), "gate_proj: got a parametrized weight"),
     "subclass": (2, programs.own_linear, TensorParallel(), "up_proj: got a OwnLinear, whose forward would be lost"),
@@ -124,8 +142,13 @@ def test_refused_before_ranks_communicate(run, case):
             raise Exception(outcome)
 
 
-def test_a_mesh_of_two_dimensions_is_refused(run):
-    assert all("device_mesh: got 2 dimensions" in outcome for outcome in run(programs.two_dimensions))
+def test_meshes_of_other_dimensions_are_refused(run):
+    for of_three, of_two in run(programs.other_dimensions, ExpertParallel()):
+        assert "device_mesh: got 3 dimensions, wanted one or two" in of_three
+        assert "got two dimensions without names" in of_two
+    for reasons in run(programs.other_dimensions, TensorParallel()):
+        assert "got 3 dimensions, wanted one" in reasons[0]
+        assert "got 2 dimensions, wanted one" in reasons[1]
 
 
 def test_more_tokens_than_a_gather_has_room_for(run):

@@ -3,12 +3,14 @@ Called by users through those modules; calls parallel.exchange and load, nn, and
 
 Expert parallel:  start the exchange -> shared expert meanwhile -> this rank's experts -> sums back
 Tensor parallel:  each rank's columns of gate and up, its rows of down -> sum over the ranks
+Both:             expert parallel over one dimension of the mesh, whose results are summed over the other
 
 Legend: T tokens, A = top_k, M rows sorted by expert, E experts, H hidden_size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from thunder_moe.parallel.exchange import Exchange, Sent, wait
 from thunder_moe.parallel.load import record
 from thunder_moe.routing import expert_of_row, live_rows
 
-__all__ = ["EXPERT_PARALLEL", "TENSOR_PARALLEL"]
+__all__ = ["EXPERT_PARALLEL", "EXPERT_TENSOR_PARALLEL", "TENSOR_PARALLEL"]
 
 
 class _ExpertParallelRows(nn.Module):
@@ -87,10 +89,14 @@ class ExpertParallelLlama4MoE(Llama4MoE):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TH = self.tokens_of(hidden_states)
+        return self.run_spread(x_TH, lambda: self.router(x_TH)).reshape(hidden_states.shape)
+
+    def run_spread(self, x_TH: Tensor, logits: Callable[[], Tensor]) -> Tensor:
+        """(T, H) -> (T, H): routed experts and the shared one; `logits` gives the router's (T, E)."""
         rows = autocast_rows(x_TH).tensor_split(self.chunks)
         early = [self.exchange.send(part) for part in rows]  # travels while the router chooses
         scores_TA, ids_TA, *_ = torch.ops.thunder_moe.moe_router(
-            self.router(x_TH), top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
+            logits(), top_k=self.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
         )
         chosen = (t.tensor_split(self.chunks) for t in (ids_TA, scores_TA))
         all_sent = [self.exchange.start(*part) for part in zip(rows, *chosen, early, strict=True)]
@@ -99,9 +105,7 @@ class ExpertParallelLlama4MoE(Llama4MoE):
         returned = [self.exchange.send_back(self._run_own_experts(sent), sent) for sent in all_sent]
         outs = [self.exchange.finish(back, sent) for back, sent in zip(returned, all_sent, strict=True)]
         out_TH = outs[0] if len(outs) == 1 else torch.cat(outs)
-        if shared_TH is not None:
-            out_TH = out_TH + shared_TH
-        return out_TH.reshape(hidden_states.shape)
+        return out_TH if shared_TH is None else out_TH + shared_TH
 
     def _run_own_experts(self, sent: Sent) -> Tensor:
         """What came (T', H) -> the weighted sums of this rank's experts (T', H)."""
@@ -167,6 +171,34 @@ class TensorParallelLlama4MoE(Llama4MoE):
         return _sum_of_ranks(out_TH, self.mesh).reshape(hidden_states.shape)
 
 
+class ExpertTensorParallelLlama4MoE(ExpertParallelLlama4MoE):
+    """`Llama4MoE` with a part of the routed experts on each rank of one dimension of a mesh, and a part of their
+    intermediate features, and the shared expert's, on each rank of the other; one sum over the latter for both."""
+
+    mesh: DeviceMesh
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x_TH = self.tokens_of(hidden_states)
+        logits_TE, x_TH = _enter(self.router(x_TH), self.mesh), _enter(x_TH, self.mesh)
+        return _sum_of_ranks(self.run_spread(x_TH, lambda: logits_TE), self.mesh).reshape(hidden_states.shape)
+
+
+class ExpertTensorParallelGroupedSwiGLU(_TensorParallelRows, ExpertParallelGroupedSwiGLU):
+    """`GroupedSwiGLU` with a part of experts and of intermediate features on each rank."""
+
+
+class ExpertTensorParallelGroupedMLP(_TensorParallelRows, ExpertParallelGroupedMLP):
+    """`GroupedMLP` with a part of experts and of intermediate features on each rank."""
+
+
+class ExpertTensorParallelNVFP4GroupedSwiGLU(_TensorParallelRows, ExpertParallelNVFP4GroupedSwiGLU):
+    """`NVFP4GroupedSwiGLU` with a part of experts and of intermediate features on each rank."""
+
+
+class ExpertTensorParallelNVFP4GroupedMLP(_TensorParallelRows, ExpertParallelNVFP4GroupedMLP):
+    """`NVFP4GroupedMLP` with a part of experts and of intermediate features on each rank."""
+
+
 def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """The tensor itself, whose gradient is the sum of all ranks' gradients."""
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -196,4 +228,11 @@ TENSOR_PARALLEL: dict[type[nn.Module], type[nn.Module]] = {
     GroupedMLP: TensorParallelGroupedMLP,
     NVFP4GroupedSwiGLU: TensorParallelNVFP4GroupedSwiGLU,
     NVFP4GroupedMLP: TensorParallelNVFP4GroupedMLP,
+}
+EXPERT_TENSOR_PARALLEL: dict[type[nn.Module], type[nn.Module]] = {
+    Llama4MoE: ExpertTensorParallelLlama4MoE,
+    GroupedSwiGLU: ExpertTensorParallelGroupedSwiGLU,
+    GroupedMLP: ExpertTensorParallelGroupedMLP,
+    NVFP4GroupedSwiGLU: ExpertTensorParallelNVFP4GroupedSwiGLU,
+    NVFP4GroupedMLP: ExpertTensorParallelNVFP4GroupedMLP,
 }

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.nn.utils.parametrize import is_parametrized
@@ -25,6 +25,7 @@ from thunder_moe.nn.packed import NVFP4Module
 
 __all__ = ["Cut", "LocalLinear", "check_cut", "cut_"]
 
+Dims = tuple[int | None, ...]  # of a tensor, for each dimension of a mesh: the dimension that is cut
 _SIZES = ("num_experts", "out_features", "in_features")
 
 
@@ -42,48 +43,58 @@ class Cut:
     """How a weight is cut.
 
     Attributes:
-        mesh: one-dimensional; rank r has part r.
-        dim: as in the legend.
-        parts: weights stacked along dim, each of which is cut: 2 of gate and up in one, else 1.
+        mesh: its ranks have the parts in order.
+        dims: what each dimension of the mesh cuts, as in the legend.
+        parts: weights stacked along the last of dims, each of which is cut: 2 of gate and up in one, else 1.
     """
 
     mesh: DeviceMesh
-    dim: int
+    dims: tuple[int, ...]
     parts: int = 1
 
-    @property
-    def rank(self) -> int:
-        return self.mesh.get_local_rank()
+    def pieces(self) -> list[tuple[int, int, int, int]]:
+        """(dim, this rank's part, the ranks, stacked weights) of each dimension of the mesh."""
+        stacked = [1] * (len(self.dims) - 1) + [self.parts]
+        return [
+            (dim, self.mesh.get_local_rank(at), self.mesh.size(at), parts)
+            for at, (dim, parts) in enumerate(zip(self.dims, stacked, strict=True))
+        ]
 
-    @property
-    def ranks(self) -> int:
-        return self.mesh.size()
-
-    def own(self, whole: Tensor, dim: int) -> Tensor:
+    def own(self, whole: Tensor, dims: Dims) -> Tensor:
         """This rank's part of a tensor."""
-        pieces = whole.unflatten(dim, (self.parts, self.ranks, -1)).select(dim + 1, self.rank)
-        part: Tensor = pieces.flatten(dim, dim + 1).clone(memory_format=torch.contiguous_format)
-        return part
+        for dim, (_, rank, ranks, parts) in zip(dims, self.pieces(), strict=True):
+            if dim is not None:
+                whole = whole.unflatten(dim, (parts, ranks, -1)).select(dim + 1, rank).flatten(dim, dim + 1)
+        return whole.clone(memory_format=torch.contiguous_format)
 
-    def distributed(self, own: Tensor, dim: int | None) -> DTensor:
-        """The DTensor of which this rank has `own`; dim None: all ranks have the same."""
-        if dim is None:
-            return DTensor.from_local(own, self.mesh, [Replicate()], run_check=False)
-        if self.parts == 1:
-            return DTensor.from_local(own, self.mesh, [Shard(dim)], run_check=False)
+    def placements(self, dims: Dims) -> list[Placement]:
+        return [Replicate() if dim is None else Shard(dim) for dim in dims]
+
+    def stacks(self, dims: Dims) -> bool:
+        """Whether this rank has several pieces of the whole."""
+        return self.parts > 1 and dims[-1] is not None
+
+    def distributed(self, own: Tensor, dims: Dims) -> DTensor:
+        """The DTensor of which this rank has `own`, cut along `dims`; None: ranks have the same."""
+        placements, last = self.placements(dims), dims[-1]
+        if not self.stacks(dims) or last is None:
+            return DTensor.from_local(own, self.mesh, placements, run_check=False)
         # Several pieces of the whole, which no placement of torch's describes to torch.distributed.checkpoint.
-        pieces, size = own.chunk(self.parts, dim), own.shape[dim] // self.parts
-        offsets = []
-        for part in range(self.parts):
-            offset = [0] * own.ndim
-            offset[dim] = (part * self.ranks + self.rank) * size
-            offsets.append(tuple(offset))
-        shape = torch.Size((*own.shape[:dim], own.shape[dim] * self.ranks, *own.shape[dim + 1 :]))
-        meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), own.dtype)
+        shape, offset = list(own.shape), [0] * own.ndim
+        for dim, (_, rank, ranks, _) in zip(dims[:-1], self.pieces()[:-1], strict=True):
+            if dim is not None:
+                offset[dim], shape[dim] = rank * own.shape[dim], ranks * own.shape[dim]
+        *_, (_, rank, ranks, _) = self.pieces()
+        size = own.shape[last] // self.parts
+        shape[last] *= ranks
+        offsets = [
+            (*offset[:last], (part * ranks + rank) * size, *offset[last + 1 :]) for part in range(self.parts)
+        ]  # fmt: skip
+        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), own.dtype)
         # A piece is a view of this rank's tensor: what is read into it arrives there.
-        wrapper = LocalShardsWrapper(list(pieces), offsets)
+        wrapper = LocalShardsWrapper(list(own.chunk(self.parts, last)), offsets)
         make: Any = DTensor
-        result: DTensor = make(wrapper, DTensorSpec(self.mesh, (Shard(dim),), meta), requires_grad=False)
+        result: DTensor = make(wrapper, DTensorSpec(self.mesh, tuple(placements), meta), requires_grad=False)
         return result
 
     def own_parts(self, linear: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -95,33 +106,34 @@ class Cut:
             given = state_dict.get(key)
             if not isinstance(given, Tensor):
                 continue
-            dim = _dim(linear, self, given)
+            dims = _dims(linear, self, given)
             if not isinstance(tensor, DTensor):
-                state_dict[key] = self.loaded(key, given, dim)
+                state_dict[key] = self.loaded(key, given, dims)
             elif not isinstance(given, DTensor):
-                state_dict[key] = self.distributed(self.loaded(key, given, dim), dim)
+                state_dict[key] = self.distributed(self.loaded(key, given, dims), dims)
         return state_dict
 
-    def loaded(self, key: str, given: Tensor, dim: int | None) -> Tensor:
+    def loaded(self, key: str, given: Tensor, dims: Dims) -> Tensor:
         """This rank's part of what a state dict has: a DTensor of this cut, or the whole tensor.
 
         Raises:
             ValueError: a DTensor that is cut otherwise; a whole tensor of a size that the ranks do not divide.
         """
         if not isinstance(given, DTensor):
-            if dim is None or given.shape[dim] % (self.parts * self.ranks) == 0:
-                return given if dim is None else self.own(given, dim)
-            raise ValueError(f"{key}: got {tuple(given.shape)}, of which {self.ranks} ranks have no equal parts")
-        placement = Replicate() if dim is None else Shard(dim)
-        if given.device_mesh != self.mesh or given.placements != (placement,):
+            for dim, (_, _, ranks, parts) in zip(dims, self.pieces(), strict=True):
+                if dim is not None and given.shape[dim] % (parts * ranks):
+                    raise ValueError(f"{key}: got {tuple(given.shape)}, of which {ranks} ranks have no equal parts")
+            return given if not any(dim is not None for dim in dims) else self.own(given, dims)
+        placements = tuple(self.placements(dims))
+        if given.device_mesh != self.mesh or given.placements != placements:
             raise ValueError(
-                f"{key}: got a DTensor with {given.placements} on {given.device_mesh}, wanted {placement} on"
+                f"{key}: got a DTensor with {given.placements} on {given.device_mesh}, wanted {placements} on"
                 f" {self.mesh}, as in this module's state_dict, or the whole tensor"
             )
         local: Tensor = given._local_tensor  # several pieces have no to_local()
         if isinstance(local, LocalShardsWrapper):
-            assert dim is not None
-            return torch.cat(local.local_shards(), dim)
+            assert dims[-1] is not None
+            return torch.cat(local.local_shards(), dims[-1])
         return local
 
 
@@ -144,19 +156,22 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
         raise ValueError(f"{name}: got a parametrized weight (finish_qat_ before), wanted a plain parameter")
     if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear:
         raise TypeError(f"{name}: got a {type(linear).__name__}, whose forward would be lost; wanted torch's nn.Linear")
-    if bias is not None and cut.dim == 2:
+    if bias is not None and 2 in cut.dims:
         raise ValueError(f"{name}: got a bias, which each rank would add; wanted bias=False under TensorParallel")
     for option in ("accumulate_into_main_grad", "delay_wgrad"):
         if getattr(linear, option, False):
             raise ValueError(f"{name}: got {option}=True, which sharded parameters do not have; wanted False")
-    if isinstance(linear, NVFP4Module):
-        obstacle = linear.obstacle_to_narrow(cut.dim, cut.ranks, cut.parts)
-    else:
-        size = getattr(linear, _SIZES[cut.dim])
-        even = size % (cut.parts * cut.ranks) == 0
-        obstacle = None if even else f"it has {_SIZES[cut.dim]}={size}, wanted a multiple of {cut.parts * cut.ranks}"
-    if obstacle is not None:
-        raise ValueError(f"{name}: {obstacle}, for {cut.ranks} ranks")
+    for dim, _, ranks, parts in cut.pieces():
+        if dim == 0 and not _of_experts(linear):
+            continue
+        if isinstance(linear, NVFP4Module):
+            obstacle = linear.obstacle_to_narrow(dim, ranks, parts)
+        else:
+            size = getattr(linear, _SIZES[dim])
+            even = size % (parts * ranks) == 0
+            obstacle = None if even else f"it has {_SIZES[dim]}={size}, wanted a multiple of {parts * ranks}"
+        if obstacle is not None:
+            raise ValueError(f"{name}: {obstacle}, for {ranks} ranks")
 
 
 def cut_of(linear: nn.Module) -> Cut | None:
@@ -178,18 +193,20 @@ def cut_(linear: nn.Module, cut: Cut, source: int | None) -> None:
     for name, parameter in list(linear._parameters.items()):
         if parameter is None:
             continue
-        dim = _dim(linear, cut, parameter)
-        if cut.parts == 1 or dim is None:
-            placement = Replicate() if dim is None else Shard(dim)
-            cut_tensor: Tensor = distribute_tensor(parameter.data, cut.mesh, [placement], src_data_rank=source)
+        dims = _dims(linear, cut, parameter)
+        if not cut.stacks(dims):
+            placements = cut.placements(dims)
+            cut_tensor: Tensor = distribute_tensor(parameter.data, cut.mesh, placements, src_data_rank=source)
         else:
             _broadcast(parameter.data, cut.mesh, source)
-            cut_tensor = cut.own(parameter.data, dim)
+            cut_tensor = cut.own(parameter.data, dims)
         linear._parameters[name] = nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
     if isinstance(linear, NVFP4Module):
         for buffer in linear.buffers():
             _broadcast(buffer, cut.mesh, source)
-        linear.narrow_(cut.dim, cut.rank, cut.ranks, cut.parts)
+        for dim, rank, ranks, parts in cut.pieces():
+            if dim != 0 or _of_experts(linear):
+                linear.narrow_(dim, rank, ranks, parts)
     if isinstance(linear, GroupedLinear | NVFP4GroupedLinear):
         linear._sharded = cut.parts == 1
     if isinstance(linear, nn.Linear):
@@ -202,14 +219,18 @@ def cut_(linear: nn.Module, cut: Cut, source: int | None) -> None:
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> None:
     if source is not None and not tensor.is_meta:
         bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
-        dist.broadcast(bits, group=mesh.get_group(), group_src=source)
+        for at in range(mesh.ndim):
+            dist.broadcast(bits, group=mesh.get_group(at), group_src=source)
 
 
-def _dim(linear: nn.Module, cut: Cut, tensor: Tensor) -> int | None:
-    """The dimension of a linear's tensor that is cut; None where all ranks have it whole."""
-    of_experts = isinstance(linear, GroupedLinear | NVFP4GroupedLinear)
-    dim = cut.dim if of_experts else cut.dim - 1
-    return dim if dim < tensor.ndim else None
+def _of_experts(linear: nn.Module) -> bool:
+    return isinstance(linear, GroupedLinear | NVFP4GroupedLinear)
+
+
+def _dims(linear: nn.Module, cut: Cut, tensor: Tensor) -> Dims:
+    """The dimensions of a linear's tensor that are cut; None where ranks have it whole."""
+    own = [dim if _of_experts(linear) else dim - 1 for dim in cut.dims]
+    return tuple(dim if 0 <= dim < tensor.ndim else None for dim in own)
 
 
 def _tensors(linear: nn.Module) -> dict[str, Tensor]:
@@ -226,7 +247,7 @@ def _distribute(linear: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     for name in _tensors(linear):
         tensor = state_dict.get(f"{prefix}{name}")
         if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-            state_dict[f"{prefix}{name}"] = cut.distributed(tensor.detach(), _dim(linear, cut, tensor))
+            state_dict[f"{prefix}{name}"] = cut.distributed(tensor.detach(), _dims(linear, cut, tensor))
 
 
 def _localize(linear: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -16,7 +16,7 @@ from thunder_moe.nn import GroupedMLP, Llama4MoE, NVFP4GroupedMLP, NVFP4GroupedS
 from thunder_moe.nn.grouped_mlp import own_form
 from thunder_moe.parallel.exchange import EXCHANGES
 from thunder_moe.parallel.load import add_buffers
-from thunder_moe.parallel.modules import EXPERT_PARALLEL, TENSOR_PARALLEL
+from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
 from thunder_moe.parallel.shards import Cut, check_cut, cut_
 
 __all__ = ["ExpertParallel", "TensorParallel"]
@@ -28,7 +28,9 @@ class ExpertParallel(ParallelStyle):
 
     Each rank keeps equally many consecutive experts and calls the module with tokens of its own; they travel to their
     experts and back. Router and shared expert stay whole on every rank; the shared expert runs while tokens travel.
-    ``parallelize_module(model, mesh, ExpertParallel())`` applies it to a module; the mesh has one dimension.
+    ``parallelize_module(model, mesh, ExpertParallel())`` applies it to a module. The mesh has one dimension, or two
+    with names: the first spreads experts, the second the intermediate features of each as `TensorParallel` does, and
+    its ranks are called with the same tokens.
 
     16-bit weights become DTensors with ``Shard(0)``, and train: an expert's gradient is the sum over the tokens of all
     ranks. Packed weights stay plain buffers in their layout; the state dict has DTensors of them in layout "linear".
@@ -47,8 +49,8 @@ class ExpertParallel(ParallelStyle):
         load_steps: steps that `expert_load` tells about; with several chunks, each of them is one.
 
     Raises:
-        ValueError: an argument has another value; `parallelize_module`: a mesh of several dimensions, experts that it
-            does not divide. All are raised before ranks communicate.
+        ValueError: an argument has another value; `parallelize_module`: a mesh of more than two dimensions, or of two
+            without names; experts or features that it does not divide. All are raised before ranks communicate.
     """
 
     def __init__(
@@ -63,26 +65,29 @@ class ExpertParallel(ParallelStyle):
         self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cls = _parallel_class(module, EXPERT_PARALLEL, "ExpertParallel", device_mesh)
+        both = device_mesh.ndim == 2
+        cls = _parallel_class(
+            module, EXPERT_TENSOR_PARALLEL if both else EXPERT_PARALLEL, "ExpertParallel", device_mesh, 2
+        )  # fmt: skip
         experts: Any = module.routed_experts if isinstance(module, Llama4MoE) else module
-        linears = _linears(experts)
-        if self.exchange != "all_to_all" and experts is module:
-            raise ValueError(
-                f"exchange: got {self.exchange!r} for a {type(module).__name__}, whose rows are sorted; wanted"
-                " 'all_to_all'"
-            )
-        cut = Cut(device_mesh, 0)
-        if self.chunks > 1 and experts is module:
-            raise ValueError(f"chunks: got {self.chunks} for a {type(module).__name__}, wanted 1")
-        for name, linear in linears.items():
+        for name, value, plain in (("exchange", self.exchange, "all_to_all"), ("chunks", self.chunks, 1)):
+            if value != plain and experts is module:
+                raise ValueError(
+                    f"{name}: got {value!r} for a {type(module).__name__}, whose rows are sorted; wanted {plain!r}"
+                )
+        mesh, features = _dimensions(device_mesh) if both else (device_mesh, None)
+        cuts = _feature_cuts(module, device_mesh) if both else _expert_cuts(experts, device_mesh)
+        for name, linear, cut in cuts:
             check_cut(name, linear, cut)
-        num_experts = next(iter(linears.values())).num_experts // cut.ranks
-        for linear in linears.values():
+        num_experts = next(iter(_linears(experts).values())).num_experts // mesh.size()
+        for _, linear, cut in cuts:
             cut_(linear, cut, self.src_data_rank)
         module.__class__ = cls
         made: Any = module
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
-        made.exchange, made.chunks = EXCHANGES[self.exchange](device_mesh, num_experts, room), self.chunks
+        made.exchange, made.chunks = EXCHANGES[self.exchange](mesh, num_experts, room), self.chunks
+        if features is not None:
+            made.mesh = features
         add_buffers(module, self.load_steps, num_experts, _device(module))
         return module
 
@@ -104,17 +109,11 @@ class TensorParallel(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        cls = _parallel_class(module, TENSOR_PARALLEL, "TensorParallel", device_mesh)
-        groups: list[Any] = [module]
-        if isinstance(module, Llama4MoE):
-            groups = [module.routed_experts, *([] if module.shared_expert is None else [module.shared_expert])]
-        cuts: list[tuple[nn.Module, Cut]] = []
-        for group in groups:
-            for name, linear in _linears(group).items():
-                cut = Cut(device_mesh, 2 if name == "down_proj" else 1, _parts(group, name, device_mesh.size()))
-                check_cut(name, linear, cut)
-                cuts.append((linear, cut))
-        for linear, cut in cuts:
+        cls = _parallel_class(module, TENSOR_PARALLEL, "TensorParallel", device_mesh, 1)
+        cuts = _feature_cuts(module, device_mesh)
+        for name, linear, cut in cuts:
+            check_cut(name, linear, cut)
+        for _, linear, cut in cuts:
             cut_(linear, cut, self.src_data_rank)
         module.__class__ = cls
         made: Any = module
@@ -122,21 +121,57 @@ class TensorParallel(ParallelStyle):
         return module
 
 
+def _expert_cuts(experts: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, Cut]]:
+    """The linears of experts, and how they are cut."""
+    return [(name, linear, Cut(mesh, (0,))) for name, linear in _linears(experts).items()]
+
+
+def _feature_cuts(module: nn.Module, mesh: DeviceMesh) -> list[tuple[str, Any, Cut]]:
+    """The linears of experts and shared expert, and how their features are cut by the last dimension of a mesh, their
+    experts by the one before, if there is one."""
+    groups: list[Any] = [module]
+    if isinstance(module, Llama4MoE):
+        groups = [module.routed_experts, *([] if module.shared_expert is None else [module.shared_expert])]
+    first = (0,) * (mesh.ndim - 1)
+    return [
+        (
+            name,
+            linear,
+            Cut(mesh, (*first, 2 if name == "down_proj" else 1), _parts(group, name, mesh.size(mesh.ndim - 1))),
+        )
+        for group in groups
+        for name, linear in _linears(group).items()
+    ]
+
+
+def _dimensions(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """The two dimensions of a mesh.
+
+    Raises:
+        ValueError: they have no names.
+    """
+    if mesh.mesh_dim_names is None:
+        raise ValueError("device_mesh: got two dimensions without names, wanted mesh_dim_names=, such as ('ep', 'tp')")
+    first, second = mesh.mesh_dim_names
+    return mesh[first], mesh[second]
+
+
 def _parallel_class(
-    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh
+    module: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]], style: str, mesh: DeviceMesh, most: int
 ) -> type[nn.Module]:
     """The class that a module becomes.
 
     Raises:
         TypeError: the module is of a class that the style does not know.
-        ValueError: the mesh has several dimensions.
+        ValueError: the mesh has more than `most` dimensions.
     """
     cls = classes.get(type(module))
     if cls is None:
         known = ", ".join(cls.__name__ for cls in classes)
         raise TypeError(f"module: got a {type(module).__name__}, wanted one of {known} for {style}")
-    if mesh.ndim != 1:
-        raise ValueError(f"device_mesh: got {mesh.ndim} dimensions, wanted one, as mesh['name'] gives it")
+    if mesh.ndim > most:
+        wanted = ("one", "one or two")[most - 1]
+        raise ValueError(f"device_mesh: got {mesh.ndim} dimensions, wanted {wanted}, as mesh['name'] gives it")
     return cls
 
 
