@@ -116,11 +116,12 @@ inline Columns unusual_columns(Mxfp8, const Problem& problem, const Task& task) 
     if (some == 0) continue;
     const uint8_t* codes = problem.codes(task.expert, task.column + c);
     for (int64_t i = 0; i < problem.scale_stride; ++i) {
-      if (scale[i] < usual) found.small |= uint64_t(1) << c;
-      if (scale[i] >= least && scale[i] <= most) continue;
+      if (scale[i] >= usual && scale[i] <= most) continue;
       uint8_t all = scale[i];  // blocks of zeros, whose scale is the least, are nothing special
       for (int64_t j = 0; j < Mxfp8::kBlock; ++j) all |= uint8_t(codes[i * Mxfp8::kBlock + j] & 0x7F);
-      if (all != 0) found.extreme |= uint64_t(1) << c;
+      if (all == 0) continue;
+      if (scale[i] < usual) found.small |= uint64_t(1) << c;
+      if (scale[i] < least || scale[i] > most) found.extreme |= uint64_t(1) << c;
     }
   }
   return found;
