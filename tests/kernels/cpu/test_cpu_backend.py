@@ -203,6 +203,18 @@ def test_nan_codes_and_scales_of_mxfp8_stay_in_their_column(dtype, kernel):
         assert actual.isnan().sum() == 3 * rows
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dgrad_keeps_rows_beside_the_least_weights_of_mxfp8(dtype, kernel):
+    """Weights below 2^-133 have bits where panels of pairs hold the row before: those may not change it."""
+    usual, _ = weights_in("mxfp8", 1, 36, 64)
+    codes, scale = usual.qdata.view(torch.uint8).clone(), usual.scale.view(torch.uint8).clone()
+    codes[:, 1::2], scale[:, 1::2] = torch.tensor([1, 3, 0x87, 0x85], dtype=torch.uint8).repeat(16), 0
+    weight, offsets = mxfp8(codes, scale), torch.tensor([5], dtype=torch.int32)
+    grad = torch.randn(5, 36).to(dtype)
+    expected = grad.double() @ dequantize_mxfp8(*weight.tensors())[0].double()
+    assert_close(cpu.grouped_mm_dgrad(grad, weight, offsets), expected, dtype, roundings=2)
+
+
 @pytest.mark.parametrize("rows", [1, 13])
 def test_every_code_and_scale_multiplies_exactly(rows, kernel):
     """One-hot activations read the decoded weights out of each kernel of each dtype, bit for bit before rounding."""

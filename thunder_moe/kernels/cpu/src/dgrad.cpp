@@ -1,9 +1,10 @@
 // Gradient of a CPU grouped GEMM with packed weights: out[m, k] = sum_n grad[m, n] w[e, n, k], 16-bit grad.
 // Called through ctypes by kernels/cpu/backend.py, where thunder_moe_kernels() tells of panels; calls panels.h.
 //
-// As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded, exactly, to bf16 pairs of n, and multiplied by
-// brgemm, two at a time, because 128 k are a cache line of codes. fp16 gradients are two bf16 summands. The global scale of an expert multiplies the sum; global scales of the
-// columns, which are summed over here, multiply the gradient, which is rounded once more.
+// As the panel kernel of grouped_mm.cpp: panels of 64 k are decoded to bf16 pairs of n, exactly from 2^-126 on, and
+// multiplied by brgemm, two at a time, because 128 k of NVFP4 are a cache line of codes. fp16 gradients are two bf16
+// summands. The global scale of an expert multiplies the sum; global scales of the columns, which are summed over here,
+// multiply the gradient, which is rounded once more.
 #include "panels.h"
 
 #if defined(HAS_BRGEMM)
@@ -14,8 +15,8 @@ thread_local Scratch scratch;
 constexpr int64_t kGradientCols = 2 * kPanelCols;
 constexpr int64_t kRowsAhead = 16;  // rows of weights between a prefetch and its use
 
-// `columns` k of `count` rows of weights, k apart -> panels of pairs of rows: out[column / 64][row / 2][column % 64][2],
-// panels `panel_size` apart.
+// `columns` k of `count` rows of weights, k apart -> panels of pairs of rows, `panel_size` apart:
+// out[column / 64][row / 2][column % 64][2].
 template <class Format>
 void decode_row_pairs(const uint8_t* codes, const uint8_t* scale, int64_t k, int64_t columns, int64_t count,
                       int64_t panel_size, bf16* out) {
@@ -35,8 +36,9 @@ void decode_row_pairs(const uint8_t* codes, const uint8_t* scale, int64_t k, int
       const int64_t at = Format::bytes(16) * block;
       const __m512 first = _mm512_mul_ps(Format::values(code0 + at), factor0);
       const __m512 second = _mm512_mul_ps(Format::values(code1 + at), factor1);
-      const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-      _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_castps_si512(second)));
+      // MXFP8's weights below 2^-133 have bits in the lower half, too: without the mask they fell upon `first`.
+      const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16), upper = _mm512_set1_epi32(-65536);
+      _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(low, _mm512_castps_si512(second), upper, 0xF8));  // a | (b & c)
     }
   }
 }
@@ -47,7 +49,7 @@ struct Gradient {
   bool per_column;
   Parts parts;  // of the gradient
   int64_t count, n, padded_n, k;  // padded_n is even
-  void* out;  // [M, K]
+  void* out;                      // [M, K]
 };
 struct GradientTask {
   int64_t expert, row, rows, column, columns;
@@ -75,7 +77,8 @@ void run_task(const Gradient& problem, const GradientTask& task) {
       float* sums = acc + panel * acc_size + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
         const bf16* from = problem.parts.row(part, task.row + row) + first;
-        multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panels + panel * panel_size,
+        const int64_t readable = problem.parts.readable(task.row + row, padded);
+        multiply_panel(readable, width, count, from, problem.parts.stride, panels + panel * panel_size,
                        first > 0 || part > 0, sums);
       }
       if (first + count < padded_n) continue;
@@ -143,8 +146,7 @@ void grouped_mm_dgrad(Gradient problem, const T* grad, const int32_t* offsets, i
 extern "C" {
 
 // grad (count, n), bf16 or fp16 -> out (count, k); row ends are held to count, rows of no expert are not written.
-// Returns what guarded does, or -1 where there are no
-// panels.
+// Returns what guarded does, or -1 where there are no panels.
 int32_t thunder_moe_grouped_mm_dgrad(const void* grad, int64_t count, const uint8_t* qdata, const uint8_t* scale,
                                      const float* global, int32_t per_column, const int32_t* offsets,
                                      int64_t num_experts, int64_t n, int64_t k, int32_t dtype, int32_t format,
