@@ -3,7 +3,8 @@
 // Calls the headers beside it, and at::parallel_for (torch's own thread pool).
 //
 // NVFP4's e2m1 * e4m3 has 6 significant bits, MXFP8's e4m3 times a power of two has 4, so a weight before its global
-// scale is exact in bf16 as well as in fp32; the global scale multiplies the fp32 sum. Products are therefore exact: only the accumulation and the last rounding err.
+// scale is exact in bf16 as well as in fp32; the global scale multiplies the fp32 sum. Products are therefore exact:
+// only the accumulation and the last rounding err.
 //   gemv   few rows, AVX512 (gemv.h): codes become numbers in registers and are multiplied at once; a weight is read
 //          once and never stored. By bf16 dots (AVX512_BF16, 16-bit rows) or fp32 FMA.
 //   tile   few rows, 16 bits, AMX (tiles.h): codes become tiles of bf16 in L1, which the matrix unit multiplies.
@@ -60,8 +61,9 @@ void slice_task(const Problem& problem, const Task& task) {
   if (task.columns < columns)
     std::memset(static_cast<void*>(weight + (columns - kTileCols) * padded), 0, kTileCols * padded * sizeof(Element));
   for (int64_t c = 0; c < task.columns; ++c)
-    dequantize_column(Format{}, problem.codes(task.expert, task.column + c), problem.scales(task.expert, task.column + c), k,
-                      padded, weight + c / kTileCols * kTileCols * padded + c % kTileCols * vector);
+    dequantize_column(Format{}, problem.codes(task.expert, task.column + c),
+                      problem.scales(task.expert, task.column + c), k, padded,
+                      weight + c / kTileCols * kTileCols * padded + c % kTileCols * vector);
   float acc[kTileRows * kMaxSliceCols];
   const int64_t tiles = (task.rows + kTileRows - 1) / kTileRows, chunk = kChunkBytes / int64_t(sizeof(Element));
   for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -105,7 +107,8 @@ void panel_task(const Problem& problem, const Task& task) {
       float* sums = acc + row * width;
       for (int64_t part = 0; part < kParts<T>; ++part) {
         const bf16* from = problem.parts.row(part, task.row + row) + first;
-        multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panel, first > 0 || part > 0, sums);
+        multiply_panel(problem.parts.readable(task.row + row, padded), width, count, from, problem.parts.stride, panel,
+                       first > 0 || part > 0, sums);
       }
       if (first + count == k) write_rows<Format, T>(problem, task, row, rows, sums, width);
     }
