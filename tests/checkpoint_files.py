@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from oracle import dequantize as oracle_dequantize
+from oracle import dequantize_mxfp8
 from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data" / "checkpoints"
@@ -44,7 +45,7 @@ def assert_same_bits(actual, expected):
 
 
 def decoded(weight):
-    return oracle_dequantize(*weight.tensors())
+    return (dequantize_mxfp8 if weight.global_scale is None else oracle_dequantize)(*weight.tensors())
 
 
 def load_expected(export):

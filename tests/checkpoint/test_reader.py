@@ -256,12 +256,12 @@ CONFIG_ERRORS = {
     "quant_algo": (
         "modelopt_qwen3_moe",
         lambda q: q.update(quant_algo="NVFP4_AWQ"),
-        r"quant_algo: got 'NVFP4_AWQ', wanted one of \('NVFP4', 'W4A16_NVFP4', 'MIXED_PRECISION'\)",
+        r"quant_algo: got 'NVFP4_AWQ', wanted one of \('NVFP4', 'W4A16_NVFP4', 'MXFP8', 'MIXED_PRECISION'\)",
     ),
     "mixed": (
         "modelopt_qwen3_moe",
-        lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a.b": {"quant_algo": "MXFP8"}}),
-        r"quant_algo: got 'MXFP8' for layer 'a.b'",
+        lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={"a.b": {"quant_algo": "W8A8"}}),
+        r"quant_algo: got 'W8A8' for layer 'a.b'",
     ),
     "group_size": (
         "modelopt_qwen3_moe",

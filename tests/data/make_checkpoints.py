@@ -5,6 +5,8 @@ FP8, decoded by it, too. Run by hand:
     pip install torch==2.13.0 transformers==5.23.0 accelerate datasets
     pip install nvidia-modelopt==0.47.0 compressed-tensors==0.20.0
     python tests/data/make_checkpoints.py
+
+The two with MXFP8 in their names were made with compressed-tensors 0.17.0, transformers 5.19.0.
 """
 
 import copy
@@ -16,6 +18,7 @@ import modelopt.torch.quantization as mtq
 import numpy as np
 import torch
 from compressed_tensors.compressors import FloatQuantizationCompressor
+from compressed_tensors.compressors.mxfp8 import MXFP8QuantizationCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import (
@@ -27,6 +30,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, MixtralConfig, Qwen3MoeConfig
@@ -71,17 +75,32 @@ def finish(directory, expected, source=None):
     print(directory.name, sum(file.stat().st_size for file in directory.iterdir()), "bytes")
 
 
-def modelopt(name, recipe):
+def mixed_recipe():
+    """Experts in MXFP8, attention in NVFP4 with 16-bit activations."""
+    recipe = copy.deepcopy(mtq.MXFP8_DEFAULT_CFG) | {"algorithm": "max"}
+    nvfp4 = next(e for e in mtq.W4A16_NVFP4_CFG["quant_cfg"] if e["quantizer_name"] == "*weight_quantizer")
+    recipe["quant_cfg"] += [
+        {"quantizer_name": "*self_attn.*weight_quantizer", "cfg": nvfp4["cfg"]},
+        {"quantizer_name": "*self_attn.*input_quantizer", "enable": False},
+    ]
+    return recipe
+
+
+def modelopt(name, recipe, kind=""):
     model = build(name)
     state = revert_weight_conversion(model, model.state_dict())
     source = {key: tensor.clone() for key, tensor in state.items() if ".experts." in key}
     quantized = mtq.quantize(model, copy.deepcopy(recipe), lambda m: m(TOKENS, use_cache=False))
     quantized.config.architectures = [type(model).__name__.removeprefix("Quant")]
-    directory = HERE / f"modelopt_{name}"
+    directory = HERE / f"modelopt_{kind}{name}"
     export_hf_checkpoint(quantized, export_dir=directory)
     tensors, expected = load_file(directory / "model.safetensors"), {}
     for key, weight in tensors.items():
-        if weight.dtype != torch.uint8:
+        if weight.dtype == torch.float8_e4m3fn and f"{key}_scale" in tensors and f"{key}_scale_2" not in tensors:
+            packed = MXFP8QTensor(weight.shape, torch.float32, weight)
+            expected[key] = packed.dequantize(dtype=torch.float32, scale=tensors[f"{key}_scale"])
+            continue
+        if weight.dtype != torch.uint8 or key.endswith("weight_scale"):
             continue
         fused = weight.ndim == 3  # (E, K / 2, N)
         prefix = f"{key}_weight" if fused else key
@@ -92,7 +111,7 @@ def modelopt(name, recipe):
         packed = NVFP4QTensor(shape, torch.float32, weight)
         options = dict(dtype=torch.float32, scale=scale, double_scale=multiplier, block_sizes={-1: 16})
         expected[key] = packed.dequantize(**options)
-    finish(directory, expected, source if name in ("qwen3_moe", "llama4") else None)
+    finish(directory, expected, source if name in ("qwen3_moe", "llama4") and not kind else None)
 
 
 def compressed_tensors(name):
@@ -120,6 +139,31 @@ def compressed_tensors(name):
     model.config.save_pretrained(directory)
     quantization = QuantizationConfig(
         config_groups={"group_0": scheme}, format="nvfp4-pack-quantized", ignore=["lm_head", "model.layers.0.mlp.gate"]
+    )
+    save_config(directory, json.loads(quantization.model_dump_json()), type(model).__name__)
+    shard(directory, tensors)
+    finish(directory, expected)
+
+
+def compressed_tensors_mxfp8(name):
+    """All Linears, in MXFP8; in two shards."""
+    model = build(name)
+    scheme = preset_name_to_scheme("MXFP8A16", targets=["Linear"])
+    tensors, expected = {}, {}
+    for key, weight in revert_weight_conversion(model, model.state_dict()).items():
+        module = key.removesuffix(".weight")
+        if weight.ndim != 2 or module.endswith(("lm_head", "embed_tokens", "mlp.gate")):
+            tensors[key] = weight
+            continue
+        blocks = weight.unflatten(-1, (-1, 32))
+        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
+        state = MXFP8QuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+        tensors |= {f"{module}.{field}": tensor for field, tensor in state.items()}
+        expected[key] = MXFP8QuantizationCompressor.decompress(dict(state), scheme)["weight"]
+    directory = HERE / f"compressed_tensors_mxfp8_{name}"
+    model.config.save_pretrained(directory)
+    quantization = QuantizationConfig(
+        config_groups={"group_0": scheme}, format="mxfp8-quantized", ignore=["lm_head", "model.layers.0.mlp.gate"]
     )
     save_config(directory, json.loads(quantization.model_dump_json()), type(model).__name__)
     shard(directory, tensors)
@@ -197,6 +241,8 @@ if __name__ == "__main__":
     modelopt("mixtral", mtq.W4A16_NVFP4_CFG)
     modelopt("llama4", mtq.NVFP4_DEFAULT_CFG)
     modelopt("gpt_oss", mtq.NVFP4_DEFAULT_CFG)
+    modelopt("qwen3_moe", mixed_recipe(), "mixed_")
     compressed_tensors("qwen3_moe")
+    compressed_tensors_mxfp8("qwen3_moe")
     mxfp4_gpt_oss()
     fp8()

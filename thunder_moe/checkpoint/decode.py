@@ -16,9 +16,9 @@ from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["decode_dense", "decode_dense_weight", "decode_experts"]
 
@@ -67,53 +67,66 @@ def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device:
 
 def decode_dense_weight(
     files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
-) -> NVFP4Weight:
-    """The weight (1, N, K) of a 4-bit module that is no expert, in memory of its own; `part` as in the reader."""
+) -> PackedWeight:
+    """The weight (1, N, K) of a packed module that is no expert, in memory of its own; `part` as in the reader."""
     weight = format_of(module).read_dense_weight(files, module, part)
-    scale = weight.scale.view(torch.uint8).to(device, copy=True).view(torch.float8_e4m3fn)
-    return NVFP4Weight(weight.qdata.to(device, copy=True), scale, weight.global_scale.to(device, copy=True))
+    return weight.with_tensors(_copied(tensor, device) for tensor in weight.tensors())
+
+
+def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """A copy; of 8-bit floats as bytes, which every device can."""
+    if tensor.itemsize > 1:
+        return tensor.to(device, copy=True)
+    return tensor.view(torch.uint8).to(device, copy=True).view(tensor.dtype)
 
 
 def _stack(
     files: TensorFiles, block: ExpertBlock, projections: tuple[str, ...], experts: range, part: ExpertsPart
-) -> tuple[NVFP4Weight, torch.Tensor | None, tuple[int, int]]:
+) -> tuple[PackedWeight, torch.Tensor | None, tuple[int, int]]:
     """A part of the stacked rows of these projections: (E, len(projections) * N, K), their biases, and the whole size.
 
     The size is that of all features, (len(projections) * N, K).
     """
     form = format_of(block.modules[projections[0], experts[0]])
     first = form.infos(block.modules[projections[0], experts[0]], 2)[0]
-    n, half = first.shape
-    rows, columns = slice(0, n), slice(0, 2 * half)
+    number_format = form.number_format
+    n, codes = first.shape
+    k = number_format.codes_per_byte * codes
+    rows, columns = slice(0, n), slice(0, k)
     if part.feature_ranks > 1:
-        rows, columns = (rows, part.features(2 * half)) if projections == ("down",) else (part.features(n), columns)
+        size = number_format.block_size
+        rows, columns = (
+            (rows, part.features(k, size)) if projections == ("down",) else (part.features(n, size), columns)
+        )
     own_rows, own_k = rows.stop - rows.start, columns.stop - columns.start
     shape = (len(experts), len(projections), own_rows)
-    qdata = torch.empty(*shape, own_k // 2, dtype=torch.uint8)
-    scale = torch.empty(*shape, own_k // BLOCK_SIZE, dtype=torch.uint8)
+    qdata = torch.empty(*shape, own_k // number_format.codes_per_byte, dtype=torch.uint8)
+    scale = torch.empty(*shape, own_k // number_format.block_size, dtype=torch.uint8)
     global_scale = torch.empty(shape[:2], dtype=torch.float32)
     biases: list[torch.Tensor] = []
     for index, expert in enumerate(experts):
         for number, projection in enumerate(projections):
             module = block.modules[projection, expert]
             infos = form.infos(module, 2)
-            infos[0].require(("U8",), (n, half), f", as {first.name!r} has")
+            infos[0].require((first.dtype,), (n, codes), f", as {first.name!r} has")
             at = (index, number)
             source = files if part.feature_ranks == 1 else form.cut(files, infos, None, [rows], columns)
             qdata[at], scale[at], row_scale = form.read(source, infos)
-            global_scale[at] = row_scale.reshape(())
+            if row_scale is not None:
+                global_scale[at] = row_scale.reshape(())
             if "bias" in module.fields:
                 module.fields["bias"].require(FLOATS, (n,))
                 biases.append(files.read(module.fields["bias"].name, (rows,)))
     if len(biases) not in (0, len(experts) * len(projections)):
         raise first.error(f"belongs to {block.name}, where some experts have a bias and others have none")
     total = len(projections) * own_rows
-    alike = bool((global_scale == global_scale[:, :1]).all())
-    global_scale = global_scale[:, 0].clone() if alike else global_scale.repeat_interleave(own_rows, 1)
-    scale = scale.view(torch.float8_e4m3fn).view(len(experts), total, -1)
-    weight = NVFP4Weight(qdata.view(len(experts), total, -1), scale, global_scale)
+    of_rows: torch.Tensor | None = None
+    if number_format is NVFP4:
+        alike = bool((global_scale == global_scale[:, :1]).all())
+        of_rows = global_scale[:, 0].clone() if alike else global_scale.repeat_interleave(own_rows, 1)
+    weight = form.weight(qdata.view(len(experts), total, -1), scale.view(len(experts), total, -1), of_rows)
     bias = torch.stack(biases).view(len(experts), total) if biases else None
-    return weight, bias, (len(projections) * n, 2 * half)
+    return weight, bias, (len(projections) * n, k)
 
 
 def _decode_fused(
@@ -121,7 +134,7 @@ def _decode_fused(
 ) -> tuple[ExpertWeights, tuple[tuple[int, int], tuple[int, int]]]:
     """One tensor per projection holds all experts. Also returns the whole sizes (N, K) of gate_up and down."""
     _check_orders(block)
-    weights: dict[str, NVFP4Weight] = {}
+    weights: dict[str, PackedWeight] = {}
     biases: dict[str, torch.Tensor] = {}
     sizes: dict[str, tuple[int, int]] = {}
     for (name, _), module in block.modules.items():
@@ -130,7 +143,7 @@ def _decode_fused(
         if bias is not None:
             biases[name] = bias
     if "gate_up" not in weights:
-        weights["gate_up"] = NVFP4Weight.concatenate(weights["gate"], weights["up"])
+        weights["gate_up"] = PackedWeight.concatenate(weights["gate"], weights["up"])
         sizes["gate_up"] = (sizes["gate"][0] + sizes["up"][0], sizes["gate"][1])
         if "gate" in biases and "up" in biases:
             biases["gate_up"] = torch.cat([biases["gate"], biases["up"]], 1)
@@ -140,10 +153,19 @@ def _decode_fused(
 
 def _check_orders(block: ExpertBlock) -> None:
     """Raises unless the projections of fused experts have the same order of dimensions, which their scales show."""
+    first, down = block.modules.get(("gate_up", None)), block.modules["down", None]
+    if first is not None and first.is_mxfp8 and down.is_mxfp8:
+        (gate_up, _), (down_info, scale) = (format_of(module).infos(module, 3) for module in (first, down))
+        if gate_up.shape[1:] == (down_info.shape[2], 2 * down_info.shape[1]) and scale.shape[1] == down_info.shape[1]:
+            raise scale.error(
+                f"has shape {scale.shape}, scales along out_features of {down_info.name!r} (as ModelOpt 0.47 writes"
+                " fused experts in MXFP8), wanted them along in_features; convert the 16-bit checkpoint instead"
+            )
     orders = {}
     for module in block.modules.values():
-        infos = format_of(module).infos(module, 3)
-        orders[infos[1].shape[1] * 8 == infos[0].shape[1]] = infos[1]
+        form = format_of(module)
+        infos = form.infos(module, 3)
+        orders[form.sizes(infos, 3)[2]] = infos[1]
     if len(orders) > 1:
         message = f"has shape {orders[False].shape}, where {orders[True].name!r} shows that in_features come first"
         raise orders[False].error(message)
@@ -151,11 +173,11 @@ def _check_orders(block: ExpertBlock) -> None:
 
 def _decode_fused_weight(
     files: TensorFiles, module: Module, name: str, alternates: bool, part: ExpertsPart
-) -> tuple[NVFP4Weight, torch.Tensor | None, tuple[int, int]]:
+) -> tuple[PackedWeight, torch.Tensor | None, tuple[int, int]]:
     """A part of one projection of all experts, (E, N, K), the gate's rows first; its bias, and the size of all."""
     form = format_of(module)
     infos = form.infos(module, 3)
-    (n, k, _), experts = form.sizes(infos, 3), infos[0].shape[0]
+    (n, k, k_first), experts = form.sizes(infos, 3), infos[0].shape[0]
     own, rows, columns = part.experts(experts), [slice(0, n)], slice(0, k)
     if part.feature_ranks > 1 and name == "down":
         columns = part.features(k, form.block)
@@ -166,10 +188,10 @@ def _decode_fused_weight(
         rows = [slice(2 * share.start, 2 * share.stop)] if alternates else part.rows(n, halves)
     source = files if part.is_whole else form.cut(files, infos, own, rows, columns)
     qdata, scale, global_scale = form.read(source, infos)
-    if qdata.shape[1] == 8 * scale.shape[1]:  # (E, K // 2, N): the scales are an eighth of the bytes along K
+    if k_first:
         qdata, scale = qdata.mT, scale.mT
-    if len(infos) == 2:
-        pass  # made of what was read
+    if global_scale is None or len(infos) == 2:
+        pass  # none, or made of what was read
     elif global_scale.numel() in (1, experts):
         global_scale = global_scale.reshape(-1).expand(experts)[own]
     elif global_scale.shape == (experts, n):
@@ -184,7 +206,8 @@ def _decode_fused_weight(
         bias = deinterleave(bias) if alternates else bias
     if alternates:
         qdata, scale = deinterleave(qdata), deinterleave(scale)
-        global_scale = deinterleave(global_scale) if global_scale.ndim == 2 else global_scale
+        if global_scale is not None and global_scale.ndim == 2:
+            global_scale = deinterleave(global_scale)
     # Until here views of the mapped file, or one projection at most.
-    qdata, scale, global_scale = (t.clone(memory_format=torch.contiguous_format) for t in (qdata, scale, global_scale))
-    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale), bias, (n, k)
+    qdata, scale = (t.clone(memory_format=torch.contiguous_format) for t in (qdata, scale))
+    return form.weight(qdata, scale, None if global_scale is None else global_scale.clone()), bias, (n, k)

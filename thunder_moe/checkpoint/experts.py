@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["ExpertWeights", "ExpertsLayout"]
 
@@ -42,8 +42,8 @@ class ExpertWeights:
         down_bias: (E, H), or None.
     """
 
-    gate_up: NVFP4Weight
-    down: NVFP4Weight
+    gate_up: PackedWeight
+    down: PackedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 

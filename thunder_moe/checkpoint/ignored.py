@@ -42,12 +42,12 @@ def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Colle
     return sorted(modules)
 
 
-def apart(ignored: Collection[str], scales: Mapping[str, float]) -> list[str]:
+def apart(ignored: Collection[str], scales: Mapping[str, float | None]) -> list[str]:
     """What engines merge into one linear and the checkpoint has in two precisions, or with several global scales.
 
     Args:
         ignored: paths of 16-bit modules.
-        scales: path of each 4-bit module that is no expert -> its global scale.
+        scales: path of each NVFP4 module that is no expert -> its global scale; of each MXFP8 one -> None.
 
     Returns:
         For each such linear the paths of its parts and why, "x.q_proj and x.k_proj have ...".
@@ -59,7 +59,11 @@ def apart(ignored: Collection[str], scales: Mapping[str, float]) -> list[str]:
             paths = [f"{stem}{name}" for name in names]
             mixed = [path for path in paths if path in scales or path in ignored]
             if any(path in ignored for path in mixed):
-                found.append(f"{' and '.join(mixed)} are of 4 and of 16 bits, which engines refuse")
+                own_bits = {4 if scales[path] is not None else 8 for path in mixed if path in scales}
+                bits = " and of ".join(map(str, sorted({*own_bits, 16})))
+                found.append(f"{' and '.join(mixed)} are of {bits} bits, which engines refuse")
+            elif len({scales[path] is None for path in mixed}) > 1:
+                found.append(f"{' and '.join(mixed)} are in NVFP4 and in MXFP8, which engines refuse")
             elif len({scales[path] for path in mixed}) > 1:
                 found.append(f"{' and '.join(mixed)} have several global scales, of which engines take the largest")
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from thunder_moe.checkpoint.experts import ExpertsLayout
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.formats.block_format import MXFP8
 
 __all__ = [
     "CACHE_FIELDS",
@@ -65,9 +66,21 @@ class Module:
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
 
     @property
+    def is_mxfp8(self) -> bool:
+        """Whether the weight is MXFP8: FP8 with a scale for each 32 along K, which is a power of two, in a byte."""
+        weight, scale = self.fields.get("weight"), self.fields.get("weight_scale")
+        if weight is None or scale is None or weight.dtype != "F8_E4M3":
+            return False
+        size, (*others, last) = MXFP8.block_size, weight.shape or (0,)
+        fits = [(*others, last // size)]
+        if len(others) == 2:  # of all experts, K ahead of N
+            fits.append((others[0], others[1] // size, last))
+        return scale.dtype == "U8" or (scale.dtype == "F8_E8M0" and scale.shape in fits)
+
+    @property
     def is_fp8(self) -> bool:
-        """Whether the weight is FP8."""
-        return "weight" in self.fields and self.fields["weight"].dtype == "F8_E4M3"
+        """Whether the weight is FP8 with other scales than MXFP8's."""
+        return "weight" in self.fields and self.fields["weight"].dtype == "F8_E4M3" and not self.is_mxfp8
 
     def any(self) -> TensorInfo:
         """Any tensor of the module, to name in an error."""
@@ -150,6 +163,8 @@ class ExpertBlock:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 if module.is_quantized != self.is_quantized:
                     raise module.any().error(f"belongs to {self.name}, where some weights are quantized and others not")
+                if module.is_mxfp8 != next(iter(self.modules.values())).is_mxfp8:
+                    raise module.any().error(f"belongs to {self.name}, where some weights are MXFP8 and others not")
                 if module.is_fp8 != self.is_fp8:
                     raise module.any().error(f"belongs to {self.name}, where some weights are FP8 and others not")
         return range(count)

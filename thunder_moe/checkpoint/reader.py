@@ -1,8 +1,8 @@
-"""Reads NVFP4 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as NVFP4Weights, dense modules as these
-or in 16 bits, and all other tensors as they are.
+"""Reads NVFP4, MXFP8 and MXFP4 checkpoints: `Checkpoint` gives the experts of a layer as packed weights, dense modules
+as these or in 16 bits, and all other tensors as they are.
 Called by integrations.huggingface and convert; calls files, formats.registry, modules and decode.
 
-Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied into one NVFP4Weight.
+Pipeline: headers -> tensor names sorted into modules -> per layer: tensors of its experts copied to one packed weight.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.fp8 import find_fp8
-from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization, format_of
+from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization, format_of, has_mxfp8
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import BlockFormat
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["Checkpoint"]
 
@@ -34,9 +35,9 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """A checkpoint on disk, opened for reading module by module.
 
-    Reads ModelOpt (per expert or fused; NVFP4, W4A16_NVFP4, and MIXED_PRECISION of these with FP8 dense layers),
-    compressed-tensors (nvfp4-pack-quantized, also beside FP8 dense layers) and GPT-OSS's MXFP4; for conversions also
-    experts in FP8. All headers are checked here; no weight is read yet.
+    Reads ModelOpt (per expert or fused; NVFP4, W4A16_NVFP4, MXFP8, and MIXED_PRECISION of these and FP8 dense layers),
+    compressed-tensors (nvfp4-pack-quantized, mxfp8-quantized, also beside FP8 dense layers) and GPT-OSS's MXFP4; for
+    conversions also experts in FP8. All headers are checked here; no weight is read yet.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
@@ -46,7 +47,7 @@ class Checkpoint:
         path: the directory.
         config: config.json.
         quantization: the quantization_config, or None.
-        method: "modelopt", "compressed-tensors" or "mxfp4", the form of the 4-bit weights; "fp8" for a checkpoint that
+        method: "modelopt", "compressed-tensors" or "mxfp4", the form of the packed weights; "fp8" for a checkpoint that
             has FP8 weights alone, of any form; None for a 16-bit one.
         experts: paths of the 4-bit blocks of experts, in the order of the files.
         dense: paths of the quantized modules that are no experts.
@@ -74,14 +75,14 @@ class Checkpoint:
         quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
         self.blocks = {path: block for path, block in quantized.items() if not block.is_fp8}
         self._dense = modules.dense
-        self._check_methods(
-            [*(m for block in quantized.values() for m in block.modules.values()), *self._dense.values()]
-        )
         # Blocks of experts in 16 bits, whose tensors are among the others as well, and in FP8: a caller may want to
         # quantize them, reading from `floats`.
         self.plain_blocks = {path: block for path, block in modules.experts.items() if not block.is_quantized}
         self.fp8_blocks = {path: block for path, block in quantized.items() if block.is_fp8}
         self.floats = FloatWeights(self.files, fp8)
+        self._check_methods(
+            [*(m for block in quantized.values() for m in block.modules.values()), *self._dense.values()]
+        )
         plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
         self.others = modules.others + plain
         if self.method is not None:
@@ -128,9 +129,14 @@ class Checkpoint:
         """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
         return not self._dense[name].is_fp8
 
+    def number_format(self, name: str) -> BlockFormat:
+        """That of the weights of one of `experts`, or of one of `dense` that is not FP8."""
+        block = self.blocks.get(name)
+        return format_of(self._dense[name] if block is None else next(iter(block.modules.values()))).number_format
+
     def read_dense_weight(
         self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
-    ) -> NVFP4Weight:
+    ) -> PackedWeight:
         """The weight (1, N, K) of a 4-bit module that is no expert, by its path, as it is.
 
         Args:
@@ -163,7 +169,7 @@ class Checkpoint:
         device: torch.device | str | Callable[[str], torch.device | str] = "cpu",
         linears: bool = True,
         progress: bool = False,
-    ) -> Iterator[tuple[str, ExpertWeights | NVFP4Weight | torch.Tensor]]:
+    ) -> Iterator[tuple[str, ExpertWeights | PackedWeight | torch.Tensor]]:
         """Yields everything, file by file; one layer at a time is in memory besides what the caller keeps.
 
         Args:
@@ -173,12 +179,12 @@ class Checkpoint:
             progress: show a bar.
 
         Yields:
-            (path, ExpertWeights) of each quantized block; (path, NVFP4Weight) of each 4-bit dense module; (name of the
+            (path, ExpertWeights) of each quantized block; (path, PackedWeight) of each 4-bit dense module; (name of the
             weight, tensor) of each dequantized module and of each other tensor.
         """
         self.require_4_bit_experts()
         place = device if callable(device) else lambda _: device
-        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | NVFP4Weight | torch.Tensor]]] = []
+        reads: list[tuple[TensorInfo, str, Callable[[], ExpertWeights | PackedWeight | torch.Tensor]]] = []
         for path, block in self.blocks.items():
             reads.append((block.any(), path, partial(self.read_experts, path, place(path))))
         dequantized = 0
@@ -207,6 +213,12 @@ class Checkpoint:
             info = module.any()
             if self.method is None:
                 raise info.error("is quantized, but neither config.json nor hf_quant_config.json says how")
+            if module.is_mxfp8:
+                if not has_mxfp8(self.quantization or {}):
+                    raise info.error("is MXFP8, which the quantization_config does not say")
+                continue
+            if module.is_fp8 and self.floats.fp8 is None and has_mxfp8(self.quantization or {}):
+                module.require("weight", "weight_scale")
             form = "fp8" if module.is_fp8 else format_of(module).method
             if form not in (self.method, "fp8"):
                 raise info.error(f"is of the form of {form!r}, the quantization_config says {self.method!r}")

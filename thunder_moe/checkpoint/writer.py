@@ -23,8 +23,10 @@ from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import INDEX_NAME, SINGLE_NAME, TensorFiles, import_safetensors
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
+from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import apart, ignored_modules
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.checkpoint.modules import sort_modules
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["ShardWriter", "encode", "parse_size", "shard_paths", "write_checkpoint", "write_configs"]
 
@@ -121,7 +123,7 @@ def shard_paths(directory: Path, number: int, count: int) -> tuple[Path, Path]:
 def write_checkpoint(
     path: str | Path,
     config: dict[str, Any],
-    tensors: Iterable[tuple[str, torch.Tensor | ExpertWeights | NVFP4Weight]],
+    tensors: Iterable[tuple[str, torch.Tensor | ExpertWeights | PackedWeight]],
     *,
     layout: ExpertsLayout | None = None,
     max_shard_size: int | str = MAX_SHARD_SIZE,
@@ -133,8 +135,8 @@ def write_checkpoint(
     Args:
         path: a directory that does not exist yet.
         config: for config.json; what it says of a quantization is replaced.
-        tensors: (name, tensor) as they are, (path, ExpertWeights) of blocks of experts and (path, NVFP4Weight) of dense
-            layers; taken one by one.
+        tensors: (name, tensor) as they are, (path, ExpertWeights) of blocks of experts and (path, PackedWeight) of
+            dense layers; taken one by one.
         layout: how the architecture lays out experts; per expert when None.
         max_shard_size: of a file, in bytes or as "5GB".
         extra: text of further files by name.
@@ -156,7 +158,7 @@ def write_checkpoint(
         for name, value in tensors:
             if isinstance(value, torch.Tensor):
                 plain.append((name, value.shape))
-            elif isinstance(value, NVFP4Weight):
+            elif isinstance(value, PackedWeight):
                 quantized.append(name)
             for key, tensor in encode(name, value, layout):
                 writer.add(key, tensor)
@@ -170,12 +172,12 @@ def write_checkpoint(
 
 
 def encode(
-    name: str, value: torch.Tensor | ExpertWeights | NVFP4Weight, layout: ExpertsLayout
+    name: str, value: torch.Tensor | ExpertWeights | PackedWeight, layout: ExpertsLayout
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file for one of those that `write_checkpoint` takes."""
     if isinstance(value, ExpertWeights):
         yield from MODELOPT.encode(name, value, layout)
-    elif isinstance(value, NVFP4Weight):
+    elif isinstance(value, PackedWeight):
         yield from MODELOPT.encode_dense(name, value)
     else:
         yield name, value
@@ -192,16 +194,26 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
     from thunder_moe import __version__
 
     producer = {"name": "thunder_moe", "version": __version__}
-    quantization_config, hf_quant_config = MODELOPT.configs(ignore, producer)
+    files = TensorFiles(directory)
+    modules = sort_modules(files)
+    quantized = {
+        path: next(iter(block.modules.values())) for path, block in modules.experts.items() if block.is_quantized
+    }
+    formats = {path: format_of(module).number_format for path, module in (quantized | modules.dense).items()}
+    quantization_config, hf_quant_config = MODELOPT.configs(ignore, producer, formats)
     config = {key: value for key, value in config.items() if key != "quantization_config"}
     text_config = config.get("text_config")
     if isinstance(text_config, dict) and "quantization_config" in text_config:
         config["text_config"] = {key: value for key, value in text_config.items() if key != "quantization_config"}
     write_json(directory / "config.json", config | {"quantization_config": quantization_config})
     write_json(directory / "hf_quant_config.json", hf_quant_config)
-    files = TensorFiles(directory)
-    dense = [name for name in files.infos if name.endswith(_GLOBAL_SCALE) and ".experts." not in name]
-    for words in apart(ignore, {name.removesuffix(_GLOBAL_SCALE): files.read(name).item() for name in dense}):
+    scales: dict[str, float | None] = {}
+    for path, module in modules.dense.items():
+        if f"{path}{_GLOBAL_SCALE}" in files:
+            scales[path] = files.read(f"{path}{_GLOBAL_SCALE}").item()
+        elif module.is_mxfp8:
+            scales[path] = None
+    for words in apart(ignore, scales):
         logger.warning("elsewhere the results will differ: %s", words)
 
 

@@ -1,4 +1,5 @@
-"""compressed-tensors' nvfp4-pack-quantized: codes in weight_packed, and a global scale that encodes (it divides).
+"""compressed-tensors' nvfp4-pack-quantized: codes in weight_packed, and a global scale that encodes (it divides); and
+what its configs say of mxfp8-quantized, whose tensors `mxfp8` reads.
 Called by registry and integrations.huggingface; calls interface.
 """
 
@@ -11,13 +12,15 @@ import torch
 from thunder_moe.checkpoint.formats.fp8 import COMPRESSED_TENSORS_FORMATS
 from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
 
-__all__ = ["CompressedTensors", "is_compressed_tensors_nvfp4"]
+__all__ = ["COMPRESSED_TENSORS", "CompressedTensors"]
 
 FORMAT = "nvfp4-pack-quantized"
+MXFP8_FORMAT = "mxfp8-quantized"
+_MXFP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
 class CompressedTensors(NVFP4Format):
-    """What llm-compressor writes: NVFP4, and FP8 layers beside it."""
+    """What llm-compressor writes: NVFP4 and MXFP8, and FP8 layers beside them."""
 
     method = "compressed-tensors"
     marker = "weight_packed"
@@ -25,12 +28,15 @@ class CompressedTensors(NVFP4Format):
 
     def check(self, quantization: dict[str, Any]) -> None:
         groups = subdict(quantization, "config_groups")
-        for name in groups:
-            form = subdict(groups, name).get("format") or quantization.get("format")
-            if form not in (FORMAT, *COMPRESSED_TENSORS_FORMATS):
-                raise ValueError(f"format: got {form!r} in {name!r}, wanted {FORMAT!r}")
+        for name, form in _formats(quantization).items():
+            if form not in (FORMAT, MXFP8_FORMAT, *COMPRESSED_TENSORS_FORMATS):
+                raise ValueError(f"format: got {form!r} in {name!r}, wanted {FORMAT!r} or {MXFP8_FORMAT!r}")
+            weights = subdict(groups[name], "weights")
             if form == FORMAT:
-                check_group_size(subdict(groups[name], "weights").get("group_size"))
+                check_group_size(weights.get("group_size"))
+            for key, wanted in _MXFP8_WEIGHTS.items() if form == MXFP8_FORMAT else ():
+                if weights.get(key, wanted) != wanted:
+                    raise ValueError(f"{key}: got {weights[key]!r} in {name!r}, wanted {wanted!r} in {MXFP8_FORMAT!r}")
         if not groups:
             raise ValueError("config_groups: got none, wanted those of a compressed-tensors checkpoint")
         sparsity = subdict(quantization, "sparsity_config").get("format")
@@ -45,11 +51,22 @@ class CompressedTensors(NVFP4Format):
                         " have to compute"
                     )
 
+    def is_read(self, quantization: dict[str, Any]) -> bool:
+        """Whether a group of a config is NVFP4 or MXFP8."""
+        return not {FORMAT, MXFP8_FORMAT}.isdisjoint(_formats(quantization).values())
+
+    def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
+        """Whether a group of a config is MXFP8."""
+        return MXFP8_FORMAT in _formats(quantization).values()
+
     def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:
         return global_scale.reciprocal()
 
 
-def is_compressed_tensors_nvfp4(quantization: dict[str, Any]) -> bool:
-    """Whether a group of a compressed-tensors config is NVFP4."""
+COMPRESSED_TENSORS = CompressedTensors()
+
+
+def _formats(quantization: dict[str, Any]) -> dict[str, Any]:
+    """Name of each group of a config -> its format."""
     groups = subdict(quantization, "config_groups")
-    return any((subdict(groups, name).get("format") or quantization.get("format")) == FORMAT for name in groups)
+    return {name: subdict(groups, name).get("format") or quantization.get("format") for name in groups}

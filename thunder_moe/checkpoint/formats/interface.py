@@ -14,9 +14,10 @@ import torch
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.part import CutFiles
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.nvfp4 import dequantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 
 __all__ = ["FLOATS", "CheckpointFormat", "NVFP4Format", "check_group_size", "subdict"]
 
@@ -25,17 +26,19 @@ _E4M3_NAN = 0x7F
 
 
 class CheckpointFormat(ABC):
-    """How a kind of checkpoints says that it is quantized, and keeps its 4-bit weights.
+    """How a kind of checkpoints says that it is quantized, and keeps its packed weights.
 
     Attributes:
         method: the quant_method of its config.
         marker: the field that shows that a module is of this format.
         block: weights that share a scale.
+        number_format: of the weights that are read.
     """
 
     method: str
     marker: str
     block: int = BLOCK_SIZE
+    number_format: BlockFormat = NVFP4
 
     @abstractmethod
     def check(self, quantization: dict[str, Any]) -> None:
@@ -87,19 +90,27 @@ class CheckpointFormat(ABC):
     @abstractmethod
     def read(
         self, files: TensorFiles | CutFiles, infos: list[TensorInfo]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(codes, bits of the block scales, float32 decode scale), views of the file where that is possible.
 
         The codes are uint8 (N, K // 2), or of all experts (E, N, K // 2) or (E, K // 2, N); the scales are an eighth
-        along K. The decode scale is (), or of all experts (), (E,) or (E, N), or any shape of as many numbers.
+        along K. The decode scale is (), or of all experts (), (E,) or (E, N), or any shape of as many numbers. In MXFP8
+        the codes are uint8 (N, K), or (E, N, K) or (E, K, N), the scales a 32nd along K, and the decode scale is None.
 
         Raises:
             ValueError: a value that the format does not allow; names file and tensor.
         """
 
+    def weight(self, codes: torch.Tensor, bits: torch.Tensor, global_scale: torch.Tensor | None) -> PackedWeight:
+        """The weight (E, N, K) of bytes (E, N, ...) in layout "linear"."""
+        form = self.number_format
+        others = () if global_scale is None else (global_scale,)
+        weight: PackedWeight = WEIGHTS[form.name](codes.view(form.code_dtypes[0]), bits.view(form.scale_dtype), *others)
+        return weight
+
     def read_dense_weight(
         self, files: TensorFiles, module: Module, part: tuple[int, int, int] | None = None
-    ) -> NVFP4Weight:
+    ) -> PackedWeight:
         """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible.
 
         Args:
@@ -111,12 +122,14 @@ class CheckpointFormat(ABC):
         if part is not None:
             (n, k, _), (dim, index, count) = self.sizes(infos, 2), part
             size = (n if dim == 1 else k) // count
+            if dim == 2 and size % self.block:
+                raise infos[0].error(f"is shared by {count} processes, wanted shares of blocks of {self.block}")
             own, all_rows, all_columns = slice(index * size, (index + 1) * size), slice(0, n), slice(0, k)
             rows, columns = (own, all_columns) if dim == 1 else (all_rows, own)
             qdata, bits, global_scale = self.read(self.cut(files, infos, None, [rows], columns), infos)
         else:
             qdata, bits, global_scale = self.read(files, infos)
-        return NVFP4Weight(qdata[None], bits.view(torch.float8_e4m3fn)[None], global_scale.reshape(1))
+        return self.weight(qdata[None], bits[None], None if global_scale is None else global_scale.reshape(1))
 
     def read_dense(
         self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
@@ -170,10 +183,10 @@ class NVFP4Format(CheckpointFormat):
         return global_scale
 
 
-def check_group_size(size: Any) -> None:
-    """Raises unless a config's block size, a number or its digits, is that of NVFP4, or not said."""
-    if size is not None and str(size) != str(BLOCK_SIZE):
-        raise ValueError(f"group_size: got {size!r}, wanted {BLOCK_SIZE}")
+def check_group_size(size: Any, wanted: int = BLOCK_SIZE) -> None:
+    """Raises unless a config's block size, a number or its digits, is that of NVFP4 (or another), or not said."""
+    if size is not None and str(size) != str(wanted):
+        raise ValueError(f"group_size: got {size!r}, wanted {wanted}")
 
 
 def subdict(config: dict[str, Any], key: str) -> dict[str, Any]:

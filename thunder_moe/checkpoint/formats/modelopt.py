@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's NVFP4, which vLLM, SGLang and TensorRT-LLM read, and which this package writes.
+"""NVIDIA ModelOpt's NVFP4 and MXFP8, which vLLM, SGLang and TensorRT-LLM read, and which this package writes.
 Called by registry to read, by writer and convert to write; calls interface.
 
 Legend: E experts, I intermediate_size.
@@ -7,7 +7,7 @@ Legend: E experts, I intermediate_size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["MODELOPT", "ModelOpt"]
 
@@ -26,13 +27,14 @@ logger = logging.getLogger(__name__)
 # Algorithms that are read; FP8 layers occur beside NVFP4 in MIXED_PRECISION.
 ALGOS = ("NVFP4", "W4A16_NVFP4")
 MIXED = "MIXED_PRECISION"
-LAYER_ALGOS = (*ALGOS, "FP8")
+MXFP8_ALGO = "MXFP8"
+LAYER_ALGOS = (*ALGOS, "FP8", MXFP8_ALGO)
 # The one that is written: 4-bit weights, 16-bit activations. "NVFP4" would need calibrated scales of activations.
 QUANT_ALGO = "W4A16_NVFP4"
 
 
 class ModelOpt(NVFP4Format):
-    """NVFP4 and W4A16_NVFP4, per expert or fused, and MIXED_PRECISION of these with FP8 layers."""
+    """NVFP4 and W4A16_NVFP4, per expert or fused, MXFP8 per expert, and MIXED_PRECISION of these and FP8 layers."""
 
     method = "modelopt"
     marker = "weight"
@@ -45,15 +47,22 @@ class ModelOpt(NVFP4Format):
                 layer_algo = subdict({layer: entry}, layer).get("quant_algo")
                 if not _is_algo(layer_algo, *LAYER_ALGOS):
                     raise ValueError(f"quant_algo: got {layer_algo!r} for layer {layer!r}, wanted one of {LAYER_ALGOS}")
-                check_group_size(entry.get("group_size"))
-        elif not _is_algo(algo, *ALGOS):
-            raise ValueError(f"quant_algo: got {algo!r}, wanted one of {(*ALGOS, MIXED)}")
-        check_group_size(quantization.get("group_size"))
+                check_group_size(entry.get("group_size"), _block_size(layer_algo))
+        elif not _is_algo(algo, *ALGOS, MXFP8_ALGO):
+            raise ValueError(f"quant_algo: got {algo!r}, wanted one of {(*ALGOS, MXFP8_ALGO, MIXED)}")
+        check_group_size(quantization.get("group_size"), _block_size(algo))
         groups = subdict(quantization, "config_groups")
         for name in groups:
             weights = subdict(subdict(groups, name), "weights")
             if weights.get("num_bits") not in (8, "8"):
                 check_group_size(weights.get("group_size"))
+
+    def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
+        """Whether a quantization_config names MXFP8, for all weights or those of a layer."""
+        layers = subdict(quantization, "quantized_layers")
+        algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
+        mixed = _is_algo(quantization.get("quant_algo"), MIXED)
+        return any(_is_algo(algo, MXFP8_ALGO) for algo in (algos if mixed else [quantization.get("quant_algo")]))
 
     def encode(
         self, path: str, weights: ExpertWeights, layout: ExpertsLayout, *, warns: bool = True
@@ -63,7 +72,8 @@ class ModelOpt(NVFP4Format):
         The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
         with biases or alternating rows, where nobody reads that, fused with all their global scales, which only this
         package reads (a warning says so). Another warning says where gate and up have different ones: engines take the
-        gate's for both.
+        gate's for both. MXFP8 weights are written per expert, or fused where the rows alternate (only this package
+        reads that, too).
 
         Args:
             path: of the block, "model.layers.0.mlp.experts".
@@ -72,26 +82,38 @@ class ModelOpt(NVFP4Format):
             warns: False for tensors that are not to be written.
 
         Raises:
-            ValueError: the rows of one projection of one expert have several global scales.
+            ValueError: the rows of one projection of one expert have several global scales; or the two weights are of
+                two number formats.
         """
+        if weights.gate_up.format is not weights.down.format:
+            names = (weights.gate_up.format.name, weights.down.format.name)
+            raise ValueError(f"weights: {path} has gate and up in {names[0]}, down in {names[1]}, wanted one format")
         weights = replace(weights, gate_up=weights.gate_up.to_layout("linear"), down=weights.down.to_layout("linear"))
         if not layout.fused:
             yield from _encode_per_expert(path, weights, layout.projections, warns)
             return
         scales = {"gate_up": _shared_scale(weights.gate_up), "down": _shared_scale(weights.down)}
         plain = weights.gate_up_bias is None and weights.down_bias is None and not layout.interleaved
-        if plain and any(scale.ndim for scale in scales.values()):
+        if weights.down.format is MXFP8:
+            per_expert = not layout.interleaved
+        else:
+            per_expert = plain and any(scale is not None and scale.ndim for scale in scales.values())
+        if per_expert:
             yield from _encode_per_expert(path, weights, layout.projections, warns)
-            return
-        yield from _encode_fused(path, weights, layout, scales, warns)
+        else:
+            yield from _encode_fused(path, weights, layout, scales, warns)
 
-    def encode_dense(self, path: str, weight: NVFP4Weight) -> Iterator[tuple[str, torch.Tensor]]:
+    def encode_dense(self, path: str, weight: PackedWeight) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a dense layer's weight (1, N, K) as ModelOpt names them; read again they have the same bits.
 
         Raises:
             ValueError: its rows have several global scales.
         """
         weight = weight.to_layout("linear")
+        if not isinstance(weight, NVFP4Weight):
+            yield f"{path}.weight", weight.qdata[0]
+            yield f"{path}.weight_scale", weight.scale.view(torch.uint8)[0]
+            return
         global_scale = weight.row_global_scale()[0]
         if not bool((global_scale == global_scale[0]).all()):
             raise ValueError(f"weights: {path} has a global scale per row, which a ModelOpt checkpoint cannot hold")
@@ -99,23 +121,39 @@ class ModelOpt(NVFP4Format):
         yield f"{path}.weight_scale", weight.scale[0]
         yield f"{path}.weight_scale_2", global_scale[0]
 
-    def configs(self, ignore: list[str], producer: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(quantization_config of config.json, hf_quant_config.json); `ignore`: the modules with a 16-bit weight."""
-        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK_SIZE}
+    def configs(
+        self, ignore: list[str], producer: dict[str, str], formats: Mapping[str, BlockFormat]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(quantization_config of config.json, hf_quant_config.json).
+
+        Args:
+            ignore: the modules with a 16-bit weight.
+            producer: name and version of what writes.
+            formats: path of each block of experts and each dense layer that is quantized -> its number format.
+        """
+        kinds = [form for form in (NVFP4, MXFP8) if form in formats.values()] or [NVFP4]
+        own: dict[str, Any] = {"quant_algo": _algo(kinds[0])}
+        groups: dict[str, Any] = {}
+        size: dict[str, Any] = {"group_size": kinds[0].block_size}
+        if len(kinds) > 1:
+            layers = {
+                path: {"quant_algo": _algo(form), "group_size": form.block_size} for path, form in formats.items()
+            }
+            own, size = {"quant_algo": MIXED, "quantized_layers": layers}, {}
+        for number, form in enumerate(kinds if NVFP4 in kinds else []):  # ModelOpt has no groups of MXFP8 alone
+            bits = 8 // form.codes_per_byte
+            weights = {"dynamic": False, "num_bits": bits, "type": "float", "group_size": form.block_size}
+            targets = ["Linear"] if len(kinds) == 1 else [path for path, each in formats.items() if each is form]
+            groups[f"group_{number}"] = {"weights": weights, "targets": targets}
         quantization_config = {
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+            **({"config_groups": groups} if groups else {}),
             "ignore": sorted(ignore),
-            "quant_algo": QUANT_ALGO,
-            "group_size": BLOCK_SIZE,
+            **own,
+            **(size if groups else {}),
             "producer": producer,
             "quant_method": self.method,
         }
-        quantization = {
-            "quant_algo": QUANT_ALGO,
-            "kv_cache_quant_algo": None,
-            "group_size": BLOCK_SIZE,
-            "exclude_modules": sorted(ignore),
-        }
+        quantization = {**own, "kv_cache_quant_algo": None, **size, "exclude_modules": sorted(ignore)}
         return quantization_config, {"producer": producer, "quantization": quantization}
 
 
@@ -132,49 +170,63 @@ def _encode_per_expert(
         [(gate, slice(0, n // 2), *first), (up, slice(n // 2, n), *first)] if weights.gated else [(up, whole, *first)]
     )
     parts.append((down, whole, weights.down, weights.down_bias))
-    scales = weights.gate_up.row_global_scale()
-    apart = int((scales[:, 0] != scales[:, -1]).sum()) if weights.gated else 0
+    apart = 0
+    if weights.gated and isinstance(weights.gate_up, NVFP4Weight):
+        scales = weights.gate_up.row_global_scale()
+        apart = int((scales[:, 0] != scales[:, -1]).sum())
     if apart and warns:
         words = "other engines take the gate's for both, which changes their results"
         logger.warning("%s: gate and up of %d experts have different global scales; %s", path, apart, words)
     for expert in range(experts):
         for projection, rows, weight, bias in parts:
             name = f"{path}.{expert}.{projection}"
-            global_scale = weight.row_global_scale()[expert, rows]
-            if not bool((global_scale == global_scale[0]).all()):
-                raise ValueError(f"weights: {name} has a global scale per row, which a ModelOpt checkpoint cannot hold")
-            yield f"{name}.weight", weight.qdata[expert, rows]
-            yield f"{name}.weight_scale", weight.scale.view(torch.uint8)[expert, rows].view(torch.float8_e4m3fn)
-            yield f"{name}.weight_scale_2", global_scale[0]
+            part = weight.rows(rows)
+            yield from MODELOPT.encode_dense(name, part.with_tensors(t[expert, None] for t in part.tensors()))
             if bias is not None:
                 yield f"{name}.bias", bias[expert, rows]
 
 
 def _encode_fused(
-    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor], warns: bool
+    path: str, weights: ExpertWeights, layout: ExpertsLayout, scales: dict[str, torch.Tensor | None], warns: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if not weights.gated:
         raise ValueError(f"weights: {path} has no gate, which the fused layout has beside the up projection")
     parts = (("gate_up", weights.gate_up, weights.gate_up_bias), ("down", weights.down, weights.down_bias))
     for part, weight, bias in parts:
         name, global_scale = f"{path}.{part}_proj", scales[part]
-        qdata, scale = weight.qdata, weight.scale.view(torch.uint8)
-        if global_scale.ndim and warns:
+        qdata, scale = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
+        if global_scale is None and warns:
+            logger.warning("%s: written in MXFP8 as one tensor of all experts, which other engines do not read", name)
+        if global_scale is not None and global_scale.ndim and warns:
             logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
         if part == "gate_up" and layout.interleaved:
             qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)
-            global_scale = interleave(global_scale) if global_scale.ndim == 2 else global_scale
-        yield name, qdata.mT
-        yield f"{name}_weight_scale", scale.mT.contiguous().view(torch.float8_e4m3fn)
-        yield f"{name}_weight_scale_2", global_scale
+            if global_scale is not None and global_scale.ndim == 2:
+                global_scale = interleave(global_scale)
+        yield name, qdata.mT.contiguous().view(weight.qdata.dtype)
+        stored = torch.uint8 if global_scale is None else torch.float8_e4m3fn
+        yield f"{name}_weight_scale", scale.mT.contiguous().view(stored)
+        if global_scale is not None:
+            yield f"{name}_weight_scale_2", global_scale
         if bias is not None:
             yield f"{name}_bias", bias
 
 
-def _shared_scale(weight: NVFP4Weight) -> torch.Tensor:
-    """The global scale in as few numbers as hold it: (), or as the weight has it."""
+def _shared_scale(weight: PackedWeight) -> torch.Tensor | None:
+    """The global scale in as few numbers as hold it: (), or as the weight has it; None where its format has none."""
     scale = weight.global_scale
+    if scale is None:
+        return None
     return scale.flatten()[0] if bool((scale == scale.flatten()[0]).all()) else scale
+
+
+def _algo(form: BlockFormat) -> str:
+    """The word for weights in a number format, with 16-bit activations where there is one."""
+    return MXFP8_ALGO if form is MXFP8 else QUANT_ALGO
+
+
+def _block_size(algo: Any) -> int:
+    return MXFP8.block_size if _is_algo(algo, MXFP8_ALGO) else BLOCK_SIZE
 
 
 def _is_algo(word: Any, *algos: str) -> bool:

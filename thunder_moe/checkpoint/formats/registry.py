@@ -6,20 +6,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_moe.checkpoint.formats.compressed_tensors import CompressedTensors
+from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.checkpoint.formats.fp8 import find_fp8
 from thunder_moe.checkpoint.formats.interface import CheckpointFormat, subdict
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.mxfp4 import MXFP4
+from thunder_moe.checkpoint.formats.mxfp8 import MXFP8_MODULES
 from thunder_moe.checkpoint.modules import Module
 
-__all__ = ["FORMATS", "check_quantization", "find_quantization", "format_of"]
+__all__ = ["FORMATS", "check_quantization", "find_quantization", "format_of", "has_mxfp8"]
 
-FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in (MODELOPT, CompressedTensors(), MXFP4())}
+FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in (MODELOPT, COMPRESSED_TENSORS, MXFP4())}
 
 
 def format_of(module: Module) -> CheckpointFormat:
     """The format of a quantized module, by its fields; by default ModelOpt's, whose errors name what is missing."""
+    if module.is_mxfp8:
+        return MXFP8_MODULES
     others = (form for form in FORMATS.values() if form is not MODELOPT)
     return next((form for form in others if form.marker in module.fields), MODELOPT)
 
@@ -55,6 +58,13 @@ def check_quantization(quantization: dict[str, Any]) -> str:
         raise ValueError(f"quantization_config: got FP8 weights, wanted 4-bit ones{remedy}")
     FORMATS[method].check(quantization)
     return method
+
+
+def has_mxfp8(quantization: dict[str, Any]) -> bool:
+    """Whether the quantization_config of a checkpoint says that it has MXFP8 weights."""
+    known = {MODELOPT.method: MODELOPT.has_mxfp8, COMPRESSED_TENSORS.method: COMPRESSED_TENSORS.has_mxfp8}
+    has = known.get(str(quantization.get("quant_method")))
+    return has is not None and has(quantization)
 
 
 def _remedy(quantization: dict[str, Any]) -> str:

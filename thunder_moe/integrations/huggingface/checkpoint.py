@@ -19,8 +19,7 @@ from torch.nn import Module
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.files import find_checkpoint, read_json
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
-from thunder_moe.formats.block_format import NVFP4
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.gathering import (
@@ -33,7 +32,6 @@ from thunder_moe.integrations.huggingface.gathering import (
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
 from thunder_moe.integrations.huggingface.sharding import require_available
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
-from thunder_moe.nn.packed import NVFP4Module
 
 try:
     import transformers
@@ -56,12 +54,12 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> transformers.PreTrainedModel:
-    """Loads an NVFP4 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
+    """Loads an NVFP4, MXFP8 or MXFP4 checkpoint as a transformers model whose experts are `NVFP4Experts`.
 
-    Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized, and GPT-OSS's MXFP4 (exactly, where
-    ``from_pretrained`` would dequantize it). 4-bit weights go to their device layer by layer, in the layout that its
-    kernels read best. 4-bit dense layers are `NVFP4Linear`s, and those that read the same rows one weight, as after
-    `quantize_`; FP8 ones are dequantized.
+    Reads ModelOpt's forms, compressed-tensors' nvfp4-pack-quantized and mxfp8-quantized, and GPT-OSS's MXFP4 (as NVFP4,
+    exactly, where ``from_pretrained`` would dequantize it). Packed weights go to their device layer by layer, in the
+    layout that its kernels read best. NVFP4 and MXFP8 dense layers are `NVFP4Linear`s, and those that read the same
+    rows one weight, as after `quantize_`; FP8 ones are dequantized.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
@@ -143,16 +141,16 @@ def _require_accelerate() -> None:
 def save_checkpoint(
     model: transformers.PreTrainedModel, path: str | Path, *, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> Path:
-    """Writes a model with NVFP4 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
+    """Writes a model with NVFP4 or MXFP8 experts or dense layers as ModelOpt does, for vLLM, SGLang, TensorRT-LLM, and
     `load_checkpoint`.
 
     The tokenizer and the other files but weights of the directory (or of the hub's local cache) that the model was
     loaded from are copied, as is the Python code of a model that has its own.
 
-    Loading it again gives every tensor bit for bit. Weights alone are 4-bit (W4A16_NVFP4): scales of 4-bit activations
-    and of the key-value cache that the model's own checkpoint may have had are not kept. The names are those of that
-    checkpoint, or of its architecture's checkpoints on the hub, but experts are written one by one; only GPT-OSS has
-    fused ones.
+    Loading it again gives every tensor bit for bit. Weights alone are quantized (W4A16_NVFP4, MXFP8, or
+    MIXED_PRECISION of the two): scales of quantized activations and of the key-value cache that the model's own
+    checkpoint may have had are not kept. The names are those of that checkpoint, or of its architecture's checkpoints
+    on the hub, but experts are written one by one; only GPT-OSS has fused ones (which in MXFP8 no other engine reads).
 
     Of a model that several processes share (``distributed_config``) all call this, and the first one writes: it has one
     layer's experts whole at a time, and the 16-bit weights in main memory.
@@ -168,7 +166,8 @@ def save_checkpoint(
     Raises:
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
-        ValueError: the model has no NVFP4 experts or dense layers, or a tensor is on the "meta" device (offloaded).
+        ValueError: the model has no NVFP4 or MXFP8 experts or dense layers, or a tensor is on the "meta" device
+            (offloaded).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
@@ -180,12 +179,6 @@ def write_model(
 ) -> Path:
     """`save_checkpoint`, with the tokenizer and so on of a given directory, or none."""
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Experts)}
-    for name, module in model.named_modules():
-        if isinstance(module, NVFP4Module) and module.format_name != NVFP4.name:
-            raise ValueError(
-                f"model: {name!r} has a weight in {module.format_name}, wanted nvfp4: no other is written to files"
-                " yet; save the state_dict, or dequantize_ the model before"
-            )
     if not blocks and not any(isinstance(module, NVFP4Linear) for module in model.modules()):
         raise ValueError(f"model: found no NVFP4 experts in {type(model).__name__}; call quantize_(model) first")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -274,7 +267,7 @@ def _blocks(model: transformers.PreTrainedModel) -> dict[str, NVFP4Experts]:
 
 def model_tensors(
     model: transformers.PreTrainedModel,
-) -> Iterator[tuple[str, Tensor | ExpertWeights | NVFP4Weight]]:
+) -> Iterator[tuple[str, Tensor | ExpertWeights | PackedWeight]]:
     """The experts and 4-bit dense layers by their paths in the checkpoint, then everything else by its name there."""
     inside: set[str] = set()
     sources = expert_sources(model)

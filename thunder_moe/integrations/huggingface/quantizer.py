@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
-from thunder_moe.checkpoint.formats.compressed_tensors import is_compressed_tensors_nvfp4
+from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.checkpoint.formats.registry import check_quantization
 from thunder_moe.dense_linears import join_read_together
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
@@ -173,7 +173,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
                 continue
             module = model.get_submodule(name)
             if self._stays_4_bit(model, source, name, module):
-                self._linears[source] = _put_linear(model, name, module)
+                self._linears[source] = _put_linear(model, name, module, self.checkpoint.number_format(source))
                 missing.append(rf"{re.escape(name)}\.(qdata|scale|global_scale)$")
                 unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]
                 continue
@@ -202,13 +202,14 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         """Swaps an experts module for its NVFP4 form, on "meta"."""
         old = model.get_submodule(name)
         shapes = [tuple(view.shape) for _, view in expert_weights(old)]
+        form = self.checkpoint.number_format(source)
         for experts, n, k in shapes:
-            if k % BLOCK_SIZE:
+            if k % form.block_size:
                 raise ValueError(
-                    f"model: {name} has shape {(experts, n, k)}, wanted in_features of blocks of {BLOCK_SIZE}"
+                    f"model: {name} has shape {(experts, n, k)}, wanted in_features of blocks of {form.block_size}"
                 )
         biases = [p for key, p in old.named_parameters(recurse=False) if key.endswith("_bias")]
-        weights = (_meta_weight(*shapes[0]), _meta_weight(*shapes[1]))
+        weights = (_meta_weight(form, *shapes[0]), _meta_weight(form, *shapes[1]))
         meta_biases = [torch.empty_like(bias, device="meta") for bias in biases]
         new = NVFP4Experts.from_weights(old, *weights, *meta_biases, auto_layout=True)
         parent, _, attribute = name.rpartition(".")
@@ -330,19 +331,21 @@ def _mark_initialized(module: Any) -> None:
     module._is_hf_initialized = True
 
 
-def _meta_weight(experts: int, n: int, k: int) -> NVFP4Weight:
-    """An NVFP4Weight without data."""
-    qdata = torch.empty(experts, n, k // 2, dtype=torch.uint8, device="meta")
-    scale = torch.empty(experts, n, k // BLOCK_SIZE, dtype=torch.float8_e4m3fn, device="meta")
-    return NVFP4Weight(qdata, scale, torch.empty(experts, dtype=torch.float32, device="meta"))
+def _meta_weight(form: BlockFormat, experts: int, n: int, k: int) -> PackedWeight:
+    """A packed weight without data."""
+    qdata = torch.empty(experts, n, k // form.codes_per_byte, dtype=form.code_dtypes[0], device="meta")
+    scale = torch.empty(experts, n, k // form.block_size, dtype=form.scale_dtype, device="meta")
+    others = (torch.empty(experts, dtype=torch.float32, device="meta"),) if form is NVFP4 else ()
+    weight: PackedWeight = WEIGHTS[form.name](qdata, scale, *others)
+    return weight
 
 
-def _put_linear(model: nn.Module, name: str, linear: Any) -> NVFP4Linear:
-    """Swaps a linear for its NVFP4 form, on "meta"."""
+def _put_linear(model: nn.Module, name: str, linear: Any, form: BlockFormat) -> NVFP4Linear:
+    """Swaps a linear for its NVFP4 (or MXFP8) form, on "meta"."""
     n, k = linear.out_features, linear.in_features
-    if k % BLOCK_SIZE:
-        raise ValueError(f"model: {name} has shape {(n, k)}, wanted in_features of blocks of {BLOCK_SIZE}")
-    new = NVFP4Linear(_meta_weight(1, n, k), linear.bias, weight_dtype=linear.weight.dtype, auto_layout=True)
+    if k % form.block_size:
+        raise ValueError(f"model: {name} has shape {(n, k)}, wanted in_features of blocks of {form.block_size}")
+    new = NVFP4Linear(_meta_weight(form, 1, n, k), linear.bias, weight_dtype=linear.weight.dtype, auto_layout=True)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new.train(linear.training))
     _mark_initialized(new)
@@ -394,13 +397,13 @@ def _fill(place: _Place, checkpoint: Checkpoint) -> None:
 
 
 class _CompressedTensors:
-    """Replaces transformers' config of compressed-tensors: handles NVFP4, delegates all other formats to it."""
+    """Replaces transformers' config of compressed-tensors: takes NVFP4 and MXFP8, delegates all other formats to it."""
 
     original: Any = None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        taken = is_compressed_tensors_nvfp4(config_dict)
+        taken = COMPRESSED_TENSORS.is_read(config_dict)
         return (NVFP4CheckpointConfig if taken else cls.original).from_dict(config_dict, **kwargs)
 
 

@@ -27,7 +27,7 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
@@ -73,7 +73,7 @@ def load_by_checkpoint_names(
         elif isinstance(module, NVFP4LinearStack):
             new |= _stack(model, name, module, left)
         elif isinstance(module, NVFP4Linear):
-            given = _dense(linear_source(model, name), module.nvfp4_weight, module.bias, left)
+            given = _dense(linear_source(model, name), module.packed_weight, module.bias, left)
             new |= {} if given is None else _set(name, module, *given)
     others = _others(model, left, own | {name: own[key] for name, key in prepared.items()})
     new |= {prepared.get(name, name): tensor for name, tensor in others.items()}
@@ -89,7 +89,7 @@ def _experts(
 ) -> dict[str, Tensor]:
     """The tensors of a block of experts, of which `left` has some."""
     biases = (None if bias is None else bias.detach() for bias in (module.gate_up_bias, module.down_bias))
-    weights = ExpertWeights(module.gate_up_proj.nvfp4_weight, module.down_proj.nvfp4_weight, *biases)
+    weights = ExpertWeights(module.gate_up_proj.packed_weight, module.down_proj.packed_weight, *biases)
     tensors = _InMemory.overlaid(dict(MODELOPT.encode(source, weights, layout, warns=False)), left)
     if tensors is None:
         return {}
@@ -111,24 +111,24 @@ def _stack(model: Any, name: str, stack: NVFP4LinearStack, left: dict[str, Tenso
         if isinstance(part, NVFP4LinearPart) and part.stack is stack
     ]
     parts.sort(key=lambda item: item[1].index)
-    found = [_dense(linear_source(model, path), part.nvfp4_weight, part.bias, left) for path, part in parts]
+    found = [_dense(linear_source(model, path), part.packed_weight, part.bias, left) for path, part in parts]
     if all(given is None for given in found):
         return {}
     weights, biases = [], []
     for given, (_, part) in zip(found, parts, strict=True):
-        weight, bias = given or (part.nvfp4_weight, part.bias)
+        weight, bias = given or (part.packed_weight, part.bias)
         weights.append(weight.to("cpu").to_layout("linear"))
         biases.append(None if bias is None else bias.detach().cpu())
     joined = None if biases[0] is None else torch.cat([bias for bias in biases if bias is not None])
-    weight = NVFP4Weight.concatenate(*weights)
-    if bool((weight.global_scale == weight.global_scale[0, 0]).all()):
+    weight = PackedWeight.concatenate(*weights)
+    if isinstance(weight, NVFP4Weight) and bool((weight.global_scale == weight.global_scale[0, 0]).all()):
         weight = replace(weight, global_scale=weight.global_scale[0, :1].clone())
     return _set(name, stack, weight, joined)
 
 
 def _dense(
-    source: str, weight: NVFP4Weight, bias: Tensor | None, left: dict[str, Tensor]
-) -> tuple[NVFP4Weight, Tensor | None] | None:
+    source: str, weight: PackedWeight, bias: Tensor | None, left: dict[str, Tensor]
+) -> tuple[PackedWeight, Tensor | None] | None:
     """The weight (1, N, K) and the bias of a dense layer, of which `left` has some; None when it has none."""
     encoded = dict(MODELOPT.encode_dense(source, weight))
     if bias is not None:
@@ -140,7 +140,7 @@ def _dense(
     return decode_dense_weight(tensors, module, "cpu"), tensors.tensors.get(f"{source}.bias")  # type: ignore[arg-type]
 
 
-def _set(name: str, module: NVFP4Module, weight: NVFP4Weight, bias: Tensor | None = None) -> dict[str, Any]:
+def _set(name: str, module: NVFP4Module, weight: PackedWeight, bias: Tensor | None = None) -> dict[str, Any]:
     """Gives a module its weight, whose global scale may have another shape than before; its state dict then."""
     weight = weight.to(module.qdata.device)
     module.set_weight(lay_out(weight, "auto" if module.auto_layout else module.layout))

@@ -1,0 +1,68 @@
+"""MXFP8 weights, as ModelOpt and compressed-tensors have them: E4M3 codes, an E8M0 scale for each 32 of them along K.
+Called by registry; calls interface.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat
+from thunder_moe.checkpoint.modules import Module
+from thunder_moe.checkpoint.part import CutFiles
+from thunder_moe.formats.block_format import MXFP8
+from thunder_moe.formats.mxfp8 import E8M0_NAN
+
+__all__ = ["MXFP8_MODULES"]
+
+# A bit pattern of E4M3, without its sign, that is NaN.
+_E4M3_NAN = 0x7F
+
+
+class _MXFP8Modules(CheckpointFormat):
+    """A weight float8_e4m3fn (N, K) and its weight_scale (N, K // 32), uint8 or float8_e8m0fnu, per module.
+
+    Of all experts of a layer (E, N, K) and (E, N, K // 32), or both with K ahead of N, which this package writes of
+    architectures whose checkpoints have no other form (GPT-OSS).
+    """
+
+    method = "mxfp8"
+    marker = "weight"
+    block = MXFP8.block_size
+    number_format = MXFP8
+
+    def check(self, quantization: dict[str, Any]) -> None:
+        """Accepts every config: that of the format in which these modules occur is checked."""
+
+    def infos(self, module: Module, rank: int) -> list[TensorInfo]:
+        weight, scale = infos = module.require("weight", "weight_scale")
+        weight.require(("F8_E4M3",), None)
+        scale.require(("U8", "F8_E8M0"), None)
+        fits = []
+        if len(weight.shape) == rank:
+            *experts, n, k = weight.shape
+            fits = [(*experts, n, k // self.block)] * (k % self.block == 0)
+            fits += [(*experts, n // self.block, k)] * (rank == 3 and n % self.block == 0)
+        if scale.shape not in fits:
+            words = f"one scale for every {self.block} along in_features of {weight.name!r}, which has {weight.shape}"
+            raise scale.error(f"has shape {scale.shape}, wanted {words}")
+        return infos
+
+    def sizes(self, infos: list[TensorInfo], rank: int) -> tuple[int, int, bool]:
+        codes, scales = infos[0].shape, infos[1].shape
+        k_first = rank == 3 and codes[1] == self.block * scales[1]
+        return (codes[2], codes[1], True) if k_first else (codes[-2], codes[-1], False)
+
+    def read(self, files: TensorFiles | CutFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, None]:
+        codes, bits = (files.read(info.name).view(torch.uint8) for info in infos)
+        # The CUDA kernels would decode a NaN as 480.
+        if bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
+            raise infos[0].error("has NaN, wanted finite values")
+        if bool((bits == E8M0_NAN).any()):
+            raise infos[1].error(f"has the byte {E8M0_NAN}, which is NaN, wanted scales that are finite")
+        return codes, bits, None
+
+
+MXFP8_MODULES = _MXFP8Modules()
