@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from tiny_models import VOCABULARY, tiny_model
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from thunder_moe import quantize_
+from thunder_moe import load_checkpoint, quantize_
 from thunder_moe.__main__ import main
 from thunder_moe.sensitivity import BlockLoss, Sensitivity, choose_formats, load_formats, measure_sensitivity
 from thunder_moe.sensitivity.formats_file import format_of_path
@@ -241,11 +242,25 @@ def test_convert_takes_the_formats(folder, tmp_path, capsys):
     assert f"--formats: {file!r} has none for '{NAMES[0]}'" in capsys.readouterr().err
 
 
-def test_convert_refuses_mxfp8(folder, tmp_path, capsys):
+def test_convert_takes_both_formats(folder, tmp_path):
     file = write_formats(tmp_path / "formats.json", _0="nvfp4", _1="mxfp8")
-    assert main(["convert", str(folder / "model"), str(tmp_path / "out"), "--formats", file]) == 1
-    assert f"has 'mxfp8' for '{NAMES[1]}', and checkpoints are written in NVFP4 alone" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    options = ["--formats", file, "--format", "mxfp8", "--linears", "--quiet"]
+    assert main(["convert", str(folder / "model"), str(tmp_path / "out"), *options]) == 0
+    loaded = load_checkpoint(tmp_path / "out")
+    chosen = load_formats(file)
+
+    def format_of(name, module):  # --format is of what the file does not name
+        return "mxfp8" if isinstance(module, nn.Linear) else chosen(name, module)
+
+    def linears(module, name):
+        return "self_attn" in name
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    wanted = quantize_(model, format=format_of, linears=linears).state_dict()
+    found = loaded.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.ndim else True, name
 
 
 def test_blocks_of_checkpoints_with_other_names():

@@ -1,5 +1,5 @@
-"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 weights, `sensitivity` measures
-what each number format costs a model. Called by the shell; calls checkpoint.convert, sensitivity.command.
+"""The command line, ``python -m thunder_moe``: `convert` writes a checkpoint with NVFP4 or MXFP8 weights, `sensitivity`
+measures what each number format costs a model. Called by the shell; calls checkpoint.convert, sensitivity.command.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors = convert(
             options.source,
             options.destination,
-            filter=_formats_filter(options.formats, _filter(options.filter)),
+            filter=_filter(options.filter),
             linears=options.linears or None,
+            format=_format(options.format, options.formats),
             scale_search=options.scale_search,
             device=options.device,
             max_shard_size=options.max_shard_size,
@@ -80,31 +81,24 @@ def _filter(pattern: str | None) -> Callable[[str], bool] | None:
     return lambda path: expression.search(path) is not None
 
 
-def _formats_filter(file: str | None, filter: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    """A filter that takes of the experts those that a file of `sensitivity` has in NVFP4."""
+def _format(name: str, file: str | None) -> str | Callable[[str], str | None]:
+    """What `convert` takes: the format of each block that a file of `sensitivity` has, and of all else this one."""
     if file is None:
-        return filter
+        return name
     from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
 
     formats = read_formats(file)
-    for name, format in formats.items():
-        if format not in ("nvfp4", None):
-            raise ValueError(
-                f"--formats: {file!r} has {format!r} for {name!r}, and checkpoints are written in NVFP4 alone; use"
-                " quantize_(model, format=load_formats(FILE))"
-            )
-    endings = {name.rpartition(".")[2] for name in formats}
+    endings = {block.rpartition(".")[2] for block in formats}
 
-    def taken(path: str) -> bool:
-        if path.rpartition(".")[2] in endings:
-            try:
-                if format_of_path(formats, path) is None:
-                    return False
-            except KeyError:
-                raise ValueError(f"--formats: {file!r} has none for {path!r}, wanted the file of this model") from None
-        return filter is None or filter(path)
+    def format_of(path: str) -> str | None:
+        if path.rpartition(".")[2] not in endings:
+            return name
+        try:
+            return format_of_path(formats, path)
+        except KeyError:
+            raise ValueError(f"--formats: {file!r} has none for {path!r}, wanted the file of this model") from None
 
-    return taken
+    return format_of
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,18 +108,23 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "convert",
-        help="write a checkpoint with NVFP4 weights",
+        help="write a checkpoint with NVFP4 or MXFP8 weights",
         description=(
-            "Writes a checkpoint whose experts are NVFP4, in ModelOpt's form (W4A16_NVFP4), from a 16-bit or FP8 one of"
-            " Hugging Face, or exactly from MXFP4 (GPT-OSS) or compressed-tensors; dense layers that are 4-bit stay so."
-            " Goes layer by layer, never holds the whole model, and resumes an interrupted conversion. Nothing is"
-            " overwritten."
+            "Writes a checkpoint whose experts are NVFP4 or MXFP8, in ModelOpt's form (W4A16_NVFP4, MXFP8, or"
+            " MIXED_PRECISION of the two), from a 16-bit or FP8 one of Hugging Face, or exactly from MXFP4 (GPT-OSS, as"
+            " NVFP4) or compressed-tensors; dense layers that are NVFP4 or MXFP8 stay so. Goes layer by layer, never"
+            " holds the whole model, and resumes an interrupted conversion. Nothing is overwritten."
         ),
     )
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
     command.add_argument("--filter", metavar="REGEX", help="quantize only what has a path where this is found")
-    command.add_argument("--formats", metavar="FILE", help="JSON of `sensitivity --budget`: experts to quantize or not")
+    command.add_argument(
+        "--format", choices=["nvfp4", "mxfp8"], default="nvfp4", help="the number format (default: %(default)s)"
+    )
+    command.add_argument(
+        "--formats", metavar="FILE", help="JSON of `sensitivity --budget`: the format of each block of experts"
+    )
     command.add_argument("--linears", action="store_true", help="dense layers, too, but for the head and routers")
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")

@@ -11,16 +11,17 @@ from math import inf, log10
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, load_tensors
+from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors
 from oracle import dequantize as oracle_dequantize
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_moe.__main__ import main
 from thunder_moe.checkpoint import Checkpoint, convert, quantize_experts
+from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
 
-HIDDEN, INTERMEDIATE, EXPERTS = 32, 48, 4
+HIDDEN, INTERMEDIATE, EXPERTS = 32, 64, 4
 BF16 = torch.bfloat16
 
 
@@ -97,6 +98,10 @@ def files_of(directory):
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("scale_search", [None, "mse"])
 @pytest.mark.parametrize("form", FORMS)
 def test_converts(tmp_path, form, scale_search):
@@ -142,6 +147,107 @@ def test_converts(tmp_path, form, scale_search):
     assert set(config["quantization_config"]["ignore"]) == ignored
     names = {file.name for file in (tmp_path / "out").iterdir() if file.suffix != ".safetensors"}
     assert names == {"config.json", "hf_quant_config.json", "model.safetensors.index.json", "tokenizer.json"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_converts_to_mxfp8(tmp_path, form):
+    tensors = make_source(tmp_path / "source", form)
+    errors = convert(tmp_path / "source", tmp_path / "out", format="mxfp8", max_shard_size="30KB")
+    checkpoint = Checkpoint(tmp_path / "out")
+    assert checkpoint.experts == [error.name for error in errors] == [path_of(layer) for layer in range(3)]
+    for layer, error in enumerate(errors):
+        gate, up, down = gate_up_down(layer)
+        weights = checkpoint.read_experts(path_of(layer))
+        assert error.nbytes == weights.nbytes
+        pairs = (weights.gate_up, torch.cat([gate, up], 1), error.gate_up), (weights.down, down, error.down)
+        for packed, weight, decibels in pairs:
+            assert_same_bits(packed, mxfp8.quantize(weight))
+            noise = (decoded(packed) - weight.float()).double().square().sum()
+            assert decibels == pytest.approx(10 * log10(weight.double().square().sum() / noise), abs=1e-3)
+        if form == "GPT-OSS":
+            bias = tensors[f"{path_of(layer)}.gate_up_proj_bias"]
+            assert torch.equal(weights.gate_up_bias, torch.cat([bias[:, 0::2], bias[:, 1::2]], 1))
+    written, projections = load_tensors(tmp_path / "out"), FORMS[form][2]
+    name = f"{path_of(1)}.2.{projections[2]}.weight" if projections else f"{path_of(1)}.down_proj"
+    assert written[name].dtype == torch.float8_e4m3fn
+    scale = written[f"{name}_scale" if projections else f"{name}_weight_scale"]
+    assert scale.dtype == torch.uint8
+    assert scale.shape == ((HIDDEN, INTERMEDIATE // 32) if projections else (EXPERTS, INTERMEDIATE // 32, HIDDEN))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_algo"], config["quant_method"]) == ("MXFP8", "modelopt")
+    assert "config_groups" not in config
+    ignored = {"model.embed_tokens", "lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(3))}
+    assert set(config["ignore"]) == ignored
+    hf_quant_config = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())["quantization"]
+    assert (hf_quant_config["quant_algo"], hf_quant_config["group_size"]) == ("MXFP8", 32)
+    again = convert(tmp_path / "out", tmp_path / "again", linears=True)  # in NVFP4, which nothing is left for
+    assert all(error.gate_up == error.down == inf for error in again)
+    assert {name: bits(t).tolist() for name, t in load_tensors(tmp_path / "again").items()} == {
+        name: bits(t).tolist() for name, t in written.items()
+    }
+
+
+def test_converts_to_both_formats(tmp_path, caplog):
+    """Experts of each layer and linears in a format of their own, or in 16 bits; named as ModelOpt's exports do."""
+    dense_source(tmp_path / "source")
+    make_source(tmp_path / "more", layers=3)
+    more = {name: t for name, t in load_tensors(tmp_path / "more").items() if "layers.0." not in name}
+    save_file({**load_tensors(tmp_path / "source"), **more}, tmp_path / "source" / "model.safetensors")
+    asked = []
+
+    def format(path):
+        asked.append(path)
+        if "self_attn" in path:
+            return "mxfp8" if path.endswith(("q_proj", "o_proj")) else "nvfp4"
+        return {"0": "nvfp4", "1": "mxfp8", "2": None}[path.split(".")[2]]
+
+    convert(tmp_path / "source", tmp_path / "out", format=format, linears=True)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith(f"{' and '.join(ATTENTION[:3])} are in NVFP4 and in MXFP8, which engines refuse")
+    odd = "model.layers.0.odd_proj"  # its in_features are no blocks
+    assert set(asked) == {*ATTENTION, *SHARED, odd, *map(path_of, range(3))}
+    checkpoint = Checkpoint(tmp_path / "out")
+    wanted = {path: name for path in set(asked) - {odd} if (name := format(path)) is not None}
+    assert {path: checkpoint.number_format(path).name for path in (*checkpoint.experts, *checkpoint.dense)} == wanted
+    tensors = load_tensors(tmp_path / "source")
+    q, k, v, o = (tensors[f"{path}.weight"][None] for path in ATTENTION)
+    for path, weight in zip((ATTENTION[0], ATTENTION[3]), (q, o), strict=True):
+        assert_same_bits(checkpoint.read_dense_weight(path), mxfp8.quantize(weight))
+    together = quantize(torch.cat([k, v], 1))  # of one format: they share a global scale
+    assert_same_bits(checkpoint.read_dense_weight(ATTENTION[1]), together.rows(slice(0, k.shape[1])))
+    assert_same_bits(checkpoint.read_experts(path_of(1)).down, mxfp8.quantize(gate_up_down(1)[2]))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    algos = {"nvfp4": ("W4A16_NVFP4", 16), "mxfp8": ("MXFP8", 32)}
+    layers = {path: (entry["quant_algo"], entry["group_size"]) for path, entry in config["quantized_layers"].items()}
+    assert layers == {path: algos[name] for path, name in wanted.items()}
+    assert f"{path_of(2)}.0.gate_proj" in config["ignore"]
+    theirs = json.loads((DATA / "modelopt_mixed_qwen3_moe" / "config.json").read_text())["quantization_config"]
+    assert config.keys() == theirs.keys()
+    assert config["config_groups"].keys() == theirs["config_groups"].keys()
+    assert theirs["quantized_layers"][path_of(0)] == config["quantized_layers"][path_of(1)]
+
+
+def test_formats_that_are_none(tmp_path):
+    make_source(tmp_path / "source")
+    for format, error, message in (
+        ("mxfp4", ValueError, r"format: got 'mxfp4', wanted one of \('nvfp4', 'mxfp8'\)"),
+        (8, TypeError, "format: got 8, wanted one of"),
+        (lambda path: "int8", ValueError, f"format: got 'int8' for '{path_of(0)}', wanted one of .* or None"),
+        (lambda path: None, ValueError, "has no experts whose paths the filter takes"),
+    ):
+        with pytest.raises(error, match=message):
+            convert(tmp_path / "source", tmp_path / "out", format=format)
+    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+        convert(tmp_path / "source", tmp_path / "out", format="mxfp8", scale_search="mse")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_command_line_with_mxfp8(tmp_path, capsys):
+    make_source(tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--format", "mxfp8"]) == 0
+    assert f"{path_of(2)}  " in capsys.readouterr().out
+    assert Checkpoint(tmp_path / "out").number_format(path_of(2)).name == "mxfp8"
 
 
 def test_experts_are_byte_for_byte_those_of_modelopt(tmp_path):
@@ -359,11 +465,13 @@ def test_convert_holds_one_layer_and_one_shard(tmp_path):
     assert memory.most < 12 * result
 
 
-def test_resumes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_resumes(tmp_path, monkeypatch, format):
+    options = dict(format=format, max_shard_size="9KB")
     make_source(tmp_path / "source", layers=6)
-    convert(tmp_path / "source", tmp_path / "whole", max_shard_size="9KB")
+    convert(tmp_path / "source", tmp_path / "whole", **options)
     calls = []
-    original = quantize_experts.quantize
+    original = quantize_experts.quantize_tensor
 
     def interrupted(*args, **kwargs):
         calls.append(args)
@@ -371,14 +479,17 @@ def test_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(quantize_experts, "quantize", interrupted)
+    monkeypatch.setattr(quantize_experts, "quantize_tensor", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convert(tmp_path / "source", tmp_path / "out", max_shard_size="9KB")
+        convert(tmp_path / "source", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "out.partial").is_dir()
     # A part that was written after the last note of progress, and one that was not finished.
     (tmp_path / "out.partial" / "part-00099.unfinished").write_text("half")
-    errors = convert(tmp_path / "source", tmp_path / "out", max_shard_size="9KB")
+    other = "mxfp8" if format == "nvfp4" else "nvfp4"
+    with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
+        convert(tmp_path / "source", tmp_path / "out", format=other, max_shard_size="9KB")
+    errors = convert(tmp_path / "source", tmp_path / "out", **options)
     total = 6 * 2 * EXPERTS
     assert total < len(calls) < total + 30  # some of the first 30 are not made again
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
@@ -418,7 +529,9 @@ def test_resumes_from_any_moment(tmp_path, monkeypatch, moment):
 def test_another_job_is_not_resumed(tmp_path, monkeypatch):
     make_source(tmp_path / "source")
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_experts, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
     with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
@@ -524,7 +637,9 @@ def test_help():
 
 def test_interruption_is_said(tmp_path, monkeypatch, capsys):
     make_source(tmp_path / "source")
-    monkeypatch.setattr(quantize_experts, "quantize", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        quantize_experts, "quantize_tensor", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 130
     assert "interrupted; run the same command to resume" in capsys.readouterr().err
 

@@ -254,7 +254,7 @@ def test_a_device_without_memory(tmp_path, source, capsys, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 1 GiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize_experts, "quantize", full)
+        patch.setattr(quantize_experts, "quantize_tensor", full)
         status, said = command(tmp_path, capsys)
     assert (status, said) == (1, f"error: {source}: {PATH} does not fit the device cpu (CUDA out of memory.)")
     assert command(tmp_path, capsys) == (0, "")

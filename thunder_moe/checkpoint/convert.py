@@ -1,4 +1,4 @@
-"""Converts a checkpoint to NVFP4 layer by layer, resumably, and measures the error of each layer.
+"""Converts a checkpoint to NVFP4 or MXFP8 layer by layer, resumably, and measures the error of each layer.
 Called by the command line and users; calls reader, quantize_experts, quantize_linears, writer, partial and companions.
 
 Pipeline: headers checked -> per layer: 16-bit or FP8 experts or linears -> quantize -> ModelOpt tensors -> shard ->
@@ -33,10 +33,12 @@ from thunder_moe.checkpoint.writer import (
     require_absent,
     write_configs,
 )
-from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats.registry import FORMATS, find_format
 
 __all__ = ["LayerError", "convert"]
 
+Format = str | Callable[[str], str | None]
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +49,7 @@ class LayerError:
     Attributes:
         name: path of the experts or of the dense layer.
         gate_up: signal to quantization noise of gate and up in decibels, or of the weight of a dense layer; infinite
-            where the source was 4-bit already.
+            where the source was NVFP4, MXFP8 or MXFP4 already.
         down: the same of the down projection; None for a dense layer.
         nbytes: of the result.
     """
@@ -65,18 +67,20 @@ def convert(
     *,
     filter: Callable[[str], bool] | None = None,
     linears: bool | Callable[[str], bool] | None = None,
+    format: Format = "nvfp4",
     scale_search: str | None = None,
     device: torch.device | str = "cpu",
     max_shard_size: int | str = MAX_SHARD_SIZE,
     progress: bool = False,
 ) -> list[LayerError]:
-    """Writes a checkpoint whose experts, and where asked to dense layers, are NVFP4 in ModelOpt's form; everything else
-    stays as it is.
+    """Writes a checkpoint whose experts, and where asked to dense layers, are NVFP4 or MXFP8 in ModelOpt's form;
+    everything else stays as it is.
 
-    Experts in 16 bits or FP8 are quantized; those that are NVFP4 or MXFP4 already are copied exactly, and so are dense
-    layers that are NVFP4. What else is FP8 becomes 16-bit (bfloat16). FP8 is read as DeepSeek has it (blocks of 128 x
-    128 with weight_scale_inv), and as compressed-tensors and ModelOpt have it. Memory holds one layer, and one shard
-    twice. Tokenizer, code, licence and other files beside the weights are copied, with subfolders that hold no weights.
+    Experts in 16 bits or FP8 are quantized; those that are NVFP4, MXFP8 or MXFP4 already are copied exactly whatever
+    the `format` (MXFP4 as NVFP4 of the same values), and so are dense layers that are NVFP4 or MXFP8. What else is FP8
+    becomes 16-bit (bfloat16). FP8 is read as DeepSeek has it (blocks of 128 x 128 with weight_scale_inv), and as
+    compressed-tensors and ModelOpt have it. Memory holds one layer, and one shard twice. Tokenizer, code, licence and
+    other files beside the weights are copied, with subfolders that hold no weights.
 
     Finished shards are kept in ``<destination>.partial`` until the conversion is complete; then the checkpoint is
     renamed. After an interruption (a signal, a full disk) the same call resumes after the last complete shard. An
@@ -86,12 +90,15 @@ def convert(
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
         filter: asked about each block of experts and each dense layer to quantize, by its path; False leaves it, or
-            makes it, 16-bit. What is 4-bit already is not asked about.
-        linears: True: the linears of attention, dense MLPs and shared experts of the decoder become NVFP4, too; not the
-            head, for which other engines have no 4-bit kernel, nor routers. Those that read the same rows (q, k and v;
-            gate and up) share a global scale. A function is asked about each matrix but routers by its path. None:
-            16-bit ones stay so, and 4-bit ones, too. False: 4-bit ones become 16-bit.
-        scale_search: as in `nvfp4.quantize`.
+            makes it, 16-bit. What is NVFP4, MXFP8 or MXFP4 already is not asked about.
+        linears: True: the linears of attention, dense MLPs and shared experts of the decoder are quantized, too; not
+            the head, for which other engines have no 4-bit kernel, nor routers. Those that read the same rows (q, k and
+            v; gate and up) share a global scale in NVFP4. A function is asked about each matrix but routers by its
+            path. None: 16-bit ones stay so, and quantized ones, too. False: quantized ones become 16-bit.
+        format: "nvfp4" or "mxfp8". Or a function that is asked about each block of experts and each dense layer that
+            `filter` and `linears` take, by its path; it names one of these, or None for 16 bits. Engines merge q, k and
+            v, and gate and up, which have to be of one format then.
+        scale_search: as in `nvfp4.quantize`, of weights in NVFP4.
         device: where to quantize.
         max_shard_size: of a file, in bytes or as "5GB".
         progress: show a bar.
@@ -100,14 +107,15 @@ def convert(
         The errors, layer by layer.
 
     Raises:
-        TypeError: `linears` or `filter` is something else.
+        TypeError: `linears`, `filter` or `format` is something else.
         FileNotFoundError: no checkpoint at the source.
         FileExistsError: the destination exists, or the partial one is of another source or other options, or another
             conversion is writing it.
         OSError: a file cannot be read or written; names it.
         MemoryError: a layer does not fit the device.
-        ValueError: a file of the source is truncated or inconsistent (names file and tensor), the device is not there,
-            or there are no experts, nor with `linears` dense layers, to convert.
+        ValueError: a file of the source is truncated or inconsistent (names file and tensor), a weight's in_features
+            are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
+            MXFP8 alone, or there are no experts, nor with `linears` dense layers, to convert.
     """
     if not (linears is None or isinstance(linears, bool) or callable(linears)):
         raise TypeError(f"linears: got {linears!r}, wanted a bool, None, or a function of a path")
@@ -115,14 +123,17 @@ def convert(
         raise TypeError(f"filter: got {filter!r}, wanted None or a function of a path")
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination)
+    format_of = _format_of(format)
     # A wrong name is an error before any work.
-    quantize(torch.zeros(1, 1, 16, dtype=torch.float32, device="cpu"), scale_search=scale_search)
+    found = FORMATS[format if isinstance(format, str) else NVFP4.name]
+    found.check_quantizable(torch.zeros(1, 1, found.block_size, dtype=torch.float32, device="cpu"), scale_search)
     place = _device(device)
     checkpoint = Checkpoint(source)
-    plan = _plan(checkpoint, filter or (lambda path: True), linears)
+    plan = _plan(checkpoint, lambda path: format_of(path) if filter is None or filter(path) else None, linears)
     if not checkpoint.blocks and not plan.experts and not plan.groups:
         every = checkpoint.plain_blocks or checkpoint.fp8_blocks
-        why = "whose paths the filter takes" if every and filter else "(tensors named '...experts...') to convert"
+        chooses = filter is not None or callable(format)
+        why = "whose paths the filter takes" if every and chooses else "(tensors named '...experts...') to convert"
         raise ValueError(f"source: {checkpoint.path} has no experts {why}")
     with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
         try:
@@ -142,15 +153,17 @@ class _Plan:
     Attributes:
         units: the modules and tensors to convert, in the order of the files.
         experts: path -> 16-bit or FP8 experts to quantize.
-        groups: of dense layers to quantize: path of the first -> all that share a global scale, by their paths.
+        groups: of dense layers to quantize: path of the first -> all that read the same rows, by their paths.
+        formats: path of each of the experts and the first of each group -> name of the number format.
         decoded: name of an FP8 weight of experts that becomes 16-bit -> its module.
-        kept: paths of the dense layers whose 4-bit weights are copied.
+        kept: paths of the dense layers whose packed weights are copied.
         ignore: the modules that stay or become 16-bit.
     """
 
     units: list[str]
     experts: dict[str, ExpertBlock]
     groups: dict[str, dict[str, Module]]
+    formats: dict[str, str]
     decoded: dict[str, Module]
     kept: frozenset[str]
     ignore: list[str]
@@ -175,9 +188,11 @@ def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan:
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     source = str(checkpoint.path.resolve())
-    job = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
+    job: dict[str, Any] = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
     linears = sorted([*plan.kept, *(path for group in plan.groups.values() for path in group)])
-    return job | {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
+    job |= {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
+    others = {path: name for path, name in sorted(plan.formats.items()) if name != NVFP4.name}
+    return job | ({"formats": others} if others else {})
 
 
 def _convert_all(
@@ -222,14 +237,17 @@ def _convert_unit(
         found = [LayerError(name, inf, inf, weights.nbytes)]
         return MODELOPT.encode(name, weights, checkpoint.layout(name)), found
     if name in plan.experts:
-        result = quantize_experts(checkpoint.floats, plan.experts[name], checkpoint.interleaved, device, scale_search)
+        form, block = FORMATS[plan.formats[name]], plan.experts[name]
+        result = quantize_experts(checkpoint.floats, block, checkpoint.interleaved, form, device, scale_search)
         found = [LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)]
         return MODELOPT.encode(name, result.weights, checkpoint.layout(name)), found
     if name in plan.groups or name in plan.kept:
         quantized = (
             [(name, checkpoint.read_dense_weight(name), inf)]
             if name in plan.kept
-            else quantize_linears(checkpoint.floats, plan.groups[name], device, scale_search)
+            else quantize_linears(
+                checkpoint.floats, plan.groups[name], FORMATS[plan.formats[name]], device, scale_search
+            )
         )
         found = [LayerError(path, noise, None, weight.nbytes) for path, weight, noise in quantized]
         return chain.from_iterable(MODELOPT.encode_dense(path, weight) for path, weight, _ in quantized), found
@@ -240,13 +258,39 @@ def _convert_unit(
     return iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))]), []
 
 
-def _plan(checkpoint: Checkpoint, filter: Callable[[str], bool], linears: bool | Callable[[str], bool] | None) -> _Plan:
+def _format_of(format: Format) -> Callable[[str], str | None]:
+    """The option `format` as a function that names only formats that there are.
+
+    Raises:
+        ValueError: it is a name of none; the function raises it likewise.
+        TypeError: it is neither a name nor a function.
+    """
+    if isinstance(format, str):
+        name = find_format(format).name
+        return lambda path: name
+    if not callable(format):
+        raise TypeError(f"format: got {format!r}, wanted one of {tuple(FORMATS)}, or a function of a path")
+
+    def format_of(path: str) -> str | None:
+        found = format(path)
+        if found is not None and not (isinstance(found, str) and found in FORMATS):
+            raise ValueError(f"format: got {found!r} for {path!r}, wanted one of {tuple(FORMATS)}, or None")
+        return found
+
+    return format_of
+
+
+def _plan(
+    checkpoint: Checkpoint, format_of: Callable[[str], str | None], linears: bool | Callable[[str], bool] | None
+) -> _Plan:
     first = {name: block.any() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
     experts = dict(checkpoint.fp8_blocks)
     if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
         experts |= checkpoint.plain_blocks
-    experts = {path: block for path, block in experts.items() if filter(path)}
+    named = {path: format_of(path) for path in experts}
+    formats = {path: name for path, name in named.items() if name is not None}
+    experts = {path: block for path, block in experts.items() if path in formats}
     decoded: dict[str, Module] = {}
     for path, block in experts.items():
         first[path] = block.any()
@@ -255,34 +299,37 @@ def _plan(checkpoint: Checkpoint, filter: Callable[[str], bool], linears: bool |
         if path not in experts:
             decoded |= {checkpoint.floats.info(module).name: module for module in block.modules.values()}
             others |= {module.fields["bias"].name for module in block.modules.values() if "bias" in module.fields}
-    groups = _groups(checkpoint, filter, linears)
-    for path, members in groups.items():
+    groups = _groups(checkpoint, format_of, linears)
+    formats |= {path: name for path, (name, _) in groups.items()}
+    modules = {path: members for path, (_, members) in groups.items()}
+    for path, members in modules.items():
         first[path] = members[path].any()
         others -= {f"{member}.weight" for member in members}
-    grouped = {member for members in groups.values() for member in members}
+    grouped = {member for members in modules.values() for member in members}
     kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and linears is not False)
     dense = [name for name in checkpoint.dense if name not in kept and name not in grouped]
     for name in others | decoded.keys():
         first[name] = checkpoint.files[name]
     plain = [(name, checkpoint.files[name].shape) for name in (*others, *decoded)]
     plain += [(f"{name}.weight", (1, 1)) for name in dense]
-    ignore = ignored_modules(plain, [*kept, *chain.from_iterable(groups.values())])
+    ignore = ignored_modules(plain, [*kept, *grouped])
     for name, info in checkpoint.dense_infos().items():
         if name not in grouped:
             first[name] = info
     if dense:
         logger.warning("%d quantized modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
-    return _Plan(sorted(first, key=lambda name: order[first[name].name]), experts, groups, decoded, kept, ignore)
+    units = sorted(first, key=lambda name: order[first[name].name])
+    return _Plan(units, experts, modules, formats, decoded, kept, ignore)
 
 
 def _groups(
-    checkpoint: Checkpoint, filter: Callable[[str], bool], linears: bool | Callable[[str], bool] | None
-) -> dict[str, dict[str, Module]]:
-    """The dense layers to quantize: path of the first -> all that share a global scale, by their paths."""
+    checkpoint: Checkpoint, format_of: Callable[[str], str | None], linears: bool | Callable[[str], bool] | None
+) -> dict[str, tuple[str, dict[str, Module]]]:
+    """The dense layers to quantize: path of the first -> number format, and all that read the same rows, by path."""
     experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
     weights = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
     modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in weights}
     modules |= checkpoint.fp8_dense()
-    groups = linear_groups({path: module for path, module in modules.items() if filter(path)}, linears or False)
-    return {path: {member: modules[member] for member in members} for path, members in groups.items()}
+    groups = linear_groups(modules, linears or False, format_of)
+    return {path: (name, {member: modules[member] for member in members}) for path, (name, members) in groups.items()}

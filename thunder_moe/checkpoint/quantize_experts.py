@@ -4,6 +4,7 @@ Called by convert and quantize_linears; calls float_weights to read, thunder_moe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log10
 
@@ -14,9 +15,10 @@ from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.modules import ExpertBlock
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
-from thunder_moe.formats.nvfp4 import dequantize, quantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import NumberFormat, dequantize
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["Noise", "QuantizedExperts", "quantize_experts", "quantize_tensor"]
 
@@ -43,10 +45,10 @@ class Noise:
     signal: float = 0.0
     noise: float = 0.0
 
-    def add(self, weight: torch.Tensor, packed: NVFP4Weight) -> None:
+    def add(self, weight: torch.Tensor, packed: PackedWeight) -> None:
         """Those of (E, N, K)."""
         for expert in range(weight.shape[0]):
-            one = NVFP4Weight(packed.qdata[expert, None], packed.scale[expert, None], packed.global_scale[expert, None])
+            one = packed.with_tensors(tensor[expert, None] for tensor in packed.tensors())
             exact = weight[expert].float()
             self.signal += exact.double().square().sum().item()
             self.noise += (dequantize(one, torch.float32)[0] - exact).double().square().sum().item()
@@ -57,9 +59,14 @@ class Noise:
 
 
 def quantize_experts(
-    floats: FloatWeights, block: ExpertBlock, interleaved: bool, device: torch.device | str, scale_search: str | None
+    floats: FloatWeights,
+    block: ExpertBlock,
+    interleaved: bool,
+    form: NumberFormat,
+    device: torch.device | str,
+    scale_search: str | None,
 ) -> QuantizedExperts:
-    """Quantizes the experts of a layer with the global scales that the written format holds.
+    """Quantizes the experts of a layer, in NVFP4 with the global scales that the written format holds.
 
     Gate and up of an expert share a global scale, which other readers assume; fused projections have one for all
     experts where ModelOpt's fused form is going to hold them.
@@ -68,6 +75,7 @@ def quantize_experts(
         floats: where the weights are.
         block: their names.
         interleaved: the rows of a fused gate_up projection alternate.
+        form: the number format.
         device: where to quantize.
         scale_search: as in `nvfp4.quantize`.
 
@@ -80,15 +88,15 @@ def quantize_experts(
     for parts in (first, ("down",)):
         noise = Noise()
         if block.is_fused:
-            one_scale = block.layout(interleaved).fused
-            packed = [_fused(floats, block, part, one_scale, device, scale_search, noise) for part in parts]
-            weight = NVFP4Weight.concatenate(*packed)
+            one_scale = block.layout(interleaved).fused and form.name == NVFP4.name
+            packed = [_fused(floats, block, part, one_scale, form, device, scale_search, noise) for part in parts]
+            weight = PackedWeight.concatenate(*packed)
         else:
-            weight = _per_expert(floats, block, parts, experts, device, scale_search, noise)
+            weight = _per_expert(floats, block, parts, experts, form, device, scale_search, noise)
         bias = _bias(floats, block, parts, weight, experts)
         if interleaved and parts == ("gate_up",):
-            scale = deinterleave(weight.scale.view(torch.uint8)).view(torch.float8_e4m3fn)
-            weight = NVFP4Weight(deinterleave(weight.qdata), scale, weight.global_scale)
+            rows = (deinterleave(t.view(torch.uint8)).view(t.dtype) for t in (weight.qdata, weight.scale))
+            weight = weight.with_tensors((*rows, *weight.tensors()[2:]))
             bias = bias if bias is None else deinterleave(bias)
         results.append((weight, bias, noise.decibels()))
     (gate_up, gate_up_bias, gate_up_error), (down, down_bias, down_error) = results
@@ -104,10 +112,11 @@ def _per_expert(
     block: ExpertBlock,
     parts: tuple[str, ...],
     experts: range,
+    form: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
     noise: Noise,
-) -> NVFP4Weight:
+) -> PackedWeight:
     """(E, len(parts) * N, K): these projections one below the other, with one global scale per expert."""
     first = floats.info(block.modules[parts[0], 0])
     packed = []
@@ -118,11 +127,16 @@ def _per_expert(
             wanted = first.shape if len(first.shape) == 2 else (0, 0)
             info.require((*FLOATS, "F8_E4M3"), wanted, f", as {first.name!r} has")
         weight = torch.cat([floats.read(module, device) for module in modules])[None]
-        packed.append(quantize_tensor(weight, infos, scale_search))
+        packed.append(quantize_tensor(weight, infos, form, scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
-    scale = torch.cat([one.scale.view(torch.uint8) for one in packed]).view(torch.float8_e4m3fn)
-    return NVFP4Weight(torch.cat([one.qdata for one in packed]), scale, torch.cat([one.global_scale for one in packed]))
+    return packed[0].with_tensors(map(_joined, zip(*(one.tensors() for one in packed), strict=True)))
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One after the other along the experts; 8-bit floats as bytes, which every version of torch joins."""
+    dtype = tensors[0].dtype
+    return torch.cat([t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]).view(dtype)
 
 
 def _fused(
@@ -130,31 +144,39 @@ def _fused(
     block: ExpertBlock,
     part: str,
     one_scale: bool,
+    form: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
     noise: Noise,
-) -> NVFP4Weight:
+) -> PackedWeight:
     """(E, N, K) of one projection that is stored as one tensor."""
     module = block.modules[part, None]
     info = floats.info(module)
     weight = floats.read(module, device)
     weight = weight.mT if block.k_first() else weight
     if not one_scale:
-        packed = quantize_tensor(weight, [info], scale_search)
+        packed = quantize_tensor(weight, [info], form, scale_search)
     else:
         experts, n, k = weight.shape
         weight = weight.contiguous()
-        whole = quantize_tensor(weight.view(1, experts * n, k), [info], scale_search)
+        whole = quantize_tensor(weight.view(1, experts * n, k), [info], form, scale_search)
+        assert isinstance(whole, NVFP4Weight)
         global_scale = whole.global_scale.expand(experts).contiguous()
         packed = NVFP4Weight(whole.qdata.view(experts, n, -1), whole.scale.view(experts, n, -1), global_scale)
     noise.add(weight, packed)
     return packed.to("cpu")
 
 
-def quantize_tensor(weight: torch.Tensor, infos: list[TensorInfo], scale_search: str | None) -> NVFP4Weight:
-    """`quantize`, with errors that name the tensor, of those that have the same rows each of (1, N, K)."""
+def quantize_tensor(
+    weight: torch.Tensor, infos: list[TensorInfo], form: NumberFormat, scale_search: str | None
+) -> PackedWeight:
+    """`quantize` of a format, with errors that name the tensor, of those that have the same rows each of (1, N, K).
+
+    `scale_search` is for weights in NVFP4.
+    """
     try:
-        return quantize(weight, scale_search=scale_search)
+        packed: PackedWeight = form.quantize(weight, scale_search=scale_search if form.name == NVFP4.name else None)
+        return packed
     except ValueError as error:
         begin, found = 0, infos[0]
         for info in infos if len(infos) > 1 else []:
@@ -166,7 +188,7 @@ def quantize_tensor(weight: torch.Tensor, infos: list[TensorInfo], scale_search:
 
 
 def _bias(
-    floats: FloatWeights, block: ExpertBlock, parts: tuple[str, ...], weight: NVFP4Weight, experts: range
+    floats: FloatWeights, block: ExpertBlock, parts: tuple[str, ...], weight: PackedWeight, experts: range
 ) -> torch.Tensor | None:
     """(E, N) in the order of the weight's rows, or None."""
     modules = [block.modules[part, expert] for expert in (experts or [None]) for part in parts]

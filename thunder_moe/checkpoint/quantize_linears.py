@@ -1,5 +1,6 @@
-"""Quantizes the dense layers of a checkpoint, 16-bit or FP8: which ones; those that read the same rows with one global
-scale. Called by convert; calls dense_names for what names say, float_weights to read, quantize_experts for the error.
+"""Quantizes the dense layers of a checkpoint, 16-bit or FP8: which ones; in NVFP4 those that read the same rows with
+one global scale. Called by convert; calls dense_names for what names say, float_weights to read, quantize_experts for
+the error.
 """
 
 from __future__ import annotations
@@ -13,31 +14,39 @@ from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.quantize_experts import Noise, quantize_tensor
 from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_linear, is_router
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import FORMATS, NumberFormat
+from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["linear_groups", "quantize_linears"]
 
 
-def linear_groups(modules: dict[str, Module], linears: bool | Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
-    """The modules to quantize: path of the first one of a group -> paths of all that share a global scale.
+def linear_groups(
+    modules: dict[str, Module], linears: bool | Callable[[str], bool], format_of: Callable[[str], str | None]
+) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """The modules to quantize: path of the first one of a group -> number format, and paths of all that read the same
+    rows, which in NVFP4 share a global scale.
 
     Args:
         modules: path -> what to choose from, no experts.
         linears: True: linears of attention, dense MLPs and shared experts of the decoder, by their names, whose
-            in_features are a multiple of 16. A function is asked about each matrix that is no router's, by its path.
+            in_features are blocks of their format. A function is asked about each matrix that is no router's, by its
+            path.
+        format_of: a path -> the name of a format, or None for a module that stays 16-bit.
     """
-    paths: dict[str, tuple[int, ...]] = {}
+    paths: dict[str, tuple[str, int]] = {}
     for path, module in modules.items():
         info = module.fields["weight"]
         if len(info.shape) != 2 or info.dtype not in (*FLOATS, "F8_E4M3") or is_router(path) or not linears:
             continue
-        fits = is_linear(path) and not is_encoder(path) and info.shape[1] % BLOCK_SIZE == 0 and 0 not in info.shape
-        if linears(path) if callable(linears) else fits:
-            paths[path] = info.shape
-    groups: dict[str, tuple[str, ...]] = {}
+        known = is_linear(path) and not is_encoder(path) and 0 not in info.shape
+        if not (linears(path) if callable(linears) else known):
+            continue
+        format = format_of(path)
+        if format is not None and (callable(linears) or info.shape[1] % FORMATS[format].block_size == 0):
+            paths[path] = format, info.shape[1]
+    groups: dict[str, tuple[str, tuple[str, ...]]] = {}
     grouped: set[str] = set()
-    for path, shape in paths.items():
+    for path, alike in paths.items():
         if path in grouped:
             continue
         parent, dot, own = path.rpartition(".")
@@ -45,16 +54,20 @@ def linear_groups(modules: dict[str, Module], linears: bool | Callable[[str], bo
         for together in READ_TOGETHER:
             siblings = [f"{parent}{dot}{sibling}" for sibling in together]
             if own in together:
-                members = [sibling for sibling in siblings if paths.get(sibling, (0, 0))[1] == shape[1]]
-        groups[members[0]] = tuple(members)
+                members = [sibling for sibling in siblings if paths.get(sibling) == alike]
+        groups[members[0]] = alike[0], tuple(members)
         grouped.update(members)
     return groups
 
 
 def quantize_linears(
-    floats: FloatWeights, modules: dict[str, Module], device: torch.device | str, scale_search: str | None
-) -> list[tuple[str, NVFP4Weight, float]]:
-    """(path, weight (1, N, K) on the CPU, signal to noise in decibels) of modules, which get one global scale.
+    floats: FloatWeights,
+    modules: dict[str, Module],
+    form: NumberFormat,
+    device: torch.device | str,
+    scale_search: str | None,
+) -> list[tuple[str, PackedWeight, float]]:
+    """(path, weight (1, N, K) on the CPU, signal to noise in decibels) of modules, which in NVFP4 get one global scale.
 
     Raises:
         ValueError: a weight cannot be quantized; names file and tensor.
@@ -62,11 +75,10 @@ def quantize_linears(
     infos = [floats.info(module) for module in modules.values()]
     weights = [floats.read(module, device) for module in modules.values()]
     dtype = weights[0].dtype if len({weight.dtype for weight in weights}) == 1 else torch.float32
-    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], infos, scale_search)
+    packed = quantize_tensor(torch.cat([weight.to(dtype) for weight in weights])[None], infos, form, scale_search)
     results, begin = [], 0
     for path, weight in zip(modules, weights, strict=True):
-        rows = slice(begin, begin := begin + weight.shape[0])
-        part = NVFP4Weight(packed.qdata[:, rows], packed.scale[:, rows], packed.global_scale)
+        part = packed.rows(slice(begin, begin := begin + weight.shape[0]))
         noise = Noise()
         noise.add(weight[None], part)
         results.append((path, part.to("cpu"), noise.decibels()))
