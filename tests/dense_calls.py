@@ -1,4 +1,4 @@
-"""Counts the calls of the dense operator.
+"""Counts the calls of the dense operators.
 Called by the tests of NVFP4Linear and of quantize_; calls torch alone.
 """
 
@@ -12,5 +12,9 @@ class DenseCalls(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.thunder_moe.f16a_nvfp4weight_scaled_mm.default
+        operators = torch.ops.thunder_moe
+        self.count += function in (
+            operators.f16a_nvfp4weight_scaled_mm.default,
+            operators.f16a_mxfp8weight_scaled_mm.default,
+        )
         return function(*args, **(kwargs or {}))

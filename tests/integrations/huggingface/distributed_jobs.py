@@ -25,7 +25,7 @@ def experts_of(model):
 
 def expert_bytes(model):
     linears = [linear for block in experts_of(model) for linear in (block.gate_up_proj, block.down_proj)]
-    return sum(linear.nvfp4_weight.nbytes for linear in linears)
+    return sum(linear.packed_weight.nbytes for linear in linears)
 
 
 def logits_of(model, count=9, high=64):
@@ -37,7 +37,7 @@ def logits(path, config, count=9, options=None, high=64):
     """The logits of a checkpoint, and shapes of what this process has of the first experts."""
     model = load(path, config, **(options or {}))
     first = experts_of(model)[0]
-    return logits_of(model, count, high), first.gate_up_proj.nvfp4_weight.shape, first.down_proj.nvfp4_weight.shape
+    return logits_of(model, count, high), first.gate_up_proj.packed_weight.shape, first.down_proj.packed_weight.shape
 
 
 def compiled(path, config):

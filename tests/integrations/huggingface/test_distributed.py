@@ -86,6 +86,30 @@ def test_compiles_without_a_graph_break(layout, saved, ranks):
         close(actual, expected)
 
 
+def mxfp8_and_nvfp4(model):
+    """Experts of a layer in each format, linears in MXFP8."""
+
+    def format_of(name, module):
+        return "nvfp4" if "layers.1." in name and "experts" in name else "mxfp8"
+
+    quantize_(model, linears=lambda module, name: "self_attn" in name, format=format_of)
+
+
+def mxfp8_linears(model):
+    quantize_(model, linears=lambda module, name: True, format=lambda name, _: "nvfp4" if "exp" in name else "mxfp8")
+
+
+@needs_sharding
+def test_both_formats(saved, ranks):
+    path, model = saved("qwen3_moe", mxfp8_and_nvfp4)
+    expected = jobs.logits_of(model)
+    for actual, *_ in ranks(2)(jobs.logits, path, ALL_REDUCE):
+        close(actual, expected)
+    for _, message in ranks(2)(jobs.refusal, path, TP):  # 16 of the 32 features
+        assert "tp_size: got 2 for experts of 32 intermediate features" in message
+        assert "multiples of 32, the features that share a scale" in message
+
+
 def all_linears(model):
     quantize_(model, linears=lambda module, name: True)
 
@@ -257,6 +281,8 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
     [
         ("qwen3_moe", None, "all_reduce"),
         ("qwen3_moe", all_linears, "tp"),
+        ("qwen3_moe", mxfp8_and_nvfp4, "all_reduce"),
+        ("qwen3_moe", mxfp8_linears, "tp"),
         ("gpt_oss", None, "fsdp"),
         ("gpt_oss", None, "tp"),
         ("llama4", None, "all_to_all"),

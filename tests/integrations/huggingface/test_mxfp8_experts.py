@@ -3,15 +3,18 @@ Called by pytest; judged by the model of the dequantized weights.
 """
 
 import copy
+import json
 
 import pytest
 import torch
 from oracle import relative_error
+from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.7")
 from tiny_models import tiny_model, tokens  # noqa: E402
 
-from thunder_moe import dequantize_, quantize_, rewrite_report, save_checkpoint  # noqa: E402
+from thunder_moe import dequantize_, load_checkpoint, quantize_, rewrite_report, save_checkpoint  # noqa: E402
+from thunder_moe.checkpoint import convert  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
 
 
@@ -54,9 +57,60 @@ def test_both_formats_compile_and_report():
     assert found == {"nvfp4", "nvfp4 + swiglu", "mxfp8", "mxfp8 + swiglu"}
 
 
-def test_files_are_refused(tmp_path):
-    quantized = quantize_(tiny_model("mixtral"), format="mxfp8")
-    for save in (lambda: save_checkpoint(quantized, tmp_path / "a"), lambda: quantized.save_pretrained(tmp_path / "b")):
-        with pytest.raises(ValueError, match=r"experts.gate_up_proj' has a weight in mxfp8, wanted nvfp4"):
-            save()
-    assert not any(tmp_path.glob("*/*"))
+def mixed(name, module):
+    """Experts of a layer in each format, linears in both."""
+    return "mxfp8" if ("layers.0." in name and "experts" in name) or "o_proj" in name else "nvfp4"
+
+
+def same_states(one, other):
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype
+        assert tensor.shape == second[name].shape
+        whole = tensor.ndim == 0 or tensor.itemsize > 1
+        assert torch.equal(*(t if whole else t.view(torch.uint8) for t in (tensor, second[name]))), name
+
+
+@pytest.mark.parametrize("format", ["mxfp8", mixed], ids=["mxfp8", "mixed"])
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4", "qwen3_moe", "deepseek_v3"])
+def test_files_hold_the_same_bits(tmp_path, architecture, format):
+    names = tuple(f"{name}_proj" for name in "qkvo")
+    model = quantize_(tiny_model(architecture), format=format, linears=lambda module, name: name.endswith(names))
+    save_checkpoint(model, tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    config = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == ("MXFP8" if format == "mxfp8" else "MIXED_PRECISION")
+    for back in (
+        load_checkpoint(tmp_path / "a"),
+        load_checkpoint(tmp_path / "b"),
+        type(model).from_pretrained(tmp_path / "a"),
+    ):
+        same_states(model, back)
+        assert formats(back) == formats(model)
+    with torch.no_grad():
+        assert torch.equal(back(tokens()).logits, model(tokens()).logits)
+    dequantized = load_checkpoint(tmp_path / "a", linears=False)
+    assert {type(layer.self_attn.o_proj) for layer in dequantized.model.layers} == {nn.Linear}
+
+
+def test_state_dicts_by_the_names_of_files(tmp_path):
+    """load_state_dict takes the tensors of a checkpoint, too."""
+    from safetensors.torch import load_file
+
+    model = quantize_(tiny_model("mixtral"), format=mixed, linears=lambda module, name: "self_attn" in name)
+    save_checkpoint(model, tmp_path / "a")
+    other = tiny_model("mixtral")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    other = quantize_(other, format=mixed, linears=lambda module, name: "self_attn" in name)
+    other.load_state_dict(load_file(tmp_path / "a" / "model.safetensors"))
+    same_states(model, other)
+
+
+def test_convert_makes_what_quantize_makes(tmp_path):
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out", format=lambda path: mixed(path, None))
+    model = type(tiny_model("qwen3_moe")).from_pretrained(tmp_path / "source")
+    same_states(load_checkpoint(tmp_path / "out"), quantize_(model, format=mixed))

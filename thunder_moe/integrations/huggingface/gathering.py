@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thunder_moe.checkpoint import ExpertWeights
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.nn.linear import NVFP4Linear
 
@@ -66,7 +66,7 @@ def whole_experts(experts: NVFP4Experts) -> ExpertWeights:
     """The experts of a layer, on the device of this process' part."""
     part, form = experts.part, experts.form
     biases = [None if bias is None else _full(bias.detach()) for bias in (experts.gate_up_bias, experts.down_bias)]
-    weights = experts.gate_up_proj.nvfp4_weight, experts.down_proj.nvfp4_weight
+    weights = experts.gate_up_proj.packed_weight, experts.down_proj.packed_weight
     if part.is_whole:
         return ExpertWeights(*weights, *biases)
     mesh, halves = experts.part_mesh, 2 if form.gated else 1
@@ -83,9 +83,9 @@ def whole_experts(experts: NVFP4Experts) -> ExpertWeights:
     return ExpertWeights(gate_up, down, first, second)
 
 
-def whole_linear(linear: Any) -> NVFP4Weight:
+def whole_linear(linear: Any) -> PackedWeight:
     """The weight (1, N, K) of a 4-bit dense layer."""
-    weight: NVFP4Weight = linear.nvfp4_weight
+    weight: PackedWeight = linear.packed_weight
     if getattr(linear, "process_part", None) is None:
         return weight
     return _whole(weight, linear.process_mesh, linear.process_part[0])
@@ -106,17 +106,20 @@ def _full(tensor: Any) -> Tensor:
     return full
 
 
-def _whole(weight: NVFP4Weight, mesh: Any, dim: int, parts: int = 1) -> NVFP4Weight:
+def _whole(weight: PackedWeight, mesh: Any, dim: int, parts: int = 1) -> PackedWeight:
     """Joins the parts of a weight along a dimension of (E, N, K), along which `parts` weights are stacked."""
     weight = weight.to_layout(LINEAR)
-    qdata, scale = (_joined(bits, mesh, dim, parts) for bits in (weight.qdata, weight.scale.view(torch.uint8)))
+    qdata, scale = (_joined(tensor.view(torch.uint8), mesh, dim, parts) for tensor in (weight.qdata, weight.scale))
+    qdata, scale = qdata.view(weight.qdata.dtype), scale.view(weight.scale.dtype)
+    if not isinstance(weight, NVFP4Weight):
+        return weight.with_tensors((qdata, scale))
     # One per row: which of the two shapes it has may differ between processes.
     global_scale = weight.row_global_scale().contiguous()
     if dim < 2:
         global_scale = _joined(global_scale, mesh, dim, parts)
     if bool((global_scale == global_scale[:, :1]).all()):
         global_scale = global_scale[:, 0].clone()
-    return NVFP4Weight(qdata, scale.view(torch.float8_e4m3fn), global_scale)
+    return NVFP4Weight(qdata, scale, global_scale)
 
 
 def _joined(tensor: Tensor, mesh: Any, dim: int, parts: int = 1) -> Tensor:

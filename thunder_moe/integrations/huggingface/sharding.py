@@ -101,13 +101,14 @@ def cut_(experts: NVFP4Experts, part: ExpertsPart, mesh: Any = None) -> None:
             f"tp_plan: {experts.experts_class.__name__} ({form}) computes with all features of an expert, wanted"
             " expert parallelism: ep_size"
         )
-    own, features, parts = part.experts(first.num_experts), part.features(second.in_features), 2 if form.gated else 1
-    rows = [slice(None)] if features == slice(0, second.in_features) else part.rows(first.out_features, parts)
+    own, parts, size = part.experts(first.num_experts), 2 if form.gated else 1, second.format.block_size
+    whole = part.features(second.in_features, size) == slice(0, second.in_features)
+    rows = [slice(None)] if whole else part.rows(first.out_features, parts)
     for name, linear in (("gate_up_proj", first), ("down_proj", second)):
         options: dict[str, Any] = dict(weight_dtype=linear.weight_dtypes, auto_layout=linear.auto_layout)
         options["weight_requires_grad"] = linear.weights_require_grad
         # Another module: transformers wraps the one that it has found here.
-        new = NVFP4GroupedLinear(linear.nvfp4_weight, **options)
+        new = NVFP4GroupedLinear(linear.packed_weight, **options)
         new.narrow_(0, part.expert_rank, part.expert_ranks)
         if linear is first:
             new.narrow_(1, part.feature_rank, part.feature_ranks, parts)
