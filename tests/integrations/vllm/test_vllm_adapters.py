@@ -93,12 +93,24 @@ def test_files_for_peft(qwen3_moe, tmp_path):
     check(qwen3_moe, tmp_path, [dict(per_expert=False), dict(per_expert=False)], **options)
 
 
+def test_gpt_oss(tmp_path):
+    """vLLM reads adapters of its fused experts in PEFT's form; biases, rows of gate and up in turns."""
+    forms = [dict(per_expert=False, attention=True), dict(per_expert=False)]
+    check(export("gpt_oss", tmp_path / "export"), tmp_path, forms)
+
+
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow), "llama4"])
 def test_architectures(name, tmp_path):
     check(export(name, tmp_path / "export"), tmp_path, [dict(attention=name == "mixtral"), {}])
 
 
-@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "tp2+ep2"])
-def test_two_ranks(expert_parallel, qwen3_moe, tmp_path):
-    options = dict(tensor_parallel_size=2, enable_expert_parallel=expert_parallel)
-    check(qwen3_moe, tmp_path, [{}, {}], **options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="tp2"),
+        pytest.param(dict(enable_expert_parallel=True), id="tp2+ep2"),
+        pytest.param(dict(fully_sharded_loras=True), id="tp2+sharded"),
+    ],
+)
+def test_two_ranks(options, qwen3_moe, tmp_path):
+    check(qwen3_moe, tmp_path, [dict(attention=True), {}], tensor_parallel_size=2, **options)

@@ -368,7 +368,6 @@ class TestReload:
         (dict(intermediate_size=40), "intermediate_size on a rank is 40"),
         (dict(hidden_dim=72), "hidden_size on a rank is 72"),
         (dict(hidden_dim=H, hidden_dim_unpadded=48), "padded"),
-        (dict(is_lora_enabled=True, has_bias=True), "LoRA with biases of experts"),
     ],
 )
 def test_refusals(changes, reason, monkeypatch):

@@ -2,19 +2,21 @@
 Called by pytest, where vLLM is installed (`make test-vllm`).
 """
 
+import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import relative_error
-from test_vllm_experts import E, H, I, T, inputs, made, moe_config, run
+from test_vllm_experts import E, H, I, Layer, T, inputs, made, moe_config, quant_config, run
 from test_vllm_experts import _groups as _groups
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
-from thunder_moe.integrations.vllm import methods
+from thunder_moe.integrations.vllm import lora, methods
 from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, why_no_adapters
 
 S, R = 3, 4
@@ -47,8 +49,15 @@ def context(dtype=torch.float32, shared=False, fused=False, experts=E, slot=ADAP
     )  # fmt: skip
 
 
-def expected(context, hidden, ids, weights, gate_up, down, slot=ADAPTERS, activation=F.silu):
-    """float32, token by token: dequantized weights plus dense adapters."""
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+
+NO_BIASES = (0,) * E, (0,) * E
+
+
+def expected(context, hidden, ids, weights, gate_up, down, slot=ADAPTERS, glu=swiglu, biases=NO_BIASES):
+    """float32, token by token: dequantized weights plus dense adapters; `biases`: (E, 2I) and (E, H)."""
     a, b, c, d = ([each.float() for each in stacked] for stacked in (
         context.w13_lora_a_stacked, context.w13_lora_b_stacked, context.w2_lora_a_stacked, context.w2_lora_b_stacked
     ))  # fmt: skip
@@ -61,8 +70,9 @@ def expected(context, hidden, ids, weights, gate_up, down, slot=ADAPTERS, activa
             if at >= 0:
                 first += torch.cat([y[at, expert] @ x[at, expert % x.shape[1]] for x, y in zip(a, b, strict=True)])
                 second += d[0][at, expert % d[0].shape[1]] @ c[0][at, expert]
-            gate, up = (first @ hidden[token].float()).chunk(2)
-            out[token] += weight * (second @ (activation(gate) * up))
+            of_rows, of_out = (bias[expert] for bias in biases)
+            gate, up = (first @ hidden[token].float() + of_rows).chunk(2)
+            out[token] += weight * (second @ glu(gate, up) + of_out)
     return out
 
 
@@ -132,7 +142,7 @@ def test_gelu_and_weights_on_the_input():
     given = context()
     method, layer = adapted(given, activation=MoEActivation.GELU)
     arguments = inputs()
-    wanted = expected(given, *arguments, *layer.weights, activation=F.gelu)
+    wanted = expected(given, *arguments, *layer.weights, glu=lambda gate, up: F.gelu(gate) * up)
     assert relative_error(run(method, layer, *arguments), wanted) < 1e-5
     method, layer = adapted(given, experts_per_token=1)
     layer.apply_router_weight_on_input = True
@@ -141,18 +151,90 @@ def test_gelu_and_weights_on_the_input():
     assert relative_error(run(method, layer, hidden.clone(), ids, weights), wanted) < 1e-5
 
 
-def test_parts_of_adapters_on_each_rank_are_refused():
-    given = context()
-    given.fully_sharded, given.tp_size = True, 2
-    with pytest.raises(ValueError, match="--fully-sharded-loras: got True with 2 ranks"):
-        adapted(given)
+def clamped(gate, up):
+    """GPT-OSS"""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-@pytest.mark.parametrize("what", ["data parallelism", "EPLB", "biases of experts"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_biases_and_rows_in_turns(fused):
+    """GPT-OSS: rows of gate and up alternate, those of the B of an adapter of both too."""
+    config = moe_config(is_lora_enabled=True, activation=MoEActivation.SWIGLUOAI, has_bias=True)
+    method = methods.modelopt_method(quant_config(), config)
+    layer, biases = Layer(config, method), (torch.randn(E, 2 * I), torch.randn(E, H))
+    turns = torch.arange(2 * I).view(2, I).t().flatten()
+    for name in ("w13_weight", "w13_weight_scale"):
+        data = getattr(layer, name).data.view(torch.uint8)
+        data.copy_(data[:, turns].clone())
+    layer.w13_bias.data.copy_(biases[0][:, turns])
+    layer.w2_bias.data.copy_(biases[1])
+    method.process_weights_after_loading(layer)
+    given = context(fused=fused)
+    hidden, ids, weights = inputs()
+    hidden = hidden * 4  # past the limit of the activation
+    wanted = expected(given, hidden, ids, weights, *layer.weights, glu=clamped, biases=biases)
+    plain = expected(given, hidden, ids, weights, *layer.weights, biases=biases)
+    assert relative_error(plain, wanted) > 0.1
+    if fused:
+        given.w13_lora_b_stacked = (given.w13_lora_b_stacked[0][:, :, turns].contiguous(),)
+    method.moe_kernel.fused_experts.set_lora_context(given)
+    assert relative_error(run(method, layer, hidden, ids, weights), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["plain", "shared", "fused"])
+def test_parts_of_adapters_on_each_rank(form, monkeypatch):
+    """--fully-sharded-loras: a rank has a share of R of gate's and up's A, and of H of down's B. Two ranks, which are
+    threads here, have the same adapters in other places, as vLLM's set of names puts them."""
+    whole = context(shared=form == "shared", fused=form == "fused", inter=2 * I)
+    ranks, parts, barrier = [], [None, None], threading.Barrier(2, timeout=60)
+    for rank, places in enumerate((torch.arange(S), torch.tensor([2, 0, 1]))):
+        given = copy.copy(whole)
+        halves = torch.arange(2 * I if form != "fused" else 4 * I).view(-1, 2, I)[:, rank].flatten()
+        given.w13_lora_a_stacked = tuple(a[places].chunk(2, 2)[rank].contiguous() for a in whole.w13_lora_a_stacked)
+        given.w13_lora_b_stacked = tuple(b[places][:, :, halves].contiguous() for b in whole.w13_lora_b_stacked)
+        given.w2_lora_a_stacked = tuple(a[places].chunk(2, 3)[rank].contiguous() for a in whole.w2_lora_a_stacked)
+        given.w2_lora_b_stacked = tuple(b[places].chunk(2, 2)[rank].contiguous() for b in whole.w2_lora_b_stacked)
+        given.fully_sharded, given.tp_size, given.tp_rank = True, 2, rank
+        place_of = torch.argsort(places)
+        given.punica_wrapper = SimpleNamespace(
+            token_lora_indices=torch.where(ADAPTERS >= 0, place_of[ADAPTERS.clamp_min(0)], -1)
+        )
+        ranks.append(adapted(given))
+
+    def exchanged(part):
+        rank = int(threading.current_thread().name)
+        parts[rank] = part
+        barrier.wait()
+        both = [*parts]
+        barrier.wait()
+        return both
+
+    monkeypatch.setattr(lora, "tensor_model_parallel_all_gather", lambda part: torch.cat(exchanged(part), -1))
+    monkeypatch.setattr(lora, "tensor_model_parallel_all_reduce", lambda part: sum(exchanged(part)))
+    hidden, ids, weights = inputs()
+    ids[4, 1] = -1
+    outs = [None, None]
+
+    def run_rank(rank):
+        outs[rank] = run(*ranks[rank], hidden, ids, weights)
+
+    threads = [threading.Thread(target=run_rank, args=(rank,), name=str(rank)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = (layer.weights for _, layer in ranks)
+    gates = [torch.cat([x.chunk(2, 1)[at], y.chunk(2, 1)[at]], 1) for x, y in [(first[0], second[0])] for at in (0, 1)]
+    wanted = expected(whole, hidden, ids, weights, torch.cat(gates, 1), torch.cat([first[1], second[1]], 2))
+    assert relative_error(outs[0] + outs[1], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("what", ["data parallelism", "EPLB"])
 def test_what_is_left_to_vllm(what, monkeypatch):
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.enable_eplb, parallel.dp_size = what == "EPLB", 2 if what == "data parallelism" else 1
-    config = moe_config(parallel, is_lora_enabled=True, has_bias=what == "biases of experts")
+    config = moe_config(parallel, is_lora_enabled=True)
     assert why_no_adapters(moe_config(is_lora_enabled=True)) is None
     assert f"LoRA with {what}" in why_no_adapters(config)
     said = []

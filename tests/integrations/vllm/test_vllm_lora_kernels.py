@@ -45,6 +45,9 @@ def test_kernels(sizes, shared):
     x, rows = torch.randn(tokens, k), torch.randn(tokens * top_k, parts * n)
     a = tuple(torch.randn(loaded, few, rank, k) for _ in range(parts))
     b = tuple(torch.randn(loaded, experts, n, rank) for _ in range(parts))
+    if rank == 4:  # each second row of a tensor
+        both = torch.randn(loaded, experts, 2 * n, rank)
+        b = both[:, :, ::2], both[:, :, 1::2]
     wanted = rows.clone()
     for t, slot, e, s in pairs:
         wanted[slot_row[t, slot]] += torch.cat(
@@ -53,10 +56,14 @@ def test_kernels(sizes, shared):
     kernels.expand_rows(rows, kernels.shrink(x, None, ids, adapters, a), slot_row, ids, adapters, b)
     assert relative_error(rows, wanted) < 1e-5
 
-    gated, out, weights = torch.randn(tokens * top_k, n), torch.randn(tokens, k), torch.rand(tokens, top_k)
+    # out: a share of the columns of a rank's output
+    gated, wide, weights = torch.randn(tokens * top_k, n), torch.randn(tokens, k + 32), torch.rand(tokens, top_k)
+    out, around = wide[:, 16 : 16 + k], [wide[:, :16].clone(), wide[:, 16 + k :].clone()]
     a, b = torch.randn(loaded, experts, rank, n), torch.randn(loaded, few, k, rank)
     wanted = out.clone()
     for t, slot, e, s in pairs:
         wanted[t] += weights[t, slot] * (b[s, e % few] @ (a[s, e] @ gated[slot_row[t, slot]]))
     kernels.expand_tokens(out, kernels.shrink(gated, slot_row, ids, adapters, (a,)), weights, ids, adapters, b)
     assert relative_error(out, wanted) < 1e-5
+    assert torch.equal(wide[:, :16], around[0])
+    assert torch.equal(wide[:, 16 + k :], around[1])

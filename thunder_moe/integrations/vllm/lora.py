@@ -8,17 +8,23 @@ The 4-bit GEMMs have their rows sorted by expert. Those of adapters have them so
 rows for each pair, so that one grouped GEMM serves all adapters of a batch. Of few tokens on CUDA, the kernels of
 lora_kernels add them. Nothing synchronises with the host on CUDA.
 
+With --fully-sharded-loras each tensor-parallel rank has a share of the rank of gate's and up's A, and of down's B the
+rows of a share of H: what their A's made is gathered, or summed, between the ranks, and down's adapters add to that
+share of H alone.
+
 Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, S adapters that are loaded, H hidden_size,
 I intermediate_size of this rank, R rank of the adapters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_gather, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
@@ -49,8 +55,6 @@ def why_no_adapters(moe_config: FusedMoEConfig) -> str | None:
     parallel = moe_config.moe_parallel_config
     if not moe_config.is_lora_enabled:
         return None
-    if moe_config.has_bias:
-        return "LoRA with biases of experts (GPT-OSS) is not there"
     if parallel.dp_size > 1:
         return "LoRA with data parallelism is untested"
     if parallel.enable_eplb:
@@ -68,6 +72,7 @@ class _Batch:
         adapters: integers (T,), anything outside of [0, S) for none.
         weights: (T, A), the router's.
         row_slot: int32 (M,), slot_row: int32 (T, A), the order of the 4-bit GEMMs' rows.
+        activation: of the layer.
     """
 
     context: MoELoRAContext
@@ -76,6 +81,28 @@ class _Batch:
     weights: Tensor
     row_slot: Tensor
     slot_row: Tensor
+    activation: MoEActivation
+
+    def __post_init__(self) -> None:
+        self.sharded = self.context.fully_sharded and self.context.tp_size > 1
+        # One adapter of gate and up (FusedMoE3DWithLoRA) has the rows of B in the checkpoint's order.
+        self.in_turns = self.activation == MoEActivation.SWIGLUOAI and self.context.w13_num_slices == 1
+
+    def gathered(self, inner: Tensor) -> Tensor:
+        """What gate's or up's A made (..., R), of the shares of R that the ranks have."""
+        return tensor_model_parallel_all_gather(inner.contiguous()) if self.sharded else inner
+
+    def summed(self, inner: Tensor) -> Tensor:
+        """What down's A made (..., R), of the shares of I that the ranks have. Without shares of B, which each rank
+        multiplies by then, its outputs are summed instead."""
+        return tensor_model_parallel_all_reduce(inner.contiguous()) if self.sharded else inner
+
+    def own_share(self, out: Tensor) -> Tensor:
+        """The columns of the output (T, H) that this rank's B of down adds to."""
+        if not self.sharded:
+            return out
+        columns = self.context.w2_lora_b_stacked[0].shape[2]
+        return out.narrow(1, self.context.tp_rank * columns, columns)
 
 
 class _PerSlot(_Batch):
@@ -86,14 +113,18 @@ class _PerSlot(_Batch):
         from thunder_moe.integrations.vllm.lora_kernels import expand_rows, shrink
 
         inner = shrink(hidden_states, None, self.ids, self.adapters, self.context.w13_lora_a_stacked)
-        expand_rows(gate_up, inner, self.slot_row, self.ids, self.adapters, self.context.w13_lora_b_stacked)
+        inner, b = self.gathered(inner), self.context.w13_lora_b_stacked
+        if self.in_turns:
+            inner, b = inner.expand(2, -1, -1).contiguous(), (b[0][:, :, ::2], b[0][:, :, 1::2])
+        expand_rows(gate_up, inner, self.slot_row, self.ids, self.adapters, b)
 
     def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
         """Adds the weighted sums of what they make of (M, I) to the output (T, H), in place."""
         from thunder_moe.integrations.vllm.lora_kernels import expand_tokens, shrink
 
         inner = shrink(gated, self.slot_row, self.ids, self.adapters, self.context.w2_lora_a_stacked)
-        expand_tokens(out, inner, self.weights, self.ids, self.adapters, self.context.w2_lora_b_stacked[0])
+        out, inner, b = self.own_share(out), self.summed(inner), self.context.w2_lora_b_stacked[0]
+        expand_tokens(out, inner, self.weights, self.ids, self.adapters, b)
 
 
 class _Grouped(_Batch):
@@ -111,7 +142,9 @@ class _Grouped(_Batch):
         """As `_PerSlot.add_to_rows`."""
         x = gather_rows(hidden_states, self.own_row_slot)  # [M, H]
         pairs = zip(self.context.w13_lora_a_stacked, self.context.w13_lora_b_stacked, strict=True)
-        parts = [self._linear(self._linear(x, a), b) for a, b in pairs]
+        parts = [self._linear(self._exchanged(self._linear(x, a), self.gathered), b) for a, b in pairs]
+        if self.in_turns:
+            parts = [parts[0][:, ::2], parts[0][:, 1::2]]
         change = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         at = self.own_slot_row.flatten()[self.row_slot.clamp(0, self.row_slot.shape[0] - 1).long()]
         of_row = change.index_select(0, at.clamp_min(0).long()).masked_fill_((at < 0)[:, None], 0)
@@ -120,11 +153,22 @@ class _Grouped(_Batch):
     def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
         """As `_PerSlot.add_to_tokens`."""
         at = self.slot_row.flatten()[self.own_row_slot.clamp(0, self.own_row_slot.shape[0] - 1).long()]
-        inner = self._linear(gated.index_select(0, at.clamp_min(0).long()), self.context.w2_lora_a_stacked[0])
+        x = gated.index_select(0, at.clamp_min(0).long())  # [M, I]
+        inner = self._exchanged(self._linear(x, self.context.w2_lora_a_stacked[0]), self.summed)
         scale = scale_of_rows(self.weights, self.own_row_slot)
         assert scale is not None
         change = self._linear((inner * scale[:, None]).to(inner.dtype), self.context.w2_lora_b_stacked[0])
-        out.add_(torch.ops.thunder_moe.moe_combine(change, self.ends, self.own_slot_row))
+        self.own_share(out).add_(torch.ops.thunder_moe.moe_combine(change, self.ends, self.own_slot_row))
+
+    def _exchanged(self, inner: Tensor, exchange: Callable[[Tensor], Tensor]) -> Tensor:
+        """`gathered` or `summed` of rows (M, R), in the order of slots on the way: another rank may have the same
+        adapters in other places, so other rows in the same order (vLLM fills places in the order of a set of names)."""
+        if not self.sharded:
+            return inner
+        at = self.own_slot_row.flatten().long()
+        by_slot = inner.index_select(0, at.clamp_min(0)).masked_fill_((at < 0)[:, None], 0)
+        every = exchange(by_slot)
+        return every.index_select(0, self.own_row_slot.clamp(0, at.shape[0] - 1).long())
 
     def _linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (M, K) times the weight (S, E, N, K) of each row's pair, or (S, 1, N, K) of its adapter -> (M, N); zeros
@@ -138,19 +182,6 @@ class _Grouped(_Batch):
 
 class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
     """`ThunderExperts` plus the adapter of each token, or none, by what vLLM sets as `_lora_context`."""
-
-    def set_lora_context(self, ctx: MoELoRAContext) -> None:
-        """Takes the adapters' memory and vLLM's mapping of tokens to them.
-
-        Raises:
-            ValueError: each rank has a part of the adapters.
-        """
-        if ctx.fully_sharded and ctx.tp_size > 1:
-            raise ValueError(
-                f"--fully-sharded-loras: got True with {ctx.tp_size} ranks, wanted False for experts on the kernels of"
-                " thunder_moe, or THUNDER_MOE_VLLM=0"
-            )
-        self._lora_context = ctx
 
     def apply(
         self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
@@ -179,15 +210,18 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
         kind = _PerSlot if _few(ids) else _Grouped
         ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
-        batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row)
+        batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row, activation)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
         gate_up = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
         del rows
+        biases = self.biases
+        if biases:
+            gate_up = ops.grouped_bias(gate_up, offsets, biases["gate_up_bias"])
         batch.add_to_rows(gate_up, hidden_states)
         gated = self._activate(gate_up, offsets, activation)  # [M, I]
         del gate_up
         out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
-            gated, *operands(second), offsets, slot_row, weights, None, layout=second.layout
+            gated, *operands(second), offsets, slot_row, weights, biases.get("down_bias"), layout=second.layout
         )
         batch.add_to_tokens(out, gated)
         return out

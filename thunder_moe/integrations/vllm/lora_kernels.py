@@ -60,7 +60,7 @@ def _shrink(
 
 @triton.jit
 def _expand_rows(
-    inner, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, n, rank, slots, width,
+    inner, row_of_slot, ids, adapters, first, second, out, loaded, of_adapter, of_expert, of_row, n, rank, slots, width,
     TOP_K: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     slot, part = tl.program_id(0), tl.program_id(2)
@@ -71,7 +71,7 @@ def _expand_rows(
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         values = tl.load(inner + (part * slots + slot) * rank + r, mask=r < rank, other=0.0)
         inside = (column < n)[:, None] & (r < rank)[None, :]
-        place = adapter * of_adapter + expert * of_expert + column[:, None] * rank + r[None, :]
+        place = adapter * of_adapter + expert * of_expert + column[:, None] * of_row + r[None, :]
         if part == 0:
             b = tl.load(first + place, mask=inside, other=0.0)
         else:
@@ -84,7 +84,7 @@ def _expand_rows(
 
 @triton.jit
 def _expand_tokens(
-    inner, weights, ids, adapters, b, out, loaded, of_adapter, of_expert, n, rank,
+    inner, weights, ids, adapters, b, out, loaded, of_adapter, of_expert, n, rank, width,
     TOP_K: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -103,7 +103,7 @@ def _expand_tokens(
             place = adapter * of_adapter + tl.maximum(expert, 0) * of_expert + column[:, None] * rank + r[None, :]
             each = tl.load(b + place, mask=inside, other=0.0)
             total += tl.sum(each.to(tl.float32) * values[None, :], 1)
-        target = out + token.to(tl.int64) * n + column
+        target = out + token.to(tl.int64) * width + column
         before = tl.load(target, mask=column < n, other=0.0)
         tl.store(target, (before.to(tl.float32) + total).to(before.dtype), mask=column < n)
 
@@ -131,21 +131,23 @@ def shrink(x: Tensor, row_of_slot: Tensor | None, ids: Tensor, adapters: Tensor,
 def expand_rows(
     out: Tensor, inner: Tensor, row_of_slot: Tensor, ids: Tensor, adapters: Tensor, b: tuple[Tensor, ...]
 ) -> None:
-    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; the rest as in `shrink`."""
+    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; B may be each second row of a tensor. The
+    rest as in `shrink`."""
     (loaded, _, n, rank), (tokens, top_k) = b[0].shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_rows[(tokens * top_k, triton.cdiv(n, _columns(ranks)), len(b))](
-        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *_strides(b[0]), n, rank, tokens * top_k,
-        out.shape[1], TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
+        inner, row_of_slot, ids, adapters, b[0], b[-1], out, loaded, *_strides(b[0]), b[0].stride(2), n, rank,
+        tokens * top_k, out.shape[1], TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
     )  # fmt: skip
 
 
 def expand_tokens(out: Tensor, inner: Tensor, weights: Tensor, ids: Tensor, adapters: Tensor, b: Tensor) -> None:
-    """Adds the sum over each token's slots of weights (T, A) times B times `inner` to out (T, N), in place."""
+    """Adds the sum over each token's slots of weights (T, A) times B times `inner` to out (T, N), in place; its rows
+    may be those of a wider tensor."""
     (loaded, _, n, rank), (tokens, top_k) = b.shape, ids.shape
     ranks = triton.next_power_of_2(rank)
     _expand_tokens[(tokens, triton.cdiv(n, _columns(ranks)))](
-        inner, weights, ids, adapters, b, out, loaded, *_strides(b), n, rank,
+        inner, weights, ids, adapters, b, out, loaded, *_strides(b), n, rank, out.stride(0),
         TOP_K=top_k, RANKS=ranks, COLUMNS=_columns(ranks),
     )  # fmt: skip
 
