@@ -123,7 +123,8 @@ class ExpertBlock:
     @property
     def is_fp8(self) -> bool:
         """Whether the weights are FP8, of which `experts` checks that they are alike."""
-        return any(module.is_fp8 for module in self.modules.values())
+        modules = self.modules.values()
+        return any(module.is_fp8 for module in modules) and not any(module.is_mxfp8 for module in modules)
 
     @property
     def gated(self) -> bool:
@@ -156,6 +157,7 @@ class ExpertBlock:
         if parts not in complete or mixed:
             raise self._error(f"has the projections {sorted(self.projections.values())}, wanted gate, up and down")
         count = max(numbers, default=-1) + 1
+        most_are_mxfp8 = 2 * sum(module.is_mxfp8 for module in self.modules.values()) > len(self.modules)
         for part in sorted(parts):
             for expert in range(count) if count else [None]:
                 module = self.modules.get((part, expert))
@@ -163,7 +165,7 @@ class ExpertBlock:
                     raise self._error(f"lacks {self.projections[part]} of expert {expert} of {count}")
                 if module.is_quantized != self.is_quantized:
                     raise module.any().error(f"belongs to {self.name}, where some weights are quantized and others not")
-                if module.is_mxfp8 != next(iter(self.modules.values())).is_mxfp8:
+                if module.is_mxfp8 != most_are_mxfp8:
                     raise module.any().error(f"belongs to {self.name}, where some weights are MXFP8 and others not")
                 if module.is_fp8 != self.is_fp8:
                     raise module.any().error(f"belongs to {self.name}, where some weights are FP8 and others not")
