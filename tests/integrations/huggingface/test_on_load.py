@@ -25,6 +25,16 @@ BF16 = torch.bfloat16
 ANY = "*"
 
 
+def projections(module, name):
+    return name.endswith("_proj")
+
+
+def by_name(name, module):
+    if name.endswith("q_proj"):
+        return None
+    return "mxfp8" if name.endswith("o_proj") or ".0.mlp" in name else "nvfp4"
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A function of an architecture: its tiny model's class and the directory where it is saved, in bfloat16."""
@@ -90,6 +100,7 @@ def test_weights_are_quantized_as_they_arrive(saved, name, monkeypatch):
     """Nothing is left for after the load."""
     monkeypatch.setattr(on_load, "quantize_modules", None)
     assert_same(load(saved(name), ThunderMoeConfig()), quantized(saved(name)))
+    assert_same(load(saved(name), ThunderMoeConfig(format="mxfp8")), quantized(saved(name), format="mxfp8"))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +118,14 @@ def test_weights_are_quantized_as_they_arrive(saved, name, monkeypatch):
         ),
         (dict(linears="*.q_proj"), dict(linears=lambda module, name: name.endswith(".q_proj"))),
         (dict(linears=True), dict(linears=True)),
+        (dict(linears="*_proj", format="mxfp8"), dict(linears=projections, format="mxfp8")),
+        (
+            dict(linears="*_proj", format={"*.0.*experts": "mxfp8", "*.q_proj": None, "*.o_proj": "mxfp8"}),
+            dict(
+                linears=projections,
+                format=by_name,
+            ),
+        ),
     ],
     ids=lambda value: "-".join(value),
 )
@@ -361,6 +380,11 @@ def test_bad_options(saved):
     refused(here, "found no experts of transformers", config=ThunderMoeConfig(filter="lm_head"))
     refused(here, "scale_search: got 'best', wanted", config=ThunderMoeConfig(scale_search="best"))
     refused(here, "layout: got 'swizzled', wanted", config=ThunderMoeConfig(layout="swizzled"))
+    refused(here, "format: got 'int4', wanted", config=ThunderMoeConfig(format="int4"))
+    refused(here, "format: got 'int4' for 'model.layers.0", config=ThunderMoeConfig(format={"*": "int4"}))
+    refused(here, r"format: 'layers\.\*' is the name of no", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
+    with pytest.raises(TypeError, match="format: got 8, wanted the name of a format, or a dictionary"):
+        ThunderMoeConfig(format=8)
     refused(here, "layout: got 'tiled_64x64' for 'model.layers.0", config=ThunderMoeConfig(layout="tiled_64x64"))
 
 

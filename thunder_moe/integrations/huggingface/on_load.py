@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization
+from thunder_moe.formats.registry import FORMATS
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, pack_ahead
 from thunder_moe.integrations.huggingface.families import TransformersExperts
 from thunder_moe.integrations.huggingface.forms import require_form, stored_weights
@@ -40,7 +41,6 @@ except ImportError as error:
 
 __all__ = ["ThunderMoeQuantizer"]
 
-_BYTES = 0.5 + 1 / 16  # of a 4-bit weight with its share of a scale
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
 
 
@@ -73,7 +73,8 @@ class ThunderMoeQuantizer(SavesNVFP4):
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         unit = self._load_of(model).units.get(param_name)
-        return _BYTES if unit is not None and param.ndim > 1 and not param_name.endswith("_bias") else param.itemsize
+        packed = unit is not None and param.ndim > 1 and not param_name.endswith("_bias")
+        return unit.bytes_per_weight if unit is not None and packed else param.itemsize
 
     def get_quantize_ops(self) -> ConversionOps:
         assert self._load is not None
@@ -188,6 +189,7 @@ class _Unit:
     Attributes:
         waiting: full names of the parameters that are not loaded yet -> module and name there.
         started: whether a weight has been packed, and not all are there.
+        bytes_per_weight: of a packed weight with its share of a scale.
     """
 
     def __init__(
@@ -197,7 +199,8 @@ class _Unit:
         run: Quantization,
     ) -> None:
         self._members, self._parents = members, parents
-        self._run = Quantization(run.pack, run.layout)  # with a memo of its own: see `pack_ahead`
+        self._run = Quantization(run.pack, run.layout, packs=run.packs)  # with a memo of its own: see `pack_ahead`
+        self.bytes_per_weight = FORMATS[members[0][1].format].bits_per_weight / 8  # those of one weight have one format
         self.started = False
         self.waiting: dict[str, tuple[nn.Module, str]] = {}
         for module, place in members:
@@ -229,7 +232,7 @@ class _Unit:
             if problem is not None:
                 raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")
         if name in _WEIGHTS:
-            pack_ahead(module, name, tensor, self._run.memo, self._run.pack, self._run.layout)
+            pack_ahead(module, name, tensor, self._run.memo, self._run.of(module).pack, self._run.layout)
             self.started = True
         else:
             # A tensor that was read in inference mode cannot be a parameter outside of it.
@@ -247,7 +250,7 @@ class _Unit:
         """
 
         def convert(module: nn.Module, family: ExpertFamily) -> nn.Module:
-            return family.convert(module, self._run)
+            return family.convert(module, self._run.of(module))
 
         for module, place in self._members:
             parents = self._parents[module]

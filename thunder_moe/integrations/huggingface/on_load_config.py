@@ -4,7 +4,7 @@ Made by users, and by transformers from a dictionary; read by on_load. Calls not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +22,7 @@ _Filter = Callable[[nn.Module, str], bool]
 
 
 class ThunderMoeConfig(QuantizationConfigMixin):
-    """Makes ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 while it loads them.
+    """Makes ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
 
     The model is bit for bit what `quantize_` with the same options makes of the loaded one, but its weights are
     quantized as they arrive: at no time are the experts of more than one layer in memory in 16 bits. Options are
@@ -34,6 +34,9 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         linears: whether dense layers become 4-bit, too: True for those that are faster then, or the names of those that
             shall (as `quantize_` takes a function).
         modules_to_not_convert: names of experts and dense layers that stay 16-bit.
+        format: "nvfp4" or "mxfp8"; or a dictionary of names of modules and their formats, None for 16 bits, of which
+            the first that fits counts (``{"*.layers.0.*": "mxfp8", "*": "nvfp4"}``); what none fits becomes "nvfp4".
+            The "formats" of a file of ``python -m thunder_moe sensitivity --budget`` are such a dictionary.
         scale_search: as in `quantize_`.
         layout: as in `quantize_`.
         quant_method: this one's name, as dictionaries have it.
@@ -49,6 +52,7 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         filter: str | Sequence[str] | None = None,
         linears: bool | str | Sequence[str] = False,
         modules_to_not_convert: str | Sequence[str] | None = None,
+        format: str | Mapping[str, str | None] = "nvfp4",
         scale_search: str | None = None,
         layout: str = "auto",
         quant_method: str = ON_LOAD,
@@ -60,6 +64,11 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         self.linears: bool | list[str] = linears if isinstance(linears, bool) else _names("linears", linears)
         left = modules_to_not_convert
         self.modules_to_not_convert = None if left is None else _names("modules_to_not_convert", left)
+        if not isinstance(format, str | Mapping) or not all(isinstance(name, str) for name in format):
+            raise TypeError(
+                f"format: got {format!r}, wanted the name of a format, or a dictionary of names of modules and formats"
+            )
+        self.format: str | dict[str, str | None] = format if isinstance(format, str) else dict(format)
         self.scale_search, self.layout = scale_search, layout
 
     def options(self) -> dict[str, Any]:
@@ -73,9 +82,14 @@ class ThunderMoeConfig(QuantizationConfigMixin):
             filter=taking(self.filter),
             linears=self.linears if isinstance(self.linears, bool) else taking(self.linears),
             kept_linears=lambda module, name: _match(name, excluded),
+            format=self.format if isinstance(self.format, str) else self._format_of,
             scale_search=self.scale_search,
             layout=self.layout,
         )
+
+    def _format_of(self, name: str, module: nn.Module) -> str | None:
+        assert not isinstance(self.format, str)
+        return next((format for names, format in self.format.items() if fnmatchcase(name, names)), "nvfp4")
 
     def check_names(self, model: nn.Module) -> None:
         """Raises a ValueError that names what is the name of no module."""
@@ -85,6 +99,7 @@ class ThunderMoeConfig(QuantizationConfigMixin):
             ("filter", self.filter or []),
             ("linears", linears),
             ("modules_to_not_convert", self.modules_to_not_convert or []),
+            ("format", [] if isinstance(self.format, str) else self.format),
         ):
             for name in names:
                 if not any(fnmatchcase(module, name) for module in modules):
