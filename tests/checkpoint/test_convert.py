@@ -583,8 +583,10 @@ def test_in_features_that_are_no_blocks(tmp_path):
     tensors = {"l.experts.0.up_proj.weight": torch.zeros(8, 24), "l.experts.0.down_proj.weight": torch.zeros(24, 8)}
     save_file(tensors, tmp_path / "source" / "model.safetensors")
     (tmp_path / "source" / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tensor 'l.experts.0.up_proj.weight' cannot be quantized: .*multiple of 16"):
-        convert(tmp_path / "source", tmp_path / "out")
+    for format, size in (("nvfp4", 16), ("mxfp8", 32)):
+        match = rf"tensor 'l.experts.0.up_proj.weight' cannot be quantized: .*multiple of {size}"
+        with pytest.raises(ValueError, match=match):
+            convert(tmp_path / "source", tmp_path / "out", format=format)
 
 
 def test_what_cannot_be_converted(tmp_path):

@@ -58,7 +58,7 @@ class _MXFP8Modules(CheckpointFormat):
     def read(self, files: TensorFiles | CutFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, None]:
         codes, bits = (files.read(info.name).view(torch.uint8) for info in infos)
         # The CUDA kernels would decode a NaN as 480.
-        if bool(((codes & _E4M3_NAN) == _E4M3_NAN).any()):
+        if any(bool(((part & _E4M3_NAN) == _E4M3_NAN).any()) for part in (codes if codes.ndim == 3 else [codes])):
             raise infos[0].error("has NaN, wanted finite values")
         if bool((bits == E8M0_NAN).any()):
             raise infos[1].error(f"has the byte {E8M0_NAN}, which is NaN, wanted scales that are finite")
