@@ -117,6 +117,19 @@ struct Mxfp8 {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
     return _mm512_mul_ps(e4m3_over_256(_mm256_cvtepi8_epi16(bytes)), _mm512_set1_ps(256.f));
   }
+#elif defined(__AVX2__) && defined(__F16C__)
+  static void decode(const uint8_t* codes, float factor, float* out) {  // as e4m3_over_256
+    const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i magnitude = _mm256_set1_epi16(0x7F);
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(words, magnitude), magnitude);
+    const __m256i shifted = _mm256_and_si256(_mm256_slli_epi16(words, 7), _mm256_set1_epi16(int16_t(0xBFFF)));
+    const __m256i half = _mm256_or_si256(shifted, _mm256_and_si256(nan, _mm256_set1_epi16(0x7E00)));
+    const __m128i parts[2] = {_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)};
+    for (int i = 0; i < 2; ++i) {
+      const __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(parts[i]), _mm256_set1_ps(256.f));
+      _mm256_storeu_ps(out + 8 * i, _mm256_mul_ps(value, _mm256_set1_ps(factor)));
+    }
+  }
 #else
   static void decode(const uint8_t* codes, float factor, float* out) {
     for (int i = 0; i < 16; ++i) out[i] = kTables.e4m3[codes[i]] * factor;
