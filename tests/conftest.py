@@ -3,7 +3,10 @@ GPU's preference of layouts.
 Called by pytest; imports thunder_moe, which makes `import thunder` work in all tests on torch >= 2.13.
 """
 
+import dis
+import functools
 import gc
+import sys
 
 import pytest
 import torch
@@ -53,6 +56,23 @@ def _guards_are_not_timed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _thunder_does_not_wait():
+    """Thunder disassembles a function at each of its calls, and waits in a loop for another thread's frame: together 15 %
+    of its tracing."""
+    interval, get_instructions = sys.getswitchinterval(), dis.get_instructions
+
+    @functools.lru_cache(10_000)
+    def instructions(code, **options):
+        return tuple(get_instructions(code, **options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dis, "get_instructions", lambda code, **options: iter(instructions(code, **options)))
+        sys.setswitchinterval(1e-5)
+        yield
+        sys.setswitchinterval(interval)
 
 
 @pytest.fixture(autouse=True)
