@@ -7,6 +7,8 @@ PYTHON ?= python3
 WORKERS ?= 2
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+# A thread per worker: OpenMP's threads wait for each other in loops, which takes the cores from the other worker.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .PHONY: demo test test-all lint docs bench test-matrix clean
@@ -15,10 +17,10 @@ demo: .venv/installed-bench
 	$(BIN)/python examples/llama4_moe_text.py
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST) -n $(WORKERS) --dist loadfile
 
 test-all: .venv/installed-test
-	$(BIN)/python -m pytest -m 'not gpu' -n $(WORKERS) --dist loadfile
+	$(PYTEST) -m 'not gpu' -n $(WORKERS) --dist loadfile
 
 # LoRA on 4-bit experts: a small model of code is tuned to prose (3 minutes).
 .PHONY: finetune
@@ -59,8 +61,8 @@ NVFUSER_PYTHON ?= python3.12
 .PHONY: test-nvfuser
 test-nvfuser: build/nvfuser-venv/installed
 	build/nvfuser-venv/bin/python -c 'import nvfuser_direct; print("nvFuser", nvfuser_direct.version())'
-	build/nvfuser-venv/bin/python -m pytest -m 'not gpu' -n $(WORKERS) tests/compilers/thunder/test_nvfuser.py \
-	  tests/compilers/thunder/test_nvfuser_checker.py
+	OMP_NUM_THREADS=1 build/nvfuser-venv/bin/python -m pytest -m 'not gpu' -n $(WORKERS) \
+	  tests/compilers/thunder/test_nvfuser.py tests/compilers/thunder/test_nvfuser_checker.py
 
 build/nvfuser-venv/installed: pyproject.toml
 	$(NVFUSER_PYTHON) -m venv --clear build/nvfuser-venv
