@@ -60,8 +60,7 @@ def _guards_are_not_timed():
 
 @pytest.fixture(autouse=True, scope="session")
 def _thunder_does_not_wait():
-    """Thunder disassembles a function at each of its calls, and waits in a loop for another thread's frame: together 15 %
-    of its tracing."""
+    """Thunder disassembles a function at each call of it and waits in a loop for a thread: a fifth of its time."""
     interval, get_instructions = sys.getswitchinterval(), dis.get_instructions
 
     @functools.lru_cache(10_000)

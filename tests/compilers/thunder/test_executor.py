@@ -30,11 +30,7 @@ EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
 NVFP4, SWIGLU = "f16a_nvfp4weight_scaled_grouped_mm", "f16a_nvfp4weight_grouped_swiglu"
 CONFIG = Llama4MoEConfig(64, 32, 4)
 # Those of the slow set; other tests have top_k 1.
-SHAPES_AND_TOP_K = [
-    *(((1, 1), top_k) for top_k in (1, 2)),
-    *(((2, 5), top_k) for top_k in (1, 4)),
-    *((shape, top_k) for shape in ((1, 3), (7, 1)) for top_k in (1, 2, 4)),
-]
+SHAPES_AND_TOP_K = [((1, 1), 1), ((1, 3), 4), ((7, 1), 2)]
 
 
 def jit(function, **options):
@@ -87,12 +83,11 @@ def test_report(moe, x):
 def test_quantizes_once_for_all_calls_and_compilations(moe, x, count):
     moe.requires_grad_(False)
     outputs = []
-    for compiled in (jit(moe), jit(moe), jit(lambda x: moe(x))):
+    for compiled in (jit(moe), jit(lambda x: moe(x))):
         outputs += [compiled(x), compiled(x), compiled(x[:1])]
     assert len(count) == 3
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[3])
-    assert torch.equal(outputs[0], outputs[6])
 
 
 @pytest.mark.slow

@@ -152,7 +152,20 @@ def test_llama4_is_one_region(fusions, executors, intermediate):
     assert relative_error(out, moe(x)) > 0.05
 
 
-@pytest.mark.parametrize(("version", "dtype"), [("0.2.34", BF16), (VERSION, BF16), (VERSION, torch.float16)])
+# Rows of each of four experts, the version of nvFuser, the dtype of the rows.
+W4A4 = [
+    ((4, 4, 4, 4), VERSION, BF16),
+    ((1, 7, 0, 3), VERSION, BF16),
+    ((0, 0, 0, 9), VERSION, BF16),
+    ((0, 0, 0, 0), VERSION, BF16),
+    ((1, 7, 0, 3), VERSION, torch.float16),
+    ((0, 1, 0, 0), VERSION, torch.float16),
+    ((1, 7, 0, 3), "0.2.34", BF16),
+    ((0, 5, 0, 0), "0.2.34", BF16),
+]
+
+
+@pytest.mark.parametrize(("offsets", "version", "dtype"), W4A4, indirect=["offsets"])
 @pytest.mark.covering(1)
 def test_computes_w4a4(fusions, implementation, monkeypatch, offsets, version, dtype):
     set_gpu(monkeypatch, implementation, version=version)
