@@ -45,7 +45,10 @@ def output(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Pat
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # operations this small gain nothing from more, and lose much on a busy machine
     try:
-        example.main(["--steps", str(STEPS), "--hidden", "32", "--layers", str(LAYERS), "--output", str(directory)])
+        with pytest.MonkeyPatch.context() as patch:
+            few_batches(patch, example, 10)
+            sizes = ["--steps", str(STEPS), "--hidden", "32", "--layers", str(LAYERS)]
+            example.main([*sizes, "--output", str(directory)])
     finally:
         torch.set_num_threads(threads)
     return directory
@@ -251,6 +254,12 @@ def test_the_demos_model_trains_with_grouped_mlp_to_the_same_loss(example: Modul
     assert losses[-1] < losses[0]
 
 
+def few_batches(monkeypatch: pytest.MonkeyPatch, example: ModuleType, number: int) -> None:
+    """Has an example judge by the first batches of held-out text alone."""
+    all_batches = example.held_out_batches
+    monkeypatch.setattr(example, "held_out_batches", lambda text, device: all_batches(text, device)[:number])
+
+
 # examples/qat_text.py
 
 
@@ -258,8 +267,7 @@ def test_the_demos_model_trains_with_grouped_mlp_to_the_same_loss(example: Modul
 def test_quantization_aware_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))  # it imports the other example
     example = load_example("qat_text")
-    monkeypatch.setattr(example, "held_out_batches", lambda text, device: held_out(text, device)[:1])
-    held_out = load_example("llama4_moe_text").held_out_batches
+    few_batches(monkeypatch, example, 1)
     arguments = ["--steps", "4", "--qat-steps", "2", "--hidden", "32", "--layers", "1", "--output", str(tmp_path)]
     numbers = example.main(arguments)
     assert json.loads((tmp_path / "qat_text.json").read_text())["bits_per_byte"] == numbers["bits_per_byte"]
@@ -281,8 +289,9 @@ def finetune_lora(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
-def test_finetune_lora(finetune_lora: ModuleType, tmp_path: Path) -> None:
+def test_finetune_lora(finetune_lora: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     example = finetune_lora
+    few_batches(monkeypatch, example, 4)
     sizes = ["--steps", "6", "--tune-steps", "12", "--hidden", "32", "--layers", "1", "--rank", "4"]
     numbers = example.main([*sizes, "--output", str(tmp_path)])
     columns = numbers["columns"]
