@@ -23,23 +23,21 @@ import argparse
 import copy
 import datetime
 import functools
-import os
 import pathlib
 import random
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.harness.layers import TOLERANCE, build, hidden_states
+from benchmarks.harness.ranks import on_ranks, parse_with_ranks
 from benchmarks.harness.report import aligned, comma_list, parser, plot_lines, positive, relative_error, save
 from benchmarks.harness.shapes import PARALLEL_SHAPES, SHAPES, MoEShape
 from thunder_moe import Llama4MoE, quantize_
@@ -70,49 +68,28 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     result.add_argument(
         "--tokens", type=comma_list(positive), help=f"of each rank, comma-separated (default: {TOKENS})"
     )
-    result.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
-    args = result.parse_args(argv)
+    args = parse_with_ranks(result, argv)
     kind = args.device.type
     args.tokens = args.tokens or TOKENS[kind]
     args.shapes = args.shapes or ([SHAPES["small"]] if kind == "cpu" else list(PARALLEL_SHAPES))
-    if kind == "cuda" and torch.cuda.device_count() < args.ranks:
-        result.error(f"argument --ranks: got {args.ranks}, wanted at most {torch.cuda.device_count()}, the GPUs here")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn: Any = processes.spawn  # type: ignore[attr-defined]  # it is there
-        spawn(_rank, (args, folder), nprocs=args.ranks)
-        rows: list[dict[str, Any]] = torch.load(f"{folder}/rows.pt", weights_only=True)
+    rows = on_ranks(_rows, args)
     path = save(STEM, args.device, rows, args.output, ranks=args.ranks, tolerance=TOLERANCE)
     print(_table(rows))
     print(path, _plot(path, rows, args.ranks), _plot_load(path, rows, args.ranks), sep="\n")
     return rows
 
 
-def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One process: measures all shapes; rank 0 leaves the rows in a file."""
-    # Multicast is not needed, and some hosts do not survive it.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    kind = args.device.type
-    device = torch.device(f"cuda:{rank}" if kind == "cuda" else kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.ranks))
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ranks,
-        timeout=datetime.timedelta(seconds=120), device_id=device if kind == "cuda" else None,
-    )  # fmt: skip
-    mesh, rows = init_device_mesh(kind, (args.ranks,)), []
+def _rows(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """The rows of all shapes; in each process."""
+    mesh, rows = init_device_mesh(device.type, (args.ranks,)), []
     for shape in args.shapes:
         layers = _Layers(shape, mesh, device)
         for tokens in args.tokens:
-            row = layers.measure(tokens, args)
-            rows.append(row)
-            if rank == 0:
-                print(_table([row]), flush=True)
+            rows.append(layers.measure(tokens, args))
+            if mesh.get_local_rank() == 0:
+                print(_table(rows[-1:]), flush=True)
         del layers
-    if rank == 0:
-        torch.save(rows, f"{folder}/rows.pt")
-    dist.destroy_process_group()
+    return rows
 
 
 class _Layers:

@@ -17,8 +17,6 @@ other experts.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import statistics
 import tempfile
 import time
@@ -28,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import Tensor
 
 from benchmarks.harness.decode import DecodeStep, prefill
 from benchmarks.harness.models import CONFIGS, REAL, build
+from benchmarks.harness.ranks import on_ranks, parse_with_ranks
 from benchmarks.harness.report import aligned, comma_list, one_of, parser, positive, relative_error, save
 from benchmarks.suites.load import Peak
 from thunder_moe import load_checkpoint, quantize_, save_checkpoint
@@ -62,19 +60,14 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         "--model", type=one_of([*REAL, *CONFIGS]), default="qwen3-30b-a3b", help="(default: %(default)s)"
     )
     result.add_argument("--layers", type=positive, default=8, help="(default: %(default)s)")
-    result.add_argument("--ranks", type=positive, default=2, help="(default: %(default)s)")
     result.add_argument("--batches", type=comma_list(positive), default=[1, 16, 64], help="(default: %(default)s)")
-    args = result.parse_args(argv)
-    if args.device.type == "cuda" and torch.cuda.device_count() < args.ranks:
-        result.error(f"argument --ranks: got {args.ranks}, wanted at most {torch.cuda.device_count()}, the GPUs here")
+    args = parse_with_ranks(result, argv)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         checkpoint = Path(folder) / "checkpoint"
         save_checkpoint(quantize_(build(args.model, args.device, layers=args.layers)), checkpoint)  # type: ignore[arg-type]
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
-        spawn: Any = processes.spawn  # type: ignore[attr-defined]  # it is there
-        spawn(_rank, (args, folder), nprocs=args.ranks)
-        rows: list[dict[str, Any]] = torch.load(f"{folder}/rows.pt", weights_only=True)
+        rows = on_ranks(_rows, args, str(checkpoint))
         size = sum(file.stat().st_size for file in checkpoint.iterdir())
     more = dict(model=args.model, layers=args.layers, ranks=args.ranks, context=_CONTEXT, bytes=size)
     path = save(STEM, args.device, rows, args.output, **more)
@@ -83,21 +76,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """One process: measures all ways; rank 0 leaves the rows in a file."""
-    # Multicast is not needed, and some hosts do not survive it.
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks)}
-    device = torch.device(f"cuda:{rank}" if args.device.type == "cuda" else "cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(max(1, torch.get_num_threads() // args.ranks))
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank,
-        world_size=args.ranks, timeout=datetime.timedelta(seconds=120),
-        device_id=device if device.type == "cuda" else None,
-    )  # fmt: skip
+def _rows(args: argparse.Namespace, device: torch.device, checkpoint: str) -> list[dict[str, Any]]:
+    """The rows of all ways; in each process."""
     dist.barrier()
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.utils import logging
@@ -115,7 +95,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
     for way, options in ways.items():
         peak = Peak(device.type)
         begin = time.perf_counter()
-        model: Any = load_checkpoint(f"{folder}/checkpoint", dtype=torch.bfloat16, **options)
+        model: Any = load_checkpoint(checkpoint, dtype=torch.bfloat16, **options)
         if device.type == "cuda":
             torch.cuda.synchronize()
         row: dict[str, Any] = {"way": way, "seconds": time.perf_counter() - begin, **peak.stop()}
@@ -128,7 +108,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         row["step_seconds"] = {}
         for batch in args.batches:
             row["step_seconds"][str(batch)] = _step(model, batch, device, way, args)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(_table([row]), flush=True)
         rows.append(row)
         if row["relative_error"] > TOLERANCE:
@@ -137,9 +117,7 @@ def _rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         if device.type == "cuda":
             torch.cuda.empty_cache()
         dist.barrier()
-    if rank == 0:
-        torch.save(rows, f"{folder}/rows.pt")
-    dist.destroy_process_group()
+    return rows
 
 
 @torch.no_grad()
