@@ -3,6 +3,7 @@ Called by pytest; judged by the exports of nvidia-modelopt and compressed-tensor
 """
 
 import json
+import math
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from checkpoint_files import (
     expected_experts,
     load_tensors,
 )
+from oracle import decode_e4m3
 from safetensors.torch import load_file, save_file
 
 from thunder_moe.__main__ import main
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
+from thunder_moe.checkpoint.formats.interface import has_e4m3_nan
 from thunder_moe.checkpoint.part import ExpertsPart
 from thunder_moe.formats import mxfp8, nvfp4
 
@@ -91,6 +94,15 @@ def test_broken_files(tmp_path, edit, message, capsys):
     assert main(["convert", str(copy), str(tmp_path / "out"), "--quiet"]) == 1
     assert "error: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [copy.name]
+
+
+def test_every_byte_that_is_nan():
+    for byte in range(256):
+        for others in (0x00, 0x80, 0x7E, 0xFE):
+            codes = torch.full((3, 5), others, dtype=torch.uint8)
+            codes[1, 2] = byte
+            assert has_e4m3_nan(codes) == has_e4m3_nan(codes.mT) == math.isnan(decode_e4m3(byte))
+    assert not has_e4m3_nan(torch.empty(0, 4, dtype=torch.uint8))
 
 
 def test_nan_of_dense_layers_and_of_all_experts(tmp_path):

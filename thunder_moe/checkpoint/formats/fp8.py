@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import FLOATS, subdict
+from thunder_moe.checkpoint.formats.interface import FLOATS, has_e4m3_nan, subdict
 from thunder_moe.checkpoint.modules import FP8_SCALE_FIELDS, Module
 
 __all__ = ["COMPRESSED_TENSORS_FORMATS", "FP8", "find_fp8"]
 
 # compressed-tensors' words for FP8 weights with a scale each.
 COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
-# A bit pattern of E4M3, without its sign, that is NaN.
-_E4M3_NAN = 0x7F
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class FP8:
         """
         weight_info, scale_info = self.infos(module)
         weight, scale = files.read(weight_info.name), files.read(scale_info.name).float()
-        if bool(((weight.view(torch.uint8) & _E4M3_NAN) == _E4M3_NAN).any()):
+        if has_e4m3_nan(weight.view(torch.uint8)):
             raise weight_info.error("has NaN, wanted finite values")
         if not bool((torch.isfinite(scale) & (scale > 0)).all()):
             raise scale_info.error("is not finite and positive everywhere, wanted scales")

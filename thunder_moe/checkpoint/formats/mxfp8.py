@@ -9,16 +9,13 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo
-from thunder_moe.checkpoint.formats.interface import CheckpointFormat
+from thunder_moe.checkpoint.formats.interface import CheckpointFormat, has_e4m3_nan
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.part import CutFiles
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.mxfp8 import E8M0_NAN
 
 __all__ = ["MXFP8_MODULES"]
-
-# A bit pattern of E4M3, without its sign, that is NaN.
-_E4M3_NAN = 0x7F
 
 
 class _MXFP8Modules(CheckpointFormat):
@@ -58,9 +55,9 @@ class _MXFP8Modules(CheckpointFormat):
     def read(self, files: TensorFiles | CutFiles, infos: list[TensorInfo]) -> tuple[torch.Tensor, torch.Tensor, None]:
         codes, bits = (files.read(info.name).view(torch.uint8) for info in infos)
         # The CUDA kernels would decode a NaN as 480.
-        if any(bool(((part & _E4M3_NAN) == _E4M3_NAN).any()) for part in (codes if codes.ndim == 3 else [codes])):
+        if has_e4m3_nan(codes):
             raise infos[0].error("has NaN, wanted finite values")
-        if bool((bits == E8M0_NAN).any()):
+        if bits.numel() and int(bits.max()) == E8M0_NAN:
             raise infos[1].error(f"has the byte {E8M0_NAN}, which is NaN, wanted scales that are finite")
         return codes, bits, None
 
