@@ -156,7 +156,7 @@ def weights_of(model):
     return {name: buffer.clone() for name, buffer in model.state_dict().items() if ".experts." in name}
 
 
-def quantized(path, config, on_load):
+def quantized(path, config, on_load, format="nvfp4"):
     """Logits and 4-bit experts of a 16-bit checkpoint that is quantized while it loads, or once it is sharded."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -164,19 +164,19 @@ def quantized(path, config, on_load):
     from thunder_moe import quantize_
     from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
 
-    options = dict(quantization_config=ThunderMoeConfig()) if on_load else {}
+    options = dict(quantization_config=ThunderMoeConfig(format=format)) if on_load else {}
     options |= dict(distributed_config=DistributedConfig(**config), dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(path, **options)
     if not on_load:
-        quantize_(model)
+        quantize_(model, format=format)
     parts = [block.part for block in experts_of(model)]
     return logits_of(model), weights_of(model), parts
 
 
-def attempt(path, config, on_load):
+def attempt(path, config, on_load, format="nvfp4"):
     """The error of `quantized`."""
     try:
-        quantized(path, config, on_load)
+        quantized(path, config, on_load, format)
     except ValueError as error:
         return str(error)
     return None

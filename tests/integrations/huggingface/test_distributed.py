@@ -207,13 +207,13 @@ def plain(tmp_path_factory):
     """16-bit checkpoints of tiny models by architecture, and the model that one process quantizes."""
     known = {}
 
-    def of(name):
-        if name not in known:
+    def of(name, format="nvfp4"):
+        if (name, format) not in known:
             path = tmp_path_factory.mktemp(f"{name}-16")
             model = tiny_model(name)
             model.save_pretrained(path)
-            known[name] = path, quantize_(model)
-        return known[name]
+            known[name, format] = path, quantize_(model, format=format)
+        return known[name, format]
 
     return of
 
@@ -221,13 +221,19 @@ def plain(tmp_path_factory):
 @needs_sharding
 @pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("qwen3_moe", "all_reduce"), ("qwen3_moe", "tp"), ("llama4", "tp"), ("gpt_oss", "all_to_all")],
+    ("name", "layout", "format"),
+    [
+        ("qwen3_moe", "all_reduce", "nvfp4"),
+        ("qwen3_moe", "tp", "nvfp4"),
+        ("llama4", "tp", "nvfp4"),
+        ("gpt_oss", "all_to_all", "nvfp4"),
+        ("gpt_oss", "all_to_all", "mxfp8"),
+    ],
 )
-def test_quantized_in_parts_as_whole(name, layout, on_load, plain, ranks):
+def test_quantized_in_parts_as_whole(name, layout, format, on_load, plain, ranks):
     """Each process quantizes its part to the bits that the whole has there."""
-    path, model = plain(name)
-    answers = ranks(2)(jobs.quantized, path, LAYOUTS[layout], on_load)
+    path, model = plain(name, format)
+    answers = ranks(2)(jobs.quantized, path, LAYOUTS[layout], on_load, format)
     wholes = jobs.experts_of(model)
     for actual, weights, parts in answers:
         close(actual, jobs.logits_of(model))
@@ -240,6 +246,15 @@ def test_quantized_in_parts_as_whole(name, layout, on_load, plain, ranks):
             for key, tensor in state.items():
                 assert torch.equal(weights.pop(key).view(torch.uint8), tensor.view(torch.uint8)), key
         assert not weights
+
+
+@needs_sharding
+@pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
+def test_parts_of_blocks_are_refused(on_load, plain, ranks):
+    path, _ = plain("qwen3_moe", "mxfp8")
+    for message in ranks(2)(jobs.attempt, path, TP, on_load, "mxfp8"):
+        assert "in_features" in message
+        assert "multiple of 32" in message
 
 
 @needs_sharding
