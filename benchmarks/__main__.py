@@ -23,6 +23,7 @@ COMMANDS = {
     "load": "loads of a 16-bit checkpoint into 4 bits: time and memory",
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",
     "serving": "a routed MoE layer of vLLM: its kernels for NVFP4 experts beside ours (needs vLLM)",
+    "engine": "vLLM's engine with its kernels for NVFP4 experts and with ours (a GPU, needs vLLM)",
     "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
     "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",
     "tune": "measure the CUDA kernels' configurations and write configs.json (a GPU)",
