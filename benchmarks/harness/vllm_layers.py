@@ -1,15 +1,15 @@
 """A routed MoE layer as vLLM builds it (router, experts, weighted sum), its experts run by vLLM's kernels or by ours.
-Called by suites/serving.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
+Called by suites/serving.py, suites/serving_lora.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
 
-Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size.
+Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size, S adapters, R their rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,11 @@ try:
 except ImportError as error:
     raise ImportError("layers of vLLM need vLLM: pip install 'thunder_moe[vllm]'") from error
 from vllm.config import KernelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.config.lora import LoRAConfig
 from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 from vllm.forward_context import set_forward_context
+from vllm.lora.layers import FusedMoEWithLoRA, LoRAMapping
+from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.v1.worker.workspace import init_workspace_manager
@@ -30,7 +33,7 @@ from benchmarks.harness.served import COLUMNS, ServedLayer
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
 from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
 
-__all__ = ["VERSION", "VLLMLayer", "one_process", "oracle"]
+__all__ = ["VERSION", "Adapter", "VLLMLayer", "VLLMLoRALayer", "one_process", "oracle"]
 
 VERSION = vllm.__version__
 
@@ -54,8 +57,9 @@ class VLLMLayer:
     """A layer of vLLM in bfloat16, with given weights."""
 
     def __init__(
-        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight, correction: Tensor | None = None
-    ) -> None:
+        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight,
+        correction: Tensor | None = None, lora: LoRAConfig | None = None,
+    ) -> None:  # fmt: skip
         """Builds it and lets vLLM prepare the weights for the kernels.
 
         Args:
@@ -64,6 +68,7 @@ class VLLMLayer:
             gate_up: (E, 2I, H) in layout "linear", gate's rows first.
             down: (E, H, I), likewise.
             correction: float32 (experts of all ranks,), where the layer has one.
+            lora: vLLM's settings of adapters, None for a server without.
 
         Raises:
             ValueError, NotImplementedError: vLLM's, where the kernel cannot run the layer.
@@ -72,6 +77,7 @@ class VLLMLayer:
         self.config = VllmConfig(
             kernel_config=KernelConfig(moe_backend=backend),
             parallel_config=ParallelConfig(enable_expert_parallel=layer.ranks > 1),
+            lora_config=lora,
         )
         quant_config = None
         if quantized:
@@ -116,6 +122,59 @@ class VLLMLayer:
         return weights, ids
 
 
+class Adapter(NamedTuple):
+    """An adapter of all experts, each tensor for gate, down and up, as vLLM's layer takes them.
+
+    Attributes:
+        a: bfloat16 (E, R, H), (E, R, I), (E, R, H).
+        b: bfloat16 (E, I, R), (E, H, R), (E, I, R).
+    """
+
+    a: tuple[Tensor, Tensor, Tensor]
+    b: tuple[Tensor, Tensor, Tensor]
+
+
+class VLLMLoRALayer(VLLMLayer):
+    """A layer with adapters, as `--enable-lora` wraps it."""
+
+    def __init__(
+        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight, adapters: Sequence[Adapter],
+        tokens: int,
+    ) -> None:  # fmt: skip
+        """As `VLLMLayer`.
+
+        Args:
+            layer: as there.
+            column: as there.
+            gate_up: as there.
+            down: as there.
+            adapters: what is loaded, all of one rank.
+            tokens: most of a call.
+        """
+        self.loaded = len(adapters)
+        lora = LoRAConfig(max_lora_rank=adapters[0].a[0].shape[1], max_loras=self.loaded, lora_dtype=torch.bfloat16)
+        super().__init__(layer, column, gate_up, down, lora=lora)
+        with set_current_vllm_config(self.config), gate_up.device:
+            self.adapted = FusedMoEWithLoRA(self.runner)
+            self.adapted.create_lora_weights(self.loaded, lora, None)
+            for slot, adapter in enumerate(adapters):
+                self.adapted.set_lora(slot, list(adapter.a), list(adapter.b))
+            self.wrapper = get_punica_wrapper(tokens, max_batches=tokens, device=gate_up.device, lora_config=lora)
+            self.adapted.set_mapping(self.wrapper)
+
+    def choose(self, slots: Sequence[int]) -> None:
+        """Sets the adapter of each token of the next calls, -1 for none."""
+        ids = tuple(slot + 1 for slot in slots)  # vLLM's ids of adapters, 0 for none
+        mapping = LoRAMapping(ids, ids, is_prefill=True)
+        self.wrapper.update_metadata(mapping, list(range(1, self.loaded + 1)), self.loaded + 1, 1000)
+
+    def __call__(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        """As `VLLMLayer.__call__`, with the adapters of `choose`."""
+        with set_forward_context(None, self.config, num_tokens=hidden_states.shape[0]):
+            out: Tensor = self.adapted(hidden_states, router_logits)
+        return out
+
+
 def _fill(experts: Any, gate_up: NVFP4Weight, down: NVFP4Weight) -> None:
     """Writes what a loader would: ModelOpt's tensors."""
     for name, weight in (("w13", gate_up), ("w2", down)):
@@ -136,20 +195,38 @@ def _expert(weight: NVFP4Weight, expert: int) -> NVFP4Weight:
 
 
 def oracle(
-    hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight, on_input: bool
-) -> Tensor:
-    """fp32, an expert at a time: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H)."""
+    hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight, on_input: bool,
+    adapters: Sequence[Adapter] = (), slots: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """fp32, an expert and an adapter at a time: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H).
+
+    Args:
+        hidden_states: (T, H).
+        weights: (T, A).
+        ids: (T, A).
+        gate_up: (E, 2I, H).
+        down: (E, H, I).
+        on_input: whether the weights belong to the experts' input.
+        adapters: S of them.
+        slots: of T tokens, -1 for none; None for none of all.
+    """
     out = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+    of_token = torch.tensor(slots or [-1] * len(hidden_states), device=hidden_states.device)
     for expert in range(gate_up.shape[0]):
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        factor = weights[token, slot].float()[:, None]
-        x = hidden_states[token].float()
-        if on_input:  # vLLM multiplies in 16 bits
-            x = (hidden_states[token] * factor.to(hidden_states.dtype)).float()
         first, second = (dequantize(_expert(weight, expert), torch.float32)[0] for weight in (gate_up, down))
-        gate, up = (x @ first.t()).chunk(2, -1)
-        y = (F.silu(gate) * up) @ second.t()
-        out.index_add_(0, token, y if on_input else y * factor)
+        for adapter in range(-1, len(adapters)):
+            token, slot = ((ids == expert) & (of_token == adapter)[:, None]).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            factor = weights[token, slot].float()[:, None]
+            x = hidden_states[token].float()
+            if on_input:  # vLLM multiplies in 16 bits
+                x = (hidden_states[token] * factor.to(hidden_states.dtype)).float()
+            parts = [first, second]
+            if adapter >= 0:
+                changes = [b[expert].float() @ a[expert].float() for a, b in zip(*adapters[adapter], strict=True)]
+                parts = [first + torch.cat([changes[0], changes[2]]), second + changes[1]]
+            gate, up = (x @ parts[0].t()).chunk(2, -1)
+            y = (F.silu(gate) * up) @ parts[1].t()
+            out.index_add_(0, token, y if on_input else y * factor)
     return out

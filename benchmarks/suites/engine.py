@@ -1,47 +1,44 @@
-"""Times vLLM's engine (`LLM.generate`, CUDA graphs): a Qwen3-30B-A3B with random NVFP4 experts, by each kernel.
-Called by `python -m benchmarks engine`, which needs vLLM and a GPU; calls vLLM, each column in its own process.
+"""Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 checkpoint: its kernels for the experts beside ours.
+Called by `python -m benchmarks engine`, which needs vLLM; calls transformers, benchmarks/harness/engines.py and vLLM.
 
-A step of decoding is the time of 96 more tokens for each of a number of requests, over 96; prompts have 64 tokens.
-Weights are random numbers, the same in all columns, made in the GPU's memory. Attention runs on vLLM's Triton kernels,
-layers are not compiled, decoding is one CUDA graph.
+The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`; the bf16 column reads its
+dequantized experts. Each column is an engine in a process of its own; all of them are there at once and take turns.
+
+    decode    new tokens of each request per second: the time of many new tokens minus that of few
+    prefill   tokens of prompts per second, one step of vLLM
+
+Before anything is timed each engine generates greedily, with log probabilities, and `load_checkpoint` in fp32 computes
+those of the same tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.harness.report import comma_list, one_of, parser, positive, save, table
+from benchmarks.harness.engines import MODELS, Engine
+from benchmarks.harness.report import comma_list, one_of, parser, plot_lines, positive, save, table
 from benchmarks.harness.served import COLUMNS
+from benchmarks.harness.timing import describe
+from thunder_moe import load_checkpoint, quantize_, save_checkpoint, use_backend
 
 STEM = "engine"
 OURS = "thunder_moe"
-FEW, MANY = 4, 100  # generated tokens whose times are subtracted
-CONFIG: dict[str, Any] = dict(
-    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", vocab_size=151936, hidden_size=2048,
-    intermediate_size=6144, num_attention_heads=32, num_key_value_heads=4, head_dim=128, moe_intermediate_size=768,
-    num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, max_position_embeddings=40960, rms_norm_eps=1e-6,
-    tie_word_embeddings=False, dtype="bfloat16", hidden_act="silu", decoder_sparse_step=1, mlp_only_layers=[],
-    rope_theta=1e6, attention_bias=False, bos_token_id=0, eos_token_id=1,
-    quantization_config=dict(
-        quant_method="modelopt", quant_algo="W4A16_NVFP4", group_size=16, kv_cache_quant_algo=None,
-        ignore=["lm_head", "model.embed_tokens", "*self_attn*", "*.mlp.gate"],
-    ),
-)  # fmt: skip
+TRANSFORMERS = "transformers and thunder_moe"
+PROMPT, NEW = 64, 33  # tokens of the requests that are compared
+# Mean difference of log probabilities in bf16 to fp32; the top one is about 4 above the mean: wrong experts give more.
+TOLERANCE = 0.5
 
 
 def main(argv: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs the benchmark; prints the table and writes JSON.
+    """Runs the benchmark; prints the table, writes JSON and a plot.
 
     Args:
         argv: the arguments behind the subcommand.
@@ -50,107 +47,141 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         The rows of the JSON.
 
     Raises:
+        ImportError: vLLM is not installed.
+        RuntimeError: the engine with our kernels does not start, or computes something wrong.
         SystemExit: bad arguments.
     """
     args = _arguments(argv)
-    if args.column is not None:
-        Path(args.into).write_text(json.dumps(_measure(args.column, args.layers, args.batches)))
-        return []
-    columns, notes = {}, []
+    notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for column in args.columns:
-            into = Path(folder) / "result.json"
-            command = [sys.executable, "-m", "benchmarks", "engine", "--column", column, "--into", str(into)]
-            command += ["--layers", str(args.layers), "--batches", ",".join(map(str, args.batches))]
-            switch = {"THUNDER_MOE_VLLM": "1" if column == OURS else "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            code = subprocess.run(command, env={**os.environ, **switch}, check=False).returncode
-            if code == 0:
-                columns[column] = json.loads(into.read_text())
-                print(column, columns[column]["milliseconds"], flush=True)
-            else:
-                notes.append(f"{column}: ended with status {code}")
-    first = columns.get(OURS)
-    rows = []
-    for batch in map(str, args.batches):
-        own = {column: result["milliseconds"][batch] for column, result in columns.items()}
-        row: dict[str, Any] = {"requests": int(batch), "milliseconds_per_step": own}
-        if first is not None:
-            row["times_faster"] = {f"{OURS} than {column}": own[column] / own[OURS] for column in own if column != OURS}
-            row["equal_tokens"] = {
-                column: _agreement(first["tokens"][batch], result["tokens"][batch])
-                for column, result in columns.items()
-                if column != OURS
-            }
-        rows.append(row)
-    path = save(STEM, args.device, rows, args.output, layers=args.layers, notes=notes)
-    print(table(rows, ("requests", "milliseconds_per_step", "equal_tokens"), ""), *notes, path, sep="\n")
+        path = Path(folder) / "checkpoint"
+        engines = {column: Engine(column, path, _options(args)) for column in args.columns}
+        try:
+            prompts = _prompts(args)
+            checked = {TRANSFORMERS: _write(path, prompts, args)}
+            if args.device.type == "cuda":
+                torch.cuda.empty_cache()
+            for engine in engines.values():
+                engine.start()
+            for column in list(engines):
+                try:
+                    engines[column].wait()
+                    checked[column] = engines[column].ask("generate", prompts, NEW)
+                except RuntimeError as error:  # whatever keeps vLLM from it: the reason is printed and saved
+                    if column == OURS:
+                        raise
+                    notes.append(f"{column}: not run: {error}")
+                    engines.pop(column).end()
+            errors = _check(path, prompts, checked, args)
+            print("\n".join(f"{column}: {error}" for column, error in errors.items()), flush=True)
+            if errors[OURS]["mean_difference"] > TOLERANCE:
+                raise RuntimeError(f"{OURS}: {errors[OURS]}, wanted a mean_difference of at most {TOLERANCE}")
+            notes += [
+                f"{column}: mean difference to fp32 {error['mean_difference']:.2g}, timed all the same"
+                for column, error in errors.items()
+                if error["mean_difference"] > TOLERANCE
+            ]
+            rows = _measure(engines, args)
+        finally:
+            for engine in engines.values():
+                engine.end()
+    more = {"model": args.model, "layers": args.layers, "tolerance": TOLERANCE, "checked": errors, "notes": notes}
+    path = save(STEM, args.device, rows, args.output, **more)
+    print(table(rows, ("step", "tokens"), OURS), *notes, path, sep="\n")
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        for column, rate in row["tokens_per_second"].items():
+            panels.setdefault(row["step"], {}).setdefault(column, []).append((row["tokens"], rate))
+    title = f"vLLM's engine, {args.layers} layers of {args.model}, {describe(args.device)}"
+    print(
+        plot_lines(
+            path.with_suffix(".png"), panels, x="tokens of a step", y="tokens per second", reference=None, title=title
+        )
+    )
     return rows
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("engine", __doc__ or "", shapes=False)
-    default = [column for column in COLUMNS if COLUMNS[column][1]]
-    result.add_argument("--columns", type=comma_list(one_of(default)), default=default, help="default: %(default)s")
-    result.add_argument("--batches", type=comma_list(positive), default=[1, 8, 32, 128], help="default: %(default)s")
-    result.add_argument("--layers", type=positive, default=48, help="default: %(default)s")
-    result.add_argument("--column", type=one_of(default), help=argparse.SUPPRESS)  # what a process of its own does
-    result.add_argument("--into", help=argparse.SUPPRESS)
-    return result.parse_args(argv)
+    result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
+    result.add_argument("--model", type=one_of(MODELS), default=next(iter(MODELS)), help="default: %(default)s")
+    result.add_argument("--layers", type=positive, default=24, help="of the model (default: %(default)s)")
+    result.add_argument("--batches", type=comma_list(positive), default=[1, 8, 32], help="default: %(default)s")
+    result.add_argument(
+        "--prefills", type=comma_list(positive), default=[1024, 8192], help="tokens of prompts (default: %(default)s)"
+    )
+    result.add_argument("--new", type=positive, default=96, help="tokens that are timed (default: %(default)s)")
+    result.set_defaults(rounds=7)
+    args = result.parse_args(argv)
+    if OURS not in args.columns:
+        result.error(f"argument --columns: wanted {OURS} among them")
+    return args
 
 
-def _measure(column: str, layers: int, batches: Sequence[int]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
-    from vllm.model_executor.model_loader import register_model_loader
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-
-    @register_model_loader("random_nvfp4")
-    class Loader(DummyModelLoader):  # type: ignore[misc]
-        def load_weights(self, model: Any, model_config: Any) -> None:
-            for seed, (name, parameter) in enumerate(sorted(model.named_parameters())):
-                _fill(name, parameter.data, torch.Generator(parameter.device).manual_seed(seed))
-
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
-        llm = LLM(
-            folder, skip_tokenizer_init=True, load_format="random_nvfp4", max_model_len=1024, seed=0,
-            max_num_seqs=max(batches), max_num_batched_tokens=8192, gpu_memory_utilization=0.7,
-            enable_prefix_caching=False, moe_backend=COLUMNS[column][0], attention_backend="TRITON_ATTN",
-            compilation_config=dict(mode=0, cudagraph_mode="FULL", cudagraph_capture_sizes=list(batches)),
-        )  # fmt: skip
-        prompts = torch.randint(10, 150000, (max(batches), 64), generator=torch.Generator().manual_seed(0)).tolist()
-
-        def seconds(requests: int, tokens: int) -> tuple[float, list[list[int]]]:
-            parameters = SamplingParams(
-                temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
-            )
-            start = time.perf_counter()
-            inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:requests]]
-            outputs = llm.generate(inputs, parameters, use_tqdm=False)
-            return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
-
-        seconds(min(8, max(batches)), FEW)
-        result: dict[str, Any] = {"milliseconds": {}, "tokens": {}}
-        for batch in batches:
-            few = min(seconds(batch, FEW)[0] for _ in range(3))
-            runs = [seconds(batch, MANY) for _ in range(2)]
-            result["milliseconds"][str(batch)] = (min(run[0] for run in runs) - few) / (MANY - FEW) * 1e3
-            result["tokens"][str(batch)] = runs[0][1]
-            print(column, batch, result["milliseconds"][str(batch)], "ms per step", flush=True)
-    return result
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new}
 
 
-def _fill(name: str, data: torch.Tensor, generator: torch.Generator) -> None:
-    if data.dtype == torch.uint8:  # codes
-        data.random_(0, 256, generator=generator)
-    elif data.dtype == torch.float8_e4m3fn:
-        scales = torch.empty(data.shape, dtype=torch.float16, device=data.device)
-        data.copy_(scales.uniform_(0.5, 1.5, generator=generator))
-    elif "weight_scale_2" in name:  # codes have a standard deviation of about 3
-        data.fill_(1 / (3 * CONFIG["hidden_size" if "w13" in name else "moe_intermediate_size"] ** 0.5))
-    elif "norm" in name or "input_scale" in name:
-        data.fill_(1)
-    else:
-        data.copy_(torch.empty(data.shape, device=data.device).normal_(0, 0.02, generator=generator))
+def _prompts(args: argparse.Namespace) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = MODELS[args.model]["vocab_size"]
+    ids: list[list[int]] = torch.randint(10, vocabulary, (max(args.batches), PROMPT), generator=generator).tolist()
+    return ids
+
+
+@torch.no_grad()
+def _write(path: Path, prompts: list[list[int]], args: argparse.Namespace) -> tuple[list[list[int]], list[list[float]]]:
+    """Writes the checkpoint; returns greedy tokens and their log probabilities of the model that was written."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**MODELS[args.model], num_hidden_layers=args.layers, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with args.device:
+            model = Qwen3MoeForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+    save_checkpoint(quantize_(model), path)
+    ids = torch.tensor(prompts, device=args.device)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    new = out.sequences[:, PROMPT:]
+    of_steps = [logits.float().log_softmax(-1).gather(1, new[:, step, None]) for step, logits in enumerate(out.logits)]
+    tokens: list[list[int]] = new.tolist()
+    values: list[list[float]] = torch.cat(of_steps, 1).tolist()
+    return tokens, values
+
+
+@torch.no_grad()
+def _check(
+    path: Path, prompts: list[list[int]], checked: dict[str, tuple[list[list[int]], list[list[float]]]],
+    args: argparse.Namespace,
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Log probabilities of each column's tokens beside those that `load_checkpoint` in fp32 gives to the same ones."""
+    device = args.device if args.device.type == "cuda" else None
+    model = load_checkpoint(path, device=device, dtype=torch.float32).eval()
+    errors: dict[str, dict[str, float]] = {}
+    reference = checked[TRANSFORMERS][0]
+    for column, (tokens, values) in checked.items():
+        ids = torch.tensor([prompt + new for prompt, new in zip(prompts, tokens, strict=True)], device=args.device)
+        with use_backend("reference"):
+            logits: Tensor = model(ids, logits_to_keep=NEW + 1, use_cache=False).logits[:, :-1]
+        wanted, new = logits.log_softmax(-1), ids[:, PROMPT:]
+        del logits
+        differences = (wanted.gather(2, new[..., None])[..., 0].cpu() - torch.tensor(values)).abs()
+        top = wanted.argmax(-1) == new
+        errors[column] = {
+            "mean_difference": differences.mean().item() if bool(differences.isfinite().all()) else float("inf"),
+            "largest_difference": differences.max().item(),
+            "share_of_top_tokens": top.float().mean().item(),
+            "tokens_equal_to_generate": _agreement(reference, tokens),
+            "requests_equal_to_generate": sum(map(list.__eq__, reference, tokens)) / len(tokens),
+        }
+    return errors
 
 
 def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
@@ -160,3 +191,37 @@ def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
         different = [at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
         equal += different[0] if different else len(a)
     return equal / sum(map(len, one))
+
+
+def _measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
+    steps = [("decode", tokens) for tokens in args.batches] + [("prefill", tokens) for tokens in args.prefills]
+    rows = []
+    for step, tokens in steps:
+        seconds: dict[str, list[float]] = {column: [] for column in engines}
+        for engine in engines.values():
+            engine.ask(step, tokens)  # warm-up
+        for index in range(args.rounds):
+            order = list(engines)
+            for column in order[index % len(order) :] + order[: index % len(order)]:
+                seconds[column].append(engines[column].ask(step, tokens))
+        timings = {
+            column: {
+                "median": median(own),
+                "quartiles": [quantiles(own, n=4)[0], quantiles(own, n=4)[2]] if len(own) > 1 else own * 2,
+                "rounds": len(own),
+                "method": "perf_counter",
+            }
+            for column, own in seconds.items()
+        }
+        first = timings[OURS]["median"]
+        rows.append(
+            {
+                "step": step,
+                "tokens": tokens,
+                "seconds": timings,
+                "times_faster": {column: first / t["median"] for column, t in timings.items() if column != OURS},
+                "tokens_per_second": {column: tokens / timing["median"] for column, timing in timings.items()},
+            }
+        )
+        print(step, tokens, {column: round(t["median"] * 1e3, 3) for column, t in timings.items()}, "ms", flush=True)
+    return rows

@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     with torch.no_grad(), one_process(args.device), tqdm(total=len(args.layers) * len(args.tokens), unit="row") as bar:
         for name in args.layers:
             layer = LAYERS[name]
-            gate_up, down, correction = _weights(layer, args.device)
+            gate_up, down, correction = random_weights(layer, args.device)
             built = {}
             for column in args.columns:
                 bar.set_description(f"{name}: building {column}")
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 except Exception as error:  # whatever keeps vLLM from it: the reason is printed and saved
                     if column == OURS:
                         raise
-                    notes[f"{column}, {name}: not run: {_line(error)}"] = None
+                    notes[f"{column}, {name}: not run: {reason(error)}"] = None
                 else:
                     kernels.setdefault(column, set()).add(built[column].kernel)
             for tokens in args.tokens:
@@ -119,7 +119,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _weights(layer: ServedLayer, device: torch.device) -> tuple[NVFP4Weight, NVFP4Weight, Tensor | None]:
+def random_weights(layer: ServedLayer, device: torch.device) -> tuple[NVFP4Weight, NVFP4Weight, Tensor | None]:
     """Random gate_up (E, 2I, H) with one global scale per expert, as vLLM's kernels need it, down and a correction."""
     generator = torch.Generator(device).manual_seed(0)
     experts, h, i = layer.local_experts, layer.hidden_size, layer.intermediate_size
@@ -165,7 +165,7 @@ def _row(
         except Exception as error:  # as above
             if column == OURS:
                 raise
-            notes[f"{column}, {layer.name}: not run: {_line(error)}"] = None
+            notes[f"{column}, {layer.name}: not run: {reason(error)}"] = None
             continue
         functions[column] = partial(run, hidden, logits)
         if errors[column] > TOLERANCE:
@@ -193,5 +193,5 @@ def _means(rows: Sequence[dict[str, Any]], tokens: Sequence[int]) -> list[dict[s
     return means
 
 
-def _line(error: Exception) -> str:
+def reason(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300] or type(error).__name__
