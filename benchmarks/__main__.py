@@ -24,7 +24,7 @@ COMMANDS = {
     "host": "what a call costs the host: operators beside torch's grouped GEMM, Hugging Face layers",
     "serving": "a routed MoE layer of vLLM: its kernels for NVFP4 experts beside ours (needs vLLM)",
     "engine": "vLLM's engine with its kernels for NVFP4 experts and with ours (a GPU, needs vLLM)",
-    "serving_lora": "a routed MoE layer of vLLM with adapters on its experts, likewise",
+    "adapters": "a routed MoE layer of vLLM with LoRA adapters on its experts, likewise",
     "compile": "a layer's call split into kernels and host overhead, eager and under torch.compile",
     "nvfuser": "a layer under Thunder with and without nvFuser (a GPU)",
     "tune": "measure the CUDA kernels' configurations and write configs.json (a GPU)",

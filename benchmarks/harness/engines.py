@@ -12,6 +12,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,8 +92,11 @@ class Engine:
 
     def end(self) -> None:
         """Ends the process."""
-        self._process.terminate()
-        self._process.join(20)
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join(10)
         if self._process.is_alive():
             self._process.kill()
 
@@ -141,7 +145,7 @@ class _Column:
             )  # fmt: skip
         else:
             settings.update(enforce_eager=True)
-        self.new = options["new"]
+        self.new: int = options["new"]
         self.generator = torch.Generator().manual_seed(1)
         self.vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
         self.llm = LLM(
@@ -163,17 +167,17 @@ class _Column:
 
     def decode(self, requests: int) -> float:
         """Seconds of a step of decoding for a number of requests, whose prompts have 64 tokens."""
-        few, many = (
-            self._seconds(lambda count=count: self._run(self._random(requests, 64), count))
-            for count in (FEW, FEW + self.new)
-        )
-        return (many - few) / self.new
+        seconds = []
+        for count in (FEW, FEW + self.new):
+            prompts = self._random(requests, 64)
+            seconds.append(self._seconds(partial(self._run, prompts, count)))
+        return (seconds[1] - seconds[0]) / self.new
 
     def prefill(self, tokens: int) -> float:
         """Seconds of one new token for each of as many prompts as give a number of tokens."""
         size = min(tokens, REQUEST)
         prompts = self._random(tokens // size, size)
-        return self._seconds(lambda: self._run(prompts, 1))
+        return self._seconds(partial(self._run, prompts, 1))
 
     def _random(self, requests: int, tokens: int) -> list[list[int]]:
         ids: list[list[int]] = torch.randint(10, self.vocabulary, (requests, tokens), generator=self.generator).tolist()

@@ -1,5 +1,5 @@
 """A routed MoE layer as vLLM builds it (router, experts, weighted sum), its experts run by vLLM's kernels or by ours.
-Called by suites/serving.py, suites/serving_lora.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
+Called by suites/serving.py, suites/adapters.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
 
 Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size, S adapters, R their rank.
 """

@@ -27,7 +27,6 @@ from benchmarks.harness.engines import MODELS, Engine
 from benchmarks.harness.report import comma_list, one_of, parser, plot_lines, positive, save, table
 from benchmarks.harness.served import COLUMNS
 from benchmarks.harness.timing import describe
-from thunder_moe import load_checkpoint, quantize_, save_checkpoint, use_backend
 
 STEM = "engine"
 OURS = "thunder_moe"
@@ -134,13 +133,15 @@ def _write(path: Path, prompts: list[list[int]], args: argparse.Namespace) -> tu
     """Writes the checkpoint; returns greedy tokens and their log probabilities of the model that was written."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+    from thunder_moe import quantize_, save_checkpoint
+
     config = Qwen3MoeConfig(**MODELS[args.model], num_hidden_layers=args.layers, dtype=torch.bfloat16)
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with args.device:
-            model = Qwen3MoeForCausalLM(config).eval()
+            model = Qwen3MoeForCausalLM(config).train(False)
     finally:
         torch.set_default_dtype(default)
     save_checkpoint(quantize_(model), path)
@@ -162,8 +163,10 @@ def _check(
     args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Log probabilities of each column's tokens beside those that `load_checkpoint` in fp32 gives to the same ones."""
+    from thunder_moe import load_checkpoint, use_backend
+
     device = args.device if args.device.type == "cuda" else None
-    model = load_checkpoint(path, device=device, dtype=torch.float32).eval()
+    model = load_checkpoint(path, device=device, dtype=torch.float32)
     errors: dict[str, dict[str, float]] = {}
     reference = checked[TRANSFORMERS][0]
     for column, (tokens, values) in checked.items():
@@ -204,24 +207,24 @@ def _measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[dict[
             order = list(engines)
             for column in order[index % len(order) :] + order[: index % len(order)]:
                 seconds[column].append(engines[column].ask(step, tokens))
+        medians = {column: median(own) for column, own in seconds.items()}
         timings = {
             column: {
-                "median": median(own),
+                "median": medians[column],
                 "quartiles": [quantiles(own, n=4)[0], quantiles(own, n=4)[2]] if len(own) > 1 else own * 2,
                 "rounds": len(own),
                 "method": "perf_counter",
             }
             for column, own in seconds.items()
         }
-        first = timings[OURS]["median"]
         rows.append(
             {
                 "step": step,
                 "tokens": tokens,
                 "seconds": timings,
-                "times_faster": {column: first / t["median"] for column, t in timings.items() if column != OURS},
-                "tokens_per_second": {column: tokens / timing["median"] for column, timing in timings.items()},
+                "times_faster": {column: medians[OURS] / own for column, own in medians.items() if column != OURS},
+                "tokens_per_second": {column: tokens / own for column, own in medians.items()},
             }
         )
-        print(step, tokens, {column: round(t["median"] * 1e3, 3) for column, t in timings.items()}, "ms", flush=True)
+        print(step, tokens, {column: round(own * 1e3, 3) for column, own in medians.items()}, "ms", flush=True)
     return rows

@@ -1,5 +1,5 @@
 """Times vLLM's routed MoE layer with adapters on its experts (--enable-lora), with vLLM's kernels and with ours.
-Called by `python -m benchmarks serving_lora`, which needs vLLM; calls suites/serving.py and benchmarks/harness.
+Called by `python -m benchmarks adapters`, which needs vLLM; calls suites/serving.py and benchmarks/harness.
 
 The layer is vLLM's FusedMoEWithLoRA of Qwen3-30B-A3B, with adapters of one rank on gate, up and down of all experts.
 
@@ -27,7 +27,7 @@ from benchmarks.harness.served import COLUMNS, LAYERS, ServedLayer
 from benchmarks.harness.timing import describe, measure
 from benchmarks.suites.serving import BASELINE, OURS, TOLERANCE, random_weights, reason
 
-STEM = "serving_lora"
+STEM = "adapters"
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
 RANKS = (1, 8, 16, 32, 64, 128, 256)
 BATCHES = ("none", "one", "mixed")
@@ -143,7 +143,8 @@ def _row(
     kind: dict[str, Any] = dict(dtype=torch.bfloat16, device=args.device, generator=generator)
     hidden, logits = torch.randn(tokens, layer.hidden_size, **kind), torch.randn(tokens, layer.num_experts, **kind)
     slots = _slots(tokens, batch, len(adapters))
-    wanted = oracle(hidden, *built[OURS].chosen(hidden, logits), *weights, False, adapters, slots)
+    factors, ids = built[OURS].chosen(hidden, logits)
+    wanted = oracle(hidden, factors, ids, weights[0], weights[1], False, adapters, slots)
     functions: dict[str, Callable[[], Tensor]] = {}
     errors: dict[str, float] = {}
     for column, run in built.items():
