@@ -30,6 +30,7 @@ from benchmarks.suites.serving import BASELINE, OURS, TOLERANCE, random_weights,
 STEM = "adapters"
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
 RANKS = (1, 8, 16, 32, 64, 128, 256)
+SAME = 1e-4  # Marlin's sums are in no fixed order
 BATCHES = ("none", "one", "mixed")
 
 
@@ -184,6 +185,6 @@ def _check_graph(run: Any, hidden: Tensor, logits: Tensor, slots: list[int], nam
         out = run(hidden, logits)
     run.choose(slots)
     graph.replay()
-    plain = run(hidden.clone(), logits)
-    if not torch.equal(out, plain):
-        raise RuntimeError(f"{name}: a CUDA graph with other adapters is {relative_error(out, plain):.2g} off a call")
+    error = relative_error(out, run(hidden.clone(), logits))
+    if error > SAME:
+        raise RuntimeError(f"{name}: a CUDA graph with other adapters is {error:.2g} off a plain call")
