@@ -67,3 +67,44 @@ def test_kernels(sizes, shared):
     assert relative_error(out, wanted) < 1e-5
     assert torch.equal(wide[:, :16], around[0])
     assert torch.equal(wide[:, 16 + k :], around[1])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="test_in_an_interpreter runs them")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("sizes", [(37, 2, 3, 2, 16, 200, 48, 2), (70, 1, 2, 3, 5, 64, 130, 1)])
+def test_kernels_of_sorted_rows(sizes, shared):
+    """Blocks of rows: some pairs have several, some have none."""
+    from thunder_moe import moe_route
+    from thunder_moe.integrations.vllm import lora_sorted as kernels
+
+    tokens, top_k, experts, loaded, rank, k, n, parts = sizes
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).int()
+    adapters = torch.where(torch.rand(tokens) < 0.8, 1, torch.randint(-1, loaded, (tokens,)))
+    ids[0, 0] = -1
+    pairs = torch.where((ids >= 0) & (adapters >= 0)[:, None], adapters[:, None].int() * experts + ids, -1).int()
+    row_slot, ends, slot_row = moe_route(pairs, loaded * experts)
+    blocks = kernels.blocks(ends, row_slot, experts)
+    known = pairs.flatten() >= 0
+    adapter, expert = (pairs.flatten() // experts)[known], ids.flatten()[known] % (1 if shared else experts)
+    of_all = ids.flatten()[known]
+
+    def random(*shape, few=False):
+        return torch.randn(loaded, 1 if few and shared else experts, *shape) * shape[-1] ** -0.5
+
+    x, rows, place = torch.randn(tokens, k), torch.randn(tokens * top_k, parts * n), torch.randperm(tokens * top_k)
+    a, b = [random(rank, k, few=True) for _ in range(parts)], [random(n, rank) for _ in range(parts)]
+    token, at = known.nonzero()[:, 0] // top_k, place[known]
+    wanted = rows.clone()
+    for part in range(parts):
+        inner = torch.einsum("mrk,mk->mr", a[part][adapter, expert], x[token])
+        wanted[at, part * n : (part + 1) * n] += torch.einsum("mnr,mr->mn", b[part][adapter, of_all], inner)
+    places = place.int().view(tokens, top_k)
+    kernels.expand_rows(rows, kernels.shrink(x, blocks, top_k, None, tuple(a)), blocks, places, tuple(b))
+    assert relative_error(rows, wanted) < 1e-5
+
+    gated, weights = torch.randn(tokens * top_k, n), torch.rand(tokens, top_k)
+    a, b = random(rank, n), random(k, rank, few=True)
+    inner = torch.einsum("mrk,mk->mr", a[adapter, of_all], gated[at]) * weights.flatten()[known][:, None]
+    wanted = torch.einsum("mnr,mr->mn", b[adapter, expert], inner)
+    out = kernels.expand(kernels.shrink(gated, blocks, top_k, places, (a,)), blocks, weights, b)
+    assert relative_error(out[slot_row.flatten()[known].long()], wanted) < 1e-5

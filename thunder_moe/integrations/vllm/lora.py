@@ -180,6 +180,31 @@ class _Grouped(_Batch):
         return out
 
 
+class _Sorted(_Grouped):
+    """As `_Grouped`, by kernels that read the rows where they are and write the sums of gate and up in place."""
+
+    def __init__(self, *fields: Any) -> None:
+        from thunder_moe.integrations.vllm.lora_sorted import blocks
+
+        super().__init__(*fields)
+        self.blocks = blocks(self.ends, self.own_row_slot, self.experts)
+
+    def add_to_rows(self, gate_up: Tensor, hidden_states: Tensor) -> None:
+        """As `_PerSlot.add_to_rows`."""
+        from thunder_moe.integrations.vllm.lora_sorted import expand_rows, shrink
+
+        inner = shrink(hidden_states, self.blocks, self.ids.shape[1], None, self.context.w13_lora_a_stacked)
+        expand_rows(gate_up, inner, self.blocks, self.slot_row, self.context.w13_lora_b_stacked)
+
+    def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
+        """As `_PerSlot.add_to_tokens`."""
+        from thunder_moe.integrations.vllm.lora_sorted import expand, shrink
+
+        inner = shrink(gated, self.blocks, self.ids.shape[1], self.slot_row, self.context.w2_lora_a_stacked)
+        change = expand(inner, self.blocks, self.weights, self.context.w2_lora_b_stacked[0])
+        out.add_(torch.ops.thunder_moe.moe_combine(change, self.ends, self.own_slot_row))
+
+
 class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc]
     """`ThunderExperts` plus the adapter of each token, or none, by what vLLM sets as `_lora_context`."""
 
@@ -208,7 +233,7 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         ops, first, second = torch.ops.thunder_moe, self.gate_up, self.down
         assert self._lora_context is not None
         row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
-        kind = _PerSlot if _few(ids) else _Grouped
+        kind = _kind(ids)
         ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
         batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row, activation)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
@@ -239,9 +264,11 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         return gated
 
 
-def _few(ids: Tensor) -> bool:
-    """Whether the rows of these experts (T, A) are so few that launches cost more than reading adapters again."""
-    return HAS_TRITON and ids.is_cuda and ids.numel() <= _FEW
+def _kind(ids: Tensor) -> type[_PerSlot | _Grouped]:
+    """How the adapters of the rows of these experts (T, A) are added."""
+    if not HAS_TRITON or not ids.is_cuda:
+        return _Grouped
+    return _PerSlot if ids.numel() <= _FEW else _Sorted
 
 
 def adapter_of_token(context: Any, tokens: int) -> Tensor | None:
