@@ -99,7 +99,8 @@ def test_kernels_of_sorted_rows(sizes, shared):
         inner = torch.einsum("mrk,mk->mr", a[part][adapter, expert], x[token])
         wanted[at, part * n : (part + 1) * n] += torch.einsum("mnr,mr->mn", b[part][adapter, of_all], inner)
     places = place.int().view(tokens, top_k)
-    kernels.expand_rows(rows, kernels.shrink(x, blocks, top_k, None, tuple(a)), blocks, places, tuple(b))
+    in_turns = tuple(torch.stack(b, 3).flatten(2, 3)[:, :, part::parts] for part in range(parts))
+    kernels.expand_rows(rows, kernels.shrink(x, blocks, top_k, None, tuple(a)), blocks, places, in_turns)
     assert relative_error(rows, wanted) < 1e-5
 
     gated, weights = torch.randn(tokens * top_k, n), torch.rand(tokens, top_k)

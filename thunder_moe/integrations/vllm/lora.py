@@ -5,8 +5,8 @@ lora_kernels.
 route, gather -> gate_up GEMM + (x A^T) B^T -> activation -> down GEMM, weighted sum + that of (h A^T) B^T
 
 The 4-bit GEMMs have their rows sorted by expert. Those of adapters have them sorted by (adapter, expert): a group of
-rows for each pair, so that one grouped GEMM serves all adapters of a batch. Of few tokens on CUDA, the kernels of
-lora_kernels add them. Nothing synchronises with the host on CUDA.
+rows for each pair, so that one grouped GEMM serves all adapters of a batch. On CUDA the kernels of lora_kernels (few
+tokens) and lora_sorted (many) add them. Nothing synchronises with the host on CUDA.
 
 With --fully-sharded-loras each tensor-parallel rank has a share of the rank of gate's and up's A, and of down's B the
 rows of a share of H: what their A's made is gathered, or summed, between the ranks, and down's adapters add to that
@@ -37,10 +37,10 @@ from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers th
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-# Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and by grouped GEMMs: 8
-# tokens 97 and 312, 128 tokens 209 and 545, 512 tokens 386 and 662, 2048 tokens 1105 and 1125 (one adapter: 1208 and
-# 925).
-_FEW = 4096
+# Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and sorted: 8 tokens 97 and
+# 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318); by grouped GEMMs of whole rows 312, 545,
+# 662. 2048 tokens 587 sorted, 1121 by grouped GEMMs.
+_FEW = 2048
 
 __all__ = ["ThunderLoRAExperts", "experts_class", "why_no_adapters"]
 
@@ -181,7 +181,8 @@ class _Grouped(_Batch):
 
 
 class _Sorted(_Grouped):
-    """As `_Grouped`, by kernels that read the rows where they are and write the sums of gate and up in place."""
+    """As `_Grouped`, by kernels that read the rows where they are and write the sums of gate and up in place. Each rank
+    has whole adapters."""
 
     def __init__(self, *fields: Any) -> None:
         from thunder_moe.integrations.vllm.lora_sorted import blocks
@@ -194,7 +195,10 @@ class _Sorted(_Grouped):
         from thunder_moe.integrations.vllm.lora_sorted import expand_rows, shrink
 
         inner = shrink(hidden_states, self.blocks, self.ids.shape[1], None, self.context.w13_lora_a_stacked)
-        expand_rows(gate_up, inner, self.blocks, self.slot_row, self.context.w13_lora_b_stacked)
+        b = self.context.w13_lora_b_stacked
+        if self.in_turns:
+            inner, b = inner.expand(2, -1, -1).contiguous(), (b[0][:, :, ::2], b[0][:, :, 1::2])
+        expand_rows(gate_up, inner, self.blocks, self.slot_row, b)
 
     def add_to_tokens(self, out: Tensor, gated: Tensor) -> None:
         """As `_PerSlot.add_to_tokens`."""
@@ -233,7 +237,7 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         ops, first, second = torch.ops.thunder_moe, self.gate_up, self.down
         assert self._lora_context is not None
         row_slot, offsets, slot_row = ops.moe_route(ids, first.shape[0])
-        kind = _kind(ids)
+        kind = _kind(ids, self._lora_context)
         ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
         batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row, activation)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
@@ -264,11 +268,13 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         return gated
 
 
-def _kind(ids: Tensor) -> type[_PerSlot | _Grouped]:
+def _kind(ids: Tensor, context: MoELoRAContext) -> type[_PerSlot | _Grouped]:
     """How the adapters of the rows of these experts (T, A) are added."""
     if not HAS_TRITON or not ids.is_cuda:
         return _Grouped
-    return _PerSlot if ids.numel() <= _FEW else _Sorted
+    if ids.numel() <= _FEW:
+        return _PerSlot
+    return _Grouped if context.fully_sharded and context.tp_size > 1 else _Sorted
 
 
 def adapter_of_token(context: Any, tokens: int) -> Tensor | None:

@@ -102,7 +102,7 @@ def _shrink(
 @triton.jit
 def _expand(
     inner, weights, pair_of_block, row_of_block, ends, slot_of_row, row_of_slot, first, second, out, pairs, experts,
-    of_adapter, of_expert, n, rank, rows, width, ADD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    of_adapter, of_expert, of_row, n, rank, rows, width, ADD: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     block, part = tl.program_id(0), tl.program_id(2)
@@ -119,7 +119,7 @@ def _expand(
             mask=there[:, None] & (r < rank)[None, :], other=0.0,
         )  # fmt: skip
         inside = (r < rank)[:, None] & (column < n)[None, :]
-        place = at + column[None, :] * rank + r[:, None]
+        place = at + column[None, :] * of_row + r[:, None]
         if part == 0:
             b = tl.load(first + place, mask=inside, other=0.0)
         else:
@@ -158,7 +158,8 @@ def shrink(x: Tensor, where: Blocks, top_k: int, row_of_slot: Tensor | None, a: 
 
 
 def expand_rows(out: Tensor, inner: Tensor, where: Blocks, row_of_slot: Tensor, b: tuple[Tensor, ...]) -> None:
-    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; b are P tensors (S, E or 1, N, R)."""
+    """Adds B times `inner` to the rows (M, P * N) of the slots, in place; b are P tensors (S, E or 1, N, R), each of
+    which may be each second row of a tensor."""
     _launch(out, inner, where, inner, row_of_slot, b, True)
 
 
@@ -175,8 +176,8 @@ def _launch(
     _, _, n, rank = b[0].shape
     _expand[(where.pair.shape[0], triton.cdiv(n, _COLUMNS), len(b))](
         inner, weights, where.pair, where.row, where.ends, where.row_slot, row_of_slot, b[0], b[-1], out,
-        where.ends.shape[0], where.experts, *_strides(b[0]), n, rank, inner.shape[1], out.shape[1], ADD=add,
-        ROWS=_ROWS, RANKS=_ranks(rank), COLUMNS=_COLUMNS, num_warps=4,
+        where.ends.shape[0], where.experts, *_strides(b[0]), b[0].stride(2), n, rank, inner.shape[1], out.shape[1],
+        ADD=add, ROWS=_ROWS, RANKS=_ranks(rank), COLUMNS=_COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
