@@ -37,9 +37,8 @@ from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers th
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-# Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and sorted: 8 tokens 97 and
-# 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318); by grouped GEMMs of whole rows 312, 545,
-# 662. 2048 tokens 587 sorted, 1121 by grouped GEMMs.
+# Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and sorted: 8 tokens 97
+# and 162, 128 tokens 210 and 280, 512 tokens 383 and 347 (one adapter: 400 and 318).
 _FEW = 2048
 
 __all__ = ["ThunderLoRAExperts", "experts_class", "why_no_adapters"]
