@@ -164,6 +164,16 @@ def test_quantize_refuses(weight, message):
         quantize(weight)
 
 
+def test_float16_weights_that_would_become_infinite_are_refused():
+    weight = torch.zeros(3, 32, 64, dtype=torch.float16)
+    weight[1, 5, 7] = -63456  # the float16 below 63488, which lies between two multiples
+    assert dequantize(quantize(weight), torch.float16)[1, 5, 7] == -61440
+    weight[1, 5, 7] = -63488
+    with pytest.raises(ValueError, match=r"weight: got a magnitude of 63488 in experts \[1\].*wanted magnitudes below"):
+        quantize(weight)
+    assert dequantize(quantize(weight.bfloat16()))[1, 5, 7] == -65536
+
+
 def test_weight_refuses():
     good = quantize(torch.randn(2, 8, 64))
     bad = [

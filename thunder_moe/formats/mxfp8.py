@@ -19,6 +19,7 @@ __all__ = [
     "BLOCK_SIZE",
     "E8M0_NAN",
     "MXFP8Weight",
+    "check_amax",
     "check_quantizable",
     "dequantize",
     "dequantize_expert",
@@ -32,6 +33,7 @@ E8M0_NAN = 255
 _E4M3_MAX_EXPONENT = 8
 _E4M3_MAX_MANTISSA = 0x600000
 _MANTISSA_BITS = 23
+_FLOAT16_INFINITE = 63488.0  # from here on the nearest E4M3 multiple is 65536
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
@@ -50,10 +52,11 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
         MXFP8Weight in layout "linear". The relative Frobenius error on normally distributed weights is about 2.6%.
 
     Raises:
-        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or a scale_search.
+        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, a float16 weight of 63488 or more, which would
+            round to infinity, or a scale_search.
     """
     packed, amax = quantize_unchecked(weight, scale_search)
-    check_finite(amax)
+    check_amax(amax, weight.dtype)
     return packed
 
 
@@ -71,6 +74,18 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
         for rows in row_chunks(weight):
             qdata[expert, rows], scale[expert, rows] = _quantize_rows(weight[expert, rows])
     return MXFP8Weight(qdata, scale.view(torch.float8_e8m0fnu)), expert_amax(weight)
+
+
+def check_amax(amax: Tensor, dtype: torch.dtype) -> None:
+    """Raises the ValueError of `quantize` for the largest magnitude (E,) of each expert. Synchronises."""
+    check_finite(amax)
+    infinite = amax >= _FLOAT16_INFINITE
+    if dtype == torch.float16 and bool(infinite.any()):
+        bad = infinite.nonzero().flatten().tolist()
+        raise ValueError(
+            f"weight: got a magnitude of {amax.max().item():g} in experts {bad[:8]}, which MXFP8 rounds to 65536, "
+            f"beyond float16; wanted magnitudes below {_FLOAT16_INFINITE:g}, bfloat16 weights, or format 'nvfp4'"
+        )
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None) -> None:

@@ -76,7 +76,7 @@ def quantize_mxfp8(weight: Tensor) -> MXFP8Weight:
         ValueError: as `formats.mxfp8.quantize`.
     """
     packed, amax = quantize_mxfp8_unchecked(weight)
-    nvfp4.check_finite(amax)
+    mxfp8.check_amax(amax, weight.dtype)
     return packed
 
 
