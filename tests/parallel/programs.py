@@ -5,9 +5,11 @@ first. Called by the fixture `run`; calls thunder_moe.parallel, and one process 
 import copy
 import functools
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -26,6 +28,7 @@ from thunder_moe import (
     quantize_,
 )
 from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+from thunder_moe.parallel.exchange import AllGather, SymmetricMemory
 from thunder_moe.parallel.modules import EXPERT_PARALLEL
 
 H, FEATURES, E, A = 64, 128, 8, 3
@@ -298,6 +301,31 @@ def saved_from_both(meshes, quantized, path):
         for key, tensor in other.state_dict().items():
             equal_local(tensor, moe.state_dict()[key])
     return True
+
+
+def sums_while_they_travel(meshes, ranks, tokens):
+    """A layer whose exchange adds up rows as "symmetric_memory" does between GPUs, by a collective of gloo."""
+
+    class Exchange(AllGather):
+        sums_rows = True
+        send_rows_back = SymmetricMemory.send_rows_back
+
+    def produce_and_exchange(producer, output, group_name):
+        parts = torch.full_like(output, float("nan"))
+        for rank, part in enumerate(parts.chunk(ranks)):
+            producer(rank, part)
+        dist.all_to_all_single(output, parts, group=mesh.get_group())
+
+    mesh, counts = meshes.of(ranks), TOKENS[tokens][:ranks]
+    whole = layer(True)
+    moe = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(exchange="all_gather", capacity=7))
+    moe.exchange = Exchange(mesh, moe.exchange.experts, 7)
+    x = torch.randn(1, sum(counts), H)
+    rank = mesh.get_local_rank()
+    own = x[:, sum(counts[:rank]) : sum(counts[: rank + 1])]
+    with torch.no_grad(), mock.patch.object(symmetric_memory, "_pipelined_produce_and_all2all", produce_and_exchange):
+        out = moe(own)
+        return error(out, whole(x)[:, sum(counts[:rank]) : sum(counts[: rank + 1])])
 
 
 def overflow(meshes, capacity):

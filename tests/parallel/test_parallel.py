@@ -65,6 +65,11 @@ def test_checkpoints_of_both_at_once(run, tmp_path, quantized):
     assert run(programs.saved_from_both, quantized, str(tmp_path)) == [True] * 4
 
 
+@pytest.mark.parametrize(("count", "tokens"), [(2, "even"), (4, "ragged"), (2, "one rank alone"), (4, "none")])
+def test_sums_that_travel_while_others_are_added_up(run, count, tokens):
+    assert max(run(programs.sums_while_they_travel, count, tokens)) < TOLERANCE
+
+
 @pytest.mark.parametrize(("capacity", "dropped"), [(2, 6), (5, 0)])
 def test_tokens_without_room_are_counted(run, capacity, dropped):
     assert run(programs.overflow, capacity) == [dropped] * 4

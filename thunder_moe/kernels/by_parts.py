@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["Order", "PackedOrder", "moe_experts", "of"]
+__all__ = ["Order", "PackedOrder", "moe_expert_rows", "moe_experts", "of"]
 
 Order = tuple[Tensor, Tensor, Tensor]  # row_slot, offsets and slot_row, as `moe_route` gives them
 
@@ -79,4 +79,19 @@ def moe_experts(
     on_input, on_output = (expert_weights, None) if weight_on_input else (None, expert_weights)
     rows = backend.grouped_swiglu(hidden_states, gate_up, offsets, row_slot, on_input, gate_up_bias, form)
     out: Tensor = backend.grouped_mm_combine(rows, down, offsets, slot_row, on_output, down_bias)
+    return out
+
+
+def moe_expert_rows(
+    backend: ModuleType,
+    hidden_states: Tensor,
+    expert_weights: Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    order: Order,
+) -> Tensor:
+    """The rows (M, H) that `moe_experts` with weight_on_input adds up, without biases."""
+    row_slot, offsets, _ = order
+    rows = backend.grouped_swiglu(hidden_states, gate_up, offsets, row_slot, expert_weights)
+    out: Tensor = backend.grouped_mm(rows, down, offsets)
     return out

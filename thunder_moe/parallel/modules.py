@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from thunder_moe.kernels.expert_rows import expert_rows
 from thunder_moe.nn import (
     GroupedMLP,
     GroupedSwiGLU,
@@ -30,6 +31,7 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.quantized import weights_to_fuse
 from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import moe_experts
+from thunder_moe.ops.operator import is_bare
 from thunder_moe.parallel.exchange import Exchange, Sent, wait
 from thunder_moe.parallel.load import record
 from thunder_moe.routing import expert_of_row, live_rows
@@ -102,13 +104,13 @@ class ExpertParallelLlama4MoE(Llama4MoE):
         all_sent = [self.exchange.start(*part) for part in zip(rows, *chosen, early, strict=True)]
         shared_TH = None if self.shared_expert is None else self.shared_expert(x_TH)
         # The experts of a chunk run while the next one is on its way, and the sums of the last one on theirs.
-        returned = [self.exchange.send_back(self._run_own_experts(sent), sent) for sent in all_sent]
+        returned = [self._send_back(sent) for sent in all_sent]
         outs = [self.exchange.finish(back, sent) for back, sent in zip(returned, all_sent, strict=True)]
         out_TH = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out_TH if shared_TH is None else out_TH + shared_TH
 
-    def _run_own_experts(self, sent: Sent) -> Tensor:
-        """What came (T', H) -> the weighted sums of this rank's experts (T', H)."""
+    def _send_back(self, sent: Sent) -> Any:
+        """Runs this rank's experts on what came (T', H), and sends their weighted sums off, for `Exchange.finish`."""
         rows, ids, weights = sent.receive()
         assert weights is not None
         row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, self.exchange.experts)
@@ -117,12 +119,16 @@ class ExpertParallelLlama4MoE(Llama4MoE):
         if fused is not None:
             order = row_slot, ends, slot_row
             ranks = self.exchange.sharers(self.top_k)
-            return moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order, expert_ranks=ranks)
+            if self.exchange.sums_rows and is_bare(rows):
+                out = expert_rows(rows, ids, weights, *fused, order, ranks)
+                return self.exchange.send_rows_back(out, ends, slot_row)
+            sums = moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order, expert_ranks=ranks)
+            return self.exchange.send_back(sums, sent)
         slot = row_slot.long()
         weight_M = weights.flatten().index_select(0, slot).to(rows.dtype)
         own = rows.index_select(0, slot // self.top_k) * weight_M[:, None]
-        sums: Tensor = torch.ops.thunder_moe.moe_combine(self.routed_experts(own, ends), ends, slot_row)
-        return sums
+        sums = torch.ops.thunder_moe.moe_combine(self.routed_experts(own, ends), ends, slot_row)
+        return self.exchange.send_back(sums, sent)
 
 
 class _TensorParallelRows(nn.Module):

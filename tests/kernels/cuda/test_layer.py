@@ -46,6 +46,21 @@ def test_equals_its_parts(layout, tokens, weight_on_input):
         assert torch.equal(cuda.moe_experts(*args, *more), by_parts.moe_experts(cuda, *args, *more))
 
 
+@pytest.mark.parametrize("inner", [128, 96])  # the chain does not serve the latter's tiles
+def test_rows_are_those_that_it_adds_up(layout, inner):
+    if layout == "linear" or inner == 128:
+        x, ids, weights, gate_up, down, *_ = make_layer(9, 64, inner, layout)
+    else:
+        x, ids, weights, gate_up, down, *_ = make_layer(9, 64, inner, "linear")
+        gate_up = gate_up.to_layout(layout)
+    order = cuda.route(ids, E)
+    rows = cuda.moe_expert_rows(x, ids, weights, gate_up, down, order, 9)
+    out = torch.full_like(x[:6], float("nan"))
+    assert cuda.combine(rows, order[2][2:8], None, out=out) is out
+    wanted = by_parts.moe_experts(cuda, x, ids, weights, gate_up, down, None, None, order, True, SWIGLU)
+    assert torch.equal(out, wanted[2:8])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("top_k", [1, 3, 9])
 def test_combine_of_any_number_of_slots(hopper, top_k, dtype):

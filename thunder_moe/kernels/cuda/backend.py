@@ -32,7 +32,7 @@ from thunder_moe.kernels.cuda import configs, launch, nvrtc
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
-from thunder_moe.kernels.cuda.layer import LayerLaunch
+from thunder_moe.kernels.cuda.layer import LayerLaunch, Weight
 from thunder_moe.kernels.cuda.prepared import (
     DEQUANTIZE,
     ELEMENTWISE_THREADS,
@@ -62,6 +62,7 @@ __all__ = [
     "linear_router",
     "mm",
     "mm_dgrad",
+    "moe_expert_rows",
     "moe_experts",
     "route",
     "router",
@@ -157,17 +158,54 @@ def moe_experts(
             takes for the number of rows.
         out: contiguous (T, H) that the result is written into.
     """
-    features = down.shape[2]
-    split_blocks = gate_up.layout == TILED and features % 64 != 0  # see grouped_swiglu
-    if expert_ids.numel() == 0 or split_blocks or _runs_on_reference(hidden_states, gate_up):
+    if expert_ids.numel() == 0 or _needs_steps(hidden_states, gate_up, down):
         result = by_parts.moe_experts(
             sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
             order, weight_on_input, form,
         )  # fmt: skip
         return result if out is None else out.copy_(result)
-    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
     gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
+    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
+    run, first, second = _layer(
+        x, ids, weights, gate_up, down, gate_up_bias, down_bias, order is None, weight_on_input, form, configs,
+        live_rows,
+    )  # fmt: skip
+    order = None if order is None else _contiguous(order)
+    return run(x, ids, weights, first, second, gate_up_bias, down_bias, order, out)
+
+
+def moe_expert_rows(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
+    order: Order, live_rows: int,
+) -> Tensor:  # fmt: skip
+    """The rows (M, H) that `moe_experts` with weight_on_input adds up, in its order and by its kernels."""
+    if expert_ids.numel() == 0 or _needs_steps(hidden_states, gate_up, down):
+        return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
+    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
+    run, first, second = _layer(
+        x, ids, weights, gate_up, down, None, None, False, True, SWIGLU, (None, None), live_rows
+    )  # fmt: skip
+    return run.rows(x, weights, first, second, None, None, _contiguous(order))
+
+
+def _needs_steps(hidden_states: Tensor, gate_up: PackedWeight, down: PackedWeight) -> bool:
+    """Whether the chain of layer.py does not serve these operands; see `grouped_swiglu`."""
+    split_blocks = gate_up.layout == TILED and down.shape[2] % 64 != 0
+    return split_blocks or _runs_on_reference(hidden_states, gate_up)
+
+
+def _contiguous(order: Order) -> Order:
+    return order[0].contiguous(), order[1].contiguous(), order[2].contiguous()
+
+
+def _layer(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None, routes: bool, weight_on_input: bool, form: GLU,
+    configs: tuple[GemmConfig | None, GemmConfig | None], live_rows: int | None,
+) -> tuple[LayerLaunch, Weight, Weight]:  # fmt: skip
+    """The chain for operands of the backend, and the weights' tensors in its layouts."""
     first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
+    features = down.shape[2]
     if live_rows is not None:
         best = _configs(
             live_rows, first.shape[0], x.shape[1], features, first.layout, second.layout, first.format.name,
@@ -176,13 +214,10 @@ def moe_experts(
         configs = configs[0] or best[0], configs[1] or best[1]
     run = layer_launch(
         x, ids, weights, first.layout, second.layout, _per_row(first), _per_row(second), _dtype(gate_up_bias),
-        _dtype(down_bias), first.shape[0], features, order is None, weight_on_input, form, configs,
+        _dtype(down_bias), first.shape[0], features, routes, weight_on_input, form, configs,
         (first.format.name, second.format.name),
     )  # fmt: skip
-    if order is not None:
-        order = (order[0].contiguous(), order[1].contiguous(), order[2].contiguous())
-    gate_up_tensors = _tensors(first, run.gate_up.layout)
-    return run(x, ids, weights, gate_up_tensors, _tensors(second, run.down.layout), gate_up_bias, down_bias, order, out)
+    return run, _tensors(first, run.gate_up.layout), _tensors(second, run.down.layout)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -286,15 +321,23 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
         return grad.detach() @ dequantize(weight, grad.dtype)[0]
 
 
-def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, late_rows: bool = False) -> Tensor:
-    """(M, N) -> (T, N): each slot's row, times slot_weight (T, A), summed per token; late_rows: see `CombineLaunch`."""
+def combine(
+    rows: Tensor,
+    slot_row: Tensor,
+    slot_weight: Tensor | None,
+    *,
+    late_rows: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A), summed
+    per token; late_rows: see `CombineLaunch`."""
     tokens, top_k = slot_row.shape
     n = rows.shape[1]
     if rows.shape[0] == 0 or tokens == 0 or n == 0:
-        return rows.new_zeros(tokens, n)
+        return rows.new_zeros(tokens, n) if out is None else out.zero_()
     slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)
     run = combine_launch(rows.shape[0], tokens, top_k, n, rows.dtype, _dtype(slot_weight), rows.device, late_rows)
-    return run(rows, slot_row, slot_weight)
+    return run(rows, slot_row, slot_weight, out)
 
 
 def swiglu(

@@ -70,11 +70,28 @@ class LayerLaunch(NamedTuple):
         if order is None:
             assert self.route is not None
             order = self.route(expert_ids)
-        row_slot, offsets, slot_row = order
-        on_input, on_output = (expert_weights, None) if self.weight_on_input else (None, expert_weights)
+        rows = self.rows(hidden_states, expert_weights, gate_up, down, gate_up_bias, down_bias, order)
+        return self.combine(rows, order[2], None if self.weight_on_input else expert_weights, out)
+
+    def rows(
+        self,
+        hidden_states: Tensor,
+        expert_weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        order: Order,
+    ) -> Tensor:
+        """The chain without its end: rows (M, H), sorted by expert."""
+        if launch.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self.rows(hidden_states, expert_weights, gate_up, down, gate_up_bias, down_bias, order)
+        row_slot, offsets, _ = order
+        on_input = expert_weights if self.weight_on_input else None
         first = self.gate_up.prepare(hidden_states, *gate_up, offsets, row_slot, on_input, gate_up_bias)
         second = self.down.prepare(first.out, *down, offsets, None, None, down_bias, late_x=True)
         with GEMMS:
             self.gate_up.launch(first)
             self.down.launch(second)
-        return self.combine(second.out, slot_row, on_output, out)
+        return second.out
