@@ -27,7 +27,7 @@ from thunder_moe import (
     prepare_qat_,
     quantize_,
 )
-from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+from thunder_moe.parallel import Exchange, ExpertParallel, Sent, TensorParallel, expert_load
 from thunder_moe.parallel.exchange import AllGather, SymmetricMemory
 from thunder_moe.parallel.modules import EXPERT_PARALLEL
 
@@ -326,6 +326,34 @@ def sums_while_they_travel(meshes, ranks, tokens):
     with torch.no_grad(), mock.patch.object(symmetric_memory, "_pipelined_produce_and_all2all", produce_and_exchange):
         out = moe(own)
         return error(out, whole(x)[:, sum(counts[:rank]) : sum(counts[: rank + 1])])
+
+
+class OwnExchange(Exchange):
+    """A user's: all tokens to all ranks as Python objects."""
+
+    def start(self, x, ids, weights=None, early=None):
+        group, everybody = self.mesh.get_group(), [None] * self.ranks
+        dist.all_gather_object(everybody, (x, torch.cat([ids.float(), weights], 1)), group=group)
+        rows, routing = (torch.cat(tensors) for tensors in zip(*everybody, strict=True))
+        counts = [tokens.shape[0] for tokens, _ in everybody]
+        return Sent(rows, routing, ids.shape[1], True, x.shape[0], self.first, None, (counts,))
+
+    def send_back(self, sums, sent):
+        dist.all_reduce(sums, group=self.mesh.get_group())
+        return sums
+
+    def finish(self, returned, sent):
+        return returned.split(sent.back[0])[self.rank]
+
+
+def own_exchange(meshes, ranks, tokens):
+    mesh, counts = meshes.of(ranks), TOKENS[tokens][:ranks]
+    whole = layer(True)
+    moe = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(exchange=OwnExchange))
+    x, rank = torch.randn(1, sum(counts), H), mesh.get_local_rank()
+    mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    with torch.no_grad():
+        return error(moe(x[:, mine]), whole(x)[:, mine])
 
 
 def overflow(meshes, capacity):

@@ -70,6 +70,11 @@ def test_sums_that_travel_while_others_are_added_up(run, count, tokens):
     assert max(run(programs.sums_while_they_travel, count, tokens)) < TOLERANCE
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_exchange_of_the_user(run, count):
+    assert max(run(programs.own_exchange, count, "ragged")) < TOLERANCE
+
+
 @pytest.mark.parametrize(("capacity", "dropped"), [(2, 6), (5, 0)])
 def test_tokens_without_room_are_counted(run, capacity, dropped):
     assert run(programs.overflow, capacity) == [dropped] * 4
@@ -168,6 +173,7 @@ def test_symmetric_memory_wants_gpus(run):
     ("arguments", "message"),
     [
         (dict(exchange="pigeons"), "exchange: got 'pigeons', wanted one of"),
+        (dict(exchange=dict), "exchange: got <class 'dict'>, wanted one of .* or a subclass of Exchange"),
         (dict(capacity=0), "capacity: got 0"),
         (dict(chunks=0), "chunks: got 0"),
         (dict(load_steps=-1), "load_steps: got -1"),

@@ -66,7 +66,8 @@ class Sent:
 
 
 class Exchange:
-    """Brings tokens to the ranks of their experts, and sums back.
+    """Brings tokens to the ranks of their experts, and sums back. A subclass has `start`, `send_back` and `finish`;
+    ``ExpertParallel(exchange=...)`` takes it, so that the dispatch and combine of another library can be called.
 
     Args:
         mesh: one-dimensional, of the ranks; rank r has the experts r * L to (r + 1) * L - 1.

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from thunder_moe.nn import GroupedMLP, Llama4MoE, NVFP4GroupedMLP, NVFP4GroupedSwiGLU
 from thunder_moe.nn.grouped_mlp import own_form
-from thunder_moe.parallel.exchange import EXCHANGES
+from thunder_moe.parallel.exchange import EXCHANGES, Exchange
 from thunder_moe.parallel.load import add_buffers
 from thunder_moe.parallel.modules import EXPERT_PARALLEL, EXPERT_TENSOR_PARALLEL, TENSOR_PARALLEL
 from thunder_moe.parallel.shards import Cut, check_cut, cut_
@@ -38,7 +38,7 @@ class ExpertParallel(ParallelStyle):
     Args:
         exchange: "all_to_all": a token goes once to each rank that has one of its experts; "all_gather": all tokens to
             all ranks, by an all-gather and a reduce-scatter (`Llama4MoE` alone). "symmetric_memory": likewise, by
-            copies between GPUs that can read each other's memory (CUDA, inference).
+            copies between GPUs that can read each other's memory (CUDA, inference). Or a subclass of `Exchange`.
         capacity: None: buffers have the exact sizes, for which the host waits once in each call. A number: there is
             room for that many tokens between each two ranks, the same number on all ranks; the host waits for nothing,
             CUDA graphs can be captured, and rows that nobody needs are computed as padding. As large as the most tokens
@@ -54,11 +54,17 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(
-        self, *, exchange: str = "all_to_all", capacity: int | None = None, chunks: int = 1, load_steps: int = 16
+        self,
+        *,
+        exchange: str | type[Exchange] = "all_to_all",
+        capacity: int | None = None,
+        chunks: int = 1,
+        load_steps: int = 16,
     ) -> None:
         super().__init__()
-        if exchange not in EXCHANGES:
-            raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)}")
+        known = issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in EXCHANGES
+        if not known:
+            raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)} or a subclass of Exchange")
         for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
@@ -85,7 +91,8 @@ class ExpertParallel(ParallelStyle):
         module.__class__ = cls
         made: Any = module
         room = None if self.capacity is None else -(-self.capacity // self.chunks)
-        made.exchange, made.chunks = EXCHANGES[self.exchange](mesh, num_experts, room), self.chunks
+        make = EXCHANGES[self.exchange] if isinstance(self.exchange, str) else self.exchange
+        made.exchange, made.chunks = make(mesh, num_experts, room), self.chunks
         if features is not None:
             made.mesh = features
         add_buffers(module, self.load_steps, num_experts, _device(module))
