@@ -311,12 +311,13 @@ def sums_while_they_travel(meshes, ranks, tokens):
         send_rows_back = SymmetricMemory.send_rows_back
 
     def produce_and_exchange(producer, output, group_name):
+        calls.append(group_name)
         parts = torch.full_like(output, float("nan"))
         for rank, part in enumerate(parts.chunk(ranks)):
             producer(rank, part)
         dist.all_to_all_single(output, parts, group=mesh.get_group())
 
-    mesh, counts = meshes.of(ranks), TOKENS[tokens][:ranks]
+    mesh, counts, calls = meshes.of(ranks), TOKENS[tokens][:ranks], []
     whole = layer(True)
     moe = parallelize_module(copy.deepcopy(whole), mesh, ExpertParallel(exchange="all_gather", capacity=7))
     moe.exchange = Exchange(mesh, moe.exchange.experts, 7)
@@ -325,6 +326,7 @@ def sums_while_they_travel(meshes, ranks, tokens):
     own = x[:, sum(counts[:rank]) : sum(counts[: rank + 1])]
     with torch.no_grad(), mock.patch.object(symmetric_memory, "_pipelined_produce_and_all2all", produce_and_exchange):
         out = moe(own)
+        assert calls == [mesh.get_group().group_name]
         return error(out, whole(x)[:, sum(counts[:rank]) : sum(counts[: rank + 1])])
 
 
