@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.combine import combine_rows
-from thunder_moe.ops import combine  # noqa: F401  (registers the operator)
+from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import is_bare
 
 __all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "wait"]
@@ -150,39 +150,41 @@ class AllToAll(Exchange):
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         tokens, top_k = ids.shape
-        ranks = torch.arange(self.ranks, device=ids.device)[:, None]
-        known = (ids >= 0) & (ids < self.ranks * self.experts)
-        home = torch.where(known, ids // self.experts, self.ranks)
-        wanted_RT = (home == ranks[..., None]).any(-1)
-        position_RT, overflow = wanted_RT.cumsum(1) - 1, None
+        ranks_R = torch.arange(self.ranks, device=ids.device)
+        wanted_TR = ((ids // self.experts)[..., None] == ranks_R).any(1)
+        # Rows are sorted by rank as those of experts are sorted by expert; a slot is t * R + r.
+        row_slot, ends_R, slot_row = torch.ops.thunder_moe.moe_route(
+            torch.where(wanted_TR, ranks_R, -1), self.ranks
+        )  # fmt: skip
+        counts_R = ends_R - F.pad(ends_R[:-1], (1, 0))
+        rows, routing, overflow = x, self._routing(ids, weights), None
         if self.capacity is None:
-            counts_R = wanted_RT.sum(1)
             one_each = [1] * self.ranks
             to_come_R = wait(_all_to_all(counts_R, one_each, one_each, self._group))
-            sending, coming = _host_sizes(counts_R, to_come_R)
-            total, ends_R = sum(sending), counts_R.cumsum(0)
-            row_RT = position_RT + (ends_R - counts_R)[:, None]
-        else:
-            sending = coming = [self.capacity] * self.ranks
-            total, ends_R = self.capacity * self.ranks, (ranks[:, 0] + 1) * self.capacity
-            row_RT = position_RT + ranks * self.capacity
-            fits_RT = position_RT < self.capacity
-            overflow, wanted_RT = (wanted_RT & ~fits_RT).sum(), wanted_RT & fits_RT
-        # The token of each row; `tokens` for the rows of a buffer that nobody fills.
-        at = torch.where(wanted_RT, row_RT, total).flatten()
-        of_pair = torch.arange(tokens, device=ids.device).repeat(self.ranks)
-        token = torch.full((total + 1,), tokens, device=ids.device).scatter(0, at, of_pair)[:total]
-        rows, routing = x, self._routing(ids, weights)
-        if tokens:
-            filled, token = token < tokens, token.clamp_max(tokens - 1)
+            sending, coming = _host_sizes(torch.stack([counts_R, to_come_R]))
+            total = sum(sending)
+            torch._check(total <= row_slot.shape[0])
+            token = row_slot.narrow(0, 0, total) // self.ranks
             rows, routing = rows.index_select(0, token), routing.index_select(0, token)
-            routing = torch.where(filled[:, None], routing, -1.0)
-        else:  # still in the graph of gradients: the backward has collectives, too
-            rows, routing = (F.pad(t, (0, 0, 0, total), value=-1.0) for t in (rows, routing))
-        slot_row = torch.where(wanted_RT, row_RT, -1).t().int().contiguous()
+        else:
+            room, starts_R = self.capacity, ends_R - counts_R
+            sending = coming = [room] * self.ranks
+            place_C, overflow = torch.arange(room, device=ids.device), (counts_R - room).clamp_min(0).sum()
+            if tokens:
+                at = (starts_R[:, None] + place_C).clamp_max(row_slot.shape[0] - 1).flatten()
+                token = row_slot.index_select(0, at) // self.ranks
+                filled = (place_C < counts_R[:, None]).flatten()
+                rows, routing = rows.index_select(0, token), routing.index_select(0, token)
+                routing = torch.where(filled[:, None], routing, -1.0)
+            else:  # still in the graph of gradients: the backward has collectives, too
+                rows, routing = (F.pad(t, (0, 0, 0, room * self.ranks), value=-1.0) for t in (rows, routing))
+            position_TR = slot_row - starts_R
+            fits_TR = (slot_row >= 0) & (position_TR < room)
+            slot_row = torch.where(fits_TR, position_TR + ranks_R * room, -1).int()
+            ends_R = (ranks_R + 1).int() * room
         sent = _all_to_all(rows, coming, sending, self._group)
         routing = _all_to_all(routing, coming, sending, self._group)
-        back = (slot_row, ends_R.int(), coming, sending)
+        back = (slot_row, ends_R, coming, sending)
         return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back)
 
     def send_back(self, sums: Tensor, sent: Sent) -> Any:
@@ -217,7 +219,7 @@ class AllGather(Exchange):
         """How many tokens are gathered of each rank."""
         if self.capacity is None:
             count = torch.tensor([x.shape[0]], device=x.device)
-            (counts,) = _host_sizes(wait(_all_gather(count, self._group)))
+            (counts,) = _host_sizes(wait(_all_gather(count, self._group))[None])
             return max(counts)
         require(x.shape[0] <= self.capacity, "hidden_states", x, f"at most capacity = {self.capacity} tokens")
         return self.capacity
@@ -228,7 +230,7 @@ class AllGather(Exchange):
     def finish(self, returned: Any, sent: Sent) -> Tensor:
         return wait(returned)[: sent.tokens]
 
-    def _gather(self, x: Tensor, routing: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather(self, x: Tensor, routing: Tensor) -> tuple[Any, Any]:
         gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)
         if x.is_cuda and not gradients:  # one kernel of NCCL's
             run: Any = _named("all_gather_coalesced")
@@ -288,9 +290,9 @@ EXCHANGES: dict[str, type[Exchange]] = {
 }
 
 
-def _host_sizes(*sizes: Tensor) -> list[list[int]]:
-    """Sizes on the host: the one synchronisation of a call."""
-    known: list[list[int]] = torch.stack(sizes).tolist()
+def _host_sizes(sizes: Tensor) -> list[list[int]]:
+    """Sizes (N, R) on the host: the one synchronisation of a call."""
+    known: list[list[int]] = sizes.tolist()
     for size in (size for row in known for size in row):
         torch._check(size >= 0)
     return known
@@ -333,7 +335,7 @@ class _UnderWay:
 
 
 def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Any:
-    if is_bare(x):  # functional collectives take 0.3 ms of an H200's host for each call
+    if is_bare(x):  # a third of the host's time for a functional collective
         out = x.new_empty(sum(coming), *x.shape[1:])
         return _UnderWay(out, dist.all_to_all_single(out, x.contiguous(), coming, sending, group, async_op=True))
     of_gradients = torch.is_grad_enabled() and x.requires_grad
@@ -341,9 +343,12 @@ def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) ->
     return run(x.contiguous(), coming, sending, group)
 
 
-def _all_gather(x: Tensor, group: Any) -> Tensor:
-    out: Tensor = _named("all_gather", x)(x.contiguous(), 0, group)
-    return out
+def _all_gather(x: Tensor, group: Any) -> Any:
+    if is_bare(x):
+        ranks = dist.get_world_size(group)
+        out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+        return _UnderWay(out, dist.all_gather_into_tensor(out, x.contiguous(), group, async_op=True))
+    return _named("all_gather", x)(x.contiguous(), 0, group)
 
 
 def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
