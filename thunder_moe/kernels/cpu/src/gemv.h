@@ -127,7 +127,7 @@ struct Gemv<Mxfp8> {
 // L1: 8 rows, (1536, 2048), Xeon without AMX: 0.97 ms against 1.40 ms.
 template <class Format, int R, class Element, class F>
 inline __attribute__((always_inline)) void walk_columns(const Problem& problem, const Task& task, const Element* x,
-                                                        float (&sums)[R][kGemvCols], const F& step) {
+                                                        float (*sums)[kGemvCols], const F& step) {
   using G = Gemv<Format>;
   constexpr int64_t depth = (32 << 10) / int64_t(R * sizeof(Element)) / 128 * 128;
   constexpr int64_t code_step = Format::bytes(128), scale_step = 128 / Format::kBlock;
@@ -193,8 +193,8 @@ void spread_row(Mxfp8, const T* x, int64_t k, int64_t rows, float* out) {
 
 // R rows by two columns, which share the conversion of the scales. Up to four rows scales multiply the sums of 128 k;
 // for more rows registers for those sums would be missing, and scales multiply the weights, which is exact.
-template <class Format, class T, int R>
-void fma_task(const Problem& problem, const Task& task) {
+template <class Format, int R>
+void fma_task(const Problem& problem, const Task& task, float (*sums)[kGemvCols]) {
   using G = Gemv<Format>;
   constexpr bool scaled = R > 4;
   constexpr int vectors = 8 / G::kGroups;
@@ -230,31 +230,37 @@ void fma_task(const Problem& problem, const Task& task) {
       }
     }
   };
-  float sums[R][kGemvCols];
   walk_columns<Format, R>(problem, task, x, sums, step);
-  write_rows<Format, T>(problem, task, 0, R, sums[0], kGemvCols);
+}
+
+// No template over the dtype of rows: compiled once for all.
+template <class Format>
+__attribute__((noinline)) void fma_sums(const Problem& problem, const Task& task, float (*sums)[kGemvCols]) {
+  switch (task.rows) {
+    case 1:
+      return fma_task<Format, 1>(problem, task, sums);
+    case 2:
+      return fma_task<Format, 2>(problem, task, sums);
+    case 3:
+      return fma_task<Format, 3>(problem, task, sums);
+    case 4:
+      return fma_task<Format, 4>(problem, task, sums);
+    case 5:
+      return fma_task<Format, 5>(problem, task, sums);
+    case 6:
+      return fma_task<Format, 6>(problem, task, sums);
+    case 7:
+      return fma_task<Format, 7>(problem, task, sums);
+    case 8:
+      return fma_task<Format, 8>(problem, task, sums);
+  }
 }
 
 template <class Format, class T>
 void run_fma(const Problem& problem, const Task& task) {
-  switch (task.rows) {
-    case 1:
-      return fma_task<Format, T, 1>(problem, task);
-    case 2:
-      return fma_task<Format, T, 2>(problem, task);
-    case 3:
-      return fma_task<Format, T, 3>(problem, task);
-    case 4:
-      return fma_task<Format, T, 4>(problem, task);
-    case 5:
-      return fma_task<Format, T, 5>(problem, task);
-    case 6:
-      return fma_task<Format, T, 6>(problem, task);
-    case 7:
-      return fma_task<Format, T, 7>(problem, task);
-    case 8:
-      return fma_task<Format, T, 8>(problem, task);
-  }
+  float sums[kFmaRows][kGemvCols];
+  fma_sums<Format>(problem, task, sums);
+  write_rows<Format, T>(problem, task, 0, task.rows, sums[0], kGemvCols);
 }
 
 // ---- dots ----
@@ -286,9 +292,8 @@ void permute_row(Mxfp8, const bf16* x, int64_t k, int64_t rows, bf16* out) {
     }
 }
 
-// R rows of bf16, which are kParts<T> times as many as of T.
-template <class Format, class T, int R>
-void dots_task(const Problem& problem, const Task& task) {
+template <class Format, int R>
+void dots_task(const Problem& problem, const Task& task, float (*sums)[kGemvCols]) {
   using G = Gemv<Format>;
   constexpr int vectors = 4 / G::kGroups;
   const bf16* x = problem.permuted + task.permuted * round_up(problem.k, 128);
@@ -316,34 +321,41 @@ void dots_task(const Problem& problem, const Task& task) {
         sum[1][r] = _mm512_fmadd_ps(dot1, factor[1][group], sum[1][r]);
       }
   };
-  float sums[R][kGemvCols];
   walk_columns<Format, R>(problem, task, x, sums, step);
-  constexpr int rows = R / int(kParts<T>);
-  for (int r = rows; r < R; ++r)
-    for (int64_t c = 0; c < task.columns; ++c) sums[r - rows][c] += sums[r][c];
-  write_rows<Format, T>(problem, task, 0, rows, sums[0], kGemvCols);
+}
+
+// Rows of bf16, which are kParts<T> times as many as of T.
+template <class Format>
+__attribute__((noinline)) void dots_sums(const Problem& problem, const Task& task, int64_t rows,
+                                         float (*sums)[kGemvCols]) {
+  switch (rows) {
+    case 1:
+      return dots_task<Format, 1>(problem, task, sums);
+    case 2:
+      return dots_task<Format, 2>(problem, task, sums);
+    case 3:
+      return dots_task<Format, 3>(problem, task, sums);
+    case 4:
+      return dots_task<Format, 4>(problem, task, sums);
+    case 5:
+      return dots_task<Format, 5>(problem, task, sums);
+    case 6:
+      return dots_task<Format, 6>(problem, task, sums);
+    case 7:
+      return dots_task<Format, 7>(problem, task, sums);
+    case 8:
+      return dots_task<Format, 8>(problem, task, sums);
+  }
 }
 
 template <class Format, class T>
 void run_dots(const Problem& problem, const Task& task) {
-  switch (task.rows * kParts<T>) {
-    case 1:
-      return dots_task<Format, T, 1>(problem, task);
-    case 2:
-      return dots_task<Format, T, 2>(problem, task);
-    case 3:
-      return dots_task<Format, T, 3>(problem, task);
-    case 4:
-      return dots_task<Format, T, 4>(problem, task);
-    case 5:
-      return dots_task<Format, T, 5>(problem, task);
-    case 6:
-      return dots_task<Format, T, 6>(problem, task);
-    case 7:
-      return dots_task<Format, T, 7>(problem, task);
-    case 8:
-      return dots_task<Format, T, 8>(problem, task);
-  }
+  float sums[kDotsRows][kGemvCols];
+  const int64_t rows = task.rows, all = rows * kParts<T>;
+  dots_sums<Format>(problem, task, all, sums);
+  for (int64_t r = rows; r < all; ++r)
+    for (int64_t c = 0; c < task.columns; ++c) sums[r - rows][c] += sums[r][c];
+  write_rows<Format, T>(problem, task, 0, rows, sums[0], kGemvCols);
 }
 #endif
 #endif
