@@ -58,7 +58,7 @@ def config_for_vllm(name: str, **changes: Any) -> Any:
 
 def export(
     name: str, path: Path, dtype: torch.dtype = torch.float32, *, dense: bool = False, head: bool = False,
-    mirrored: bool = False,
+    mirrored: bool = False, format: Any = "nvfp4",
     **changes: Any,
 ) -> Path:  # fmt: skip
     """Writes a quantized tiny model with save_checkpoint.
@@ -69,6 +69,7 @@ def export(
         dtype: of the model.
         dense: all linears but the head are 4-bit, too.
         head: the head is, as well.
+        format: of `quantize_`.
         mirrored: other weights, the rows of all matrices in reverse order.
         **changes: of the configuration.
     """
@@ -77,9 +78,8 @@ def export(
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data = parameter.data.flip(-2)
-    return save_checkpoint(
-        quantize_(model, linears=(lambda _, path: head or "lm_head" not in path) if dense else False), path
-    )
+    linears = (lambda _, path: head or "lm_head" not in path) if dense else False
+    return save_checkpoint(quantize_(model, linears=linears, format=format), path)
 
 
 def our_tokens(path: Path, prompts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> list[list[int]]:

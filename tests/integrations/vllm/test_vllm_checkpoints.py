@@ -73,6 +73,20 @@ def test_forms(form, qwen3_moe, tmp_path):
         assert their_tokens(llm) == expected
 
 
+def attention_in_nvfp4(path, _):
+    return "nvfp4" if "self_attn" in path else "mxfp8"
+
+
+@pytest.mark.parametrize(
+    "format", ["mxfp8", pytest.param(attention_in_nvfp4, marks=pytest.mark.slow)], ids=["alone", "mixed"]
+)
+def test_mxfp8(format, tmp_path):
+    """Experts and dense layers; in one checkpoint with NVFP4."""
+    path = export("qwen3_moe", tmp_path / "export", dense=True, format=format)
+    with engine(path) as llm:
+        assert their_tokens(llm) == our_tokens(path)
+
+
 CONVENTIONS = ["mixtral", "deepseek_v3", "ernie4_5_moe", "gemma4", "glm4_moe", "olmoe", "qwen2_moe"]
 
 

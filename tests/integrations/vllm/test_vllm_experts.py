@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from oracle import dequantize, moe_experts, relative_error
+from oracle import dequantize, dequantize_mxfp8, moe_experts, relative_error
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.config.parallel import All2AllBackend
 from vllm.distributed import (
@@ -26,17 +26,18 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.prepare_finalize import BatchedPrepareAndFinalize
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
 
+from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.integrations.vllm import methods, plugin
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
-from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
+from thunder_moe.integrations.vllm.configs import ThunderModelOptMxFp8Config, ThunderModelOptNvFp4Config
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
@@ -159,6 +160,87 @@ def test_equal_scales_of_gate_and_up_are_one_per_expert():
     layer.w13_weight_scale_2.data[:, 1] = layer.w13_weight_scale_2.data[:, 0]
     method.process_weights_after_loading(layer)
     assert layer.w13_weight_scale_2.shape == (E,)
+
+
+class MxFp8Layer(torch.nn.Module):
+    """`Layer` in MXFP8."""
+
+    _expert_routing_tables = Layer._expert_routing_tables
+
+    def __init__(self, config, method):
+        super().__init__()
+        self.layer_name, self.expert_map = "model.layers.0.mlp.experts", None
+        self.activation, self.global_num_experts = config.activation, config.num_experts
+        self.apply_router_weight_on_input = False
+        self.hidden_size, self.intermediate_size_per_partition = H, I
+        method.create_weights(
+            layer=self, num_experts=E, hidden_size=H, intermediate_size_per_partition=I,
+            params_dtype=config.in_dtype, weight_loader=None,
+        )  # fmt: skip
+
+    def fill(self):
+        self.weights = []
+        for name, shape in (("w13", (E, 2 * I, H)), ("w2", (E, H, I))):
+            packed = mxfp8.quantize(torch.randn(shape))
+            getattr(self, f"{name}_weight").data.copy_(packed.qdata)
+            getattr(self, f"{name}_weight_scale").data.copy_(packed.scale.view(torch.uint8))
+            self.weights.append(dequantize_mxfp8(packed.qdata, packed.scale))
+        return self
+
+
+class TestMxFp8:
+    CONFIG = ThunderModelOptMxFp8Config(True, None, [])
+
+    def made(self, **changes):
+        config = moe_config(**changes)
+        method = methods.mxfp8_method(self.CONFIG, config)
+        return method, MxFp8Layer(config, method)
+
+    @pytest.mark.parametrize("activation", [MoEActivation.SILU, MoEActivation.GELU])
+    @pytest.mark.parametrize("dtype", TOLERANCE)
+    def test_experts(self, dtype, activation):
+        method, layer = self.made(in_dtype=dtype, activation=activation)
+        method.process_weights_after_loading(layer.fill())
+        hidden, ids, weights = inputs(dtype)
+        ids[1, 0] = -1
+        out = run(method, layer, hidden, ids, weights)
+        if activation is MoEActivation.SILU:
+            expected = moe_experts(hidden, ids, weights, *layer.weights)
+        else:
+            expected = torch.zeros(T, H)
+            for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights, strict=True)):
+                for expert, weight in zip(chosen, shares, strict=True):
+                    if expert >= 0:
+                        gate, up = (layer.weights[0][expert] @ hidden[token].float()).chunk(2)
+                        expected[token] += weight * (layer.weights[1][expert] @ (F.gelu(gate) * up))
+        assert out.dtype == dtype
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+
+    @pytest.mark.parametrize("name", ["w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale"])
+    def test_what_the_checkpoint_lacks(self, name):
+        method, layer = self.made()
+        missing = getattr(layer, name).data.view(torch.uint8)[3].clone()
+        layer.fill()
+        getattr(layer, name).data.view(torch.uint8)[3] = missing
+        with pytest.raises(ValueError, match=rf"{name}: NaN or missing in the checkpoint for experts \[3\]"):
+            method.process_weights_after_loading(layer)
+
+    def test_codes_of_nan(self):
+        method, layer = self.made()
+        layer.fill().w2_weight.data.view(torch.uint8)[5, 1, 2] = 0xFF
+        with pytest.raises(ValueError, match=r"w2_weight: NaN or missing in the checkpoint for experts \[5\]"):
+            method.process_weights_after_loading(layer)
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [(dict(intermediate_size=48), "no multiple of 32"), (dict(has_bias=True), "MXFP8 with biases")],
+    )
+    def test_refusals(self, changes, reason, monkeypatch):
+        said = []
+        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+        assert type(methods.mxfp8_method(self.CONFIG, moe_config(**changes))) is ModelOptMxFp8FusedMoE
+        assert "MXFP8 experts do not run" in said[0]
+        assert reason in said[0]
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

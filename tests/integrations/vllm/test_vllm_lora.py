@@ -7,10 +7,11 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import test_vllm_experts
 import torch
 import torch.nn.functional as F
 from oracle import relative_error
-from test_vllm_experts import E, H, I, Layer, T, inputs, made, moe_config, quant_config, run
+from test_vllm_experts import E, H, I, Layer, MxFp8Layer, T, inputs, made, moe_config, quant_config, run
 from test_vllm_experts import _groups as _groups
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
@@ -149,6 +150,17 @@ def test_gelu_and_weights_on_the_input():
     hidden, ids, weights = inputs(top_k=1)
     wanted = expected(given, hidden * weights, ids, torch.ones_like(weights), *layer.weights)
     assert relative_error(run(method, layer, hidden.clone(), ids, weights), wanted) < 1e-5
+
+
+def test_mxfp8():
+    config = moe_config(is_lora_enabled=True)
+    method = methods.mxfp8_method(test_vllm_experts.TestMxFp8.CONFIG, config)
+    layer = MxFp8Layer(config, method).fill()
+    method.process_weights_after_loading(layer)
+    given, arguments = context(), inputs()
+    method.moe_kernel.fused_experts.set_lora_context(given)
+    wanted = expected(given, *arguments, *layer.weights)
+    assert relative_error(run(method, layer, *arguments), wanted) < 1e-5
 
 
 def clamped(gate, up):

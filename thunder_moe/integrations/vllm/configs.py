@@ -1,4 +1,4 @@
-"""vLLM's configurations of NVFP4 checkpoints (ModelOpt, its mixed ones, compressed-tensors) with our experts.
+"""vLLM's configurations of NVFP4 and MXFP8 checkpoints (ModelOpt, its mixed ones, compressed-tensors) with our experts.
 Called by plugin and, through vLLM's registry, by vLLM; calls methods. They are pickled, so they are at module level.
 """
 
@@ -10,16 +10,21 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptMixedPrecisionConfig,
+    ModelOptMxFp8Config,
+    ModelOptNvFp4Config,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, register_linear_methods
-from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method
+from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
 
 __all__ = [
     "ThunderCompressedTensorsConfig",
     "ThunderModelOptMixedPrecisionConfig",
+    "ThunderModelOptMxFp8Config",
     "ThunderModelOptNvFp4Config",
     "register_configs",
 ]
@@ -29,6 +34,18 @@ class ThunderModelOptNvFp4Config(ModelOptNvFp4Config):  # type: ignore[misc]
     """NVFP4 and W4A16_NVFP4."""
 
     FusedMoEMethodCls = staticmethod(modelopt_method)
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return _with_float32(super().get_supported_act_dtypes())
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        return super().get_quant_method(layer, _name_of_head(layer, prefix))
+
+
+class ThunderModelOptMxFp8Config(ModelOptMxFp8Config):  # type: ignore[misc]
+    """MXFP8."""
+
+    FusedMoEMethodCls = staticmethod(mxfp8_method)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return _with_float32(super().get_supported_act_dtypes())
@@ -47,9 +64,11 @@ class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type
         prefix = _name_of_head(layer, prefix)
         if isinstance(layer, RoutedExperts) and not self.is_layer_excluded(prefix):
             nvfp4 = {"NVFP4": self.nvfp4_config, "W4A16_NVFP4": self.w4a16_nvfp4_config}
-            config = nvfp4.get(self._resolve_quant_algo(prefix) or "")
-            if config is not None:
-                return modelopt_method(config, layer.moe_config)
+            algorithm = self._resolve_quant_algo(prefix) or ""
+            if algorithm in nvfp4:
+                return modelopt_method(nvfp4[algorithm], layer.moe_config)
+            if algorithm == "MXFP8":
+                return mxfp8_method(self.mxfp8_config, layer.moe_config)
         return super().get_quant_method(layer, prefix)
 
 
@@ -89,6 +108,7 @@ def _with_float32(dtypes: list[torch.dtype]) -> list[torch.dtype]:
 def register_configs() -> None:
     """Puts them in the place of vLLM's own; what is not ours they leave to the classes that they extend."""
     register_quantization_config("modelopt_fp4")(ThunderModelOptNvFp4Config)
+    register_quantization_config("modelopt_mxfp8")(ThunderModelOptMxFp8Config)
     register_quantization_config("modelopt_mixed")(ThunderModelOptMixedPrecisionConfig)
     register_quantization_config("compressed-tensors")(ThunderCompressedTensorsConfig)
     register_linear_methods()

@@ -6,7 +6,7 @@ Legend: T tokens, A = top_k, M = T * A rows, E experts of this rank, H hidden_si
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
@@ -15,23 +15,26 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
-from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Static
+from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp8Static, kNvfp4Static
 from vllm.platforms import current_platform
 
 from thunder_moe.activations import GLU
-from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.select import runs_on_cuda, select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import name_in
 from thunder_moe.routing import gather_rows
 
-__all__ = ["FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "why_not"]
+__all__ = ["FIELDS", "FUSED", "SWIGLUOAI_FORM", "ThunderExperts", "grouped", "why_not"]
 
-_FIELDS = ("weight", "weight_scale", "weight_scale_2")
+# What vLLM's parameters are called behind "w13_" and "w2_", in the order of `BlockFormat.fields`.
+FIELDS = {NVFP4: ("weight", "weight_scale", "weight_scale_2"), MXFP8: ("weight", "weight_scale")}
+_KEYS = {NVFP4: kNvfp4Static, MXFP8: kMxfp8Static}
 # Computed inside of the first GEMM. SWIGLUOAI is for rows of gate and up that alternate in the checkpoint; the methods
 # put them apart.
 FUSED = (MoEActivation.SILU, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
@@ -41,19 +44,27 @@ SWIGLUOAI_FORM = GLU(alpha=1.702, limit=7.0, up_shift=1.0)  # what vLLM's own ke
 _CAPABILITIES = ((8, 0), (10, 0))
 
 
-def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
+def grouped(name: str, rows: Tensor, weight: PackedWeight, offsets: Tensor, *more: Any) -> Tensor:
+    """An operator of NVFP4 weights by its name, or the one of the weight's number format, on rows (M, K)."""
+    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    out: Tensor = operator(rows, *operands(weight), offsets, *more, layout=weight.layout)
+    return out
+
+
+def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat = NVFP4) -> str | None:
     """Why `ThunderExperts`, or a class derived of it, cannot run the experts of a layer, or should not; None where it
     runs them.
 
     Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
     that do not hold whole blocks of scales on each rank, LoRA, batch invariance, padding, exchanges of tokens that were
-    not tested, elastic expert parallelism, and a moe_backend that the user has named.
+    not tested, elastic expert parallelism, and a moe_backend that the user has named. MXFP8 on CUDA, where vLLM has
+    kernels beside which ours were not measured, and with biases, whose only model vLLM reads no MXFP8 of (GPT-OSS).
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
     if moe_config.moe_backend != "auto":
         return f"--moe-backend {moe_config.moe_backend} was asked for"
-    ok, reason = experts.is_supported_config(experts, moe_config, kNvfp4Static, None, experts.activation_format())
+    ok, reason = experts.is_supported_config(experts, moe_config, _KEYS[format], None, experts.activation_format())
     if not ok:
         return str(reason)
     if moe_config.in_dtype not in ACTIVATION_DTYPES or (
@@ -64,8 +75,8 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
         ("hidden_size", moe_config.hidden_dim),
         ("intermediate_size", moe_config.intermediate_size_per_partition),
     ):
-        if size % BLOCK_SIZE:
-            return f"{name} on a rank is {size}, which is no multiple of {BLOCK_SIZE}"
+        if size % format.block_size:
+            return f"{name} on a rank is {size}, which is no multiple of {format.block_size}"
     padded = moe_config.hidden_dim_unpadded != moe_config.hidden_dim or moe_config.tp_shard_with_padding
     if padded or moe_config.intermediate_size_per_partition_unpadded != moe_config.intermediate_size_per_partition:
         return "sizes are padded"
@@ -73,6 +84,10 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
         return f"{moe_config.activation} with biases"
     if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
         return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
+    if format is MXFP8 and moe_config.has_bias:
+        return "MXFP8 with biases"
+    if format is MXFP8 and not current_platform.is_cpu():
+        return "vLLM has kernels for MXFP8 on GPUs, beside which these were not measured"
     config = get_current_vllm_config_or_none()
     if config is not None and config.parallel_config.enable_elastic_ep:
         return "--enable-elastic-ep makes experts anew, from other classes' arguments"
@@ -85,7 +100,7 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None) -> str | None:
 
 
 class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-    """Experts of 4-bit weights and 16-bit activations: route -> gate_up GEMM, activation -> down GEMM, weighted sum."""
+    """Packed weights, 16-bit activations: route -> gate_up GEMM, activation -> down GEMM, weighted sum."""
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -108,7 +123,7 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return weight_key == kNvfp4Static and activation_key is None
+        return weight_key in _KEYS.values() and activation_key is None
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
@@ -133,26 +148,29 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         """(E, T, 2I, H, A)"""
         return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
-    def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str) -> None:
+    def take_weights(self, layer: Any, gate_up_layout: str, down_layout: str, format: BlockFormat = NVFP4) -> None:
         """Has the weights read from the parameters of vLLM's RoutedExperts.
 
         They are looked up at each call: offloading and reloading put other memory there, and EPLB other experts.
 
         Args:
-            layer: with w13_ and w2_ weight, weight_scale and weight_scale_2, the rows of gate first, then those of up.
+            layer: with w13_ and w2_ weight, weight_scale and, in NVFP4, weight_scale_2, the rows of gate first, then
+                those of up.
             gate_up_layout: of w13.
             down_layout: of w2.
+            format: of both.
         """
+        self._format, self._fields, self._kind = format, FIELDS[format], WEIGHTS[format.name]
         self._layer, self._layouts = layer, {"w13": gate_up_layout, "w2": down_layout}
-        self._made: dict[str, tuple[tuple[int, ...], NVFP4Weight]] = {}
+        self._made: dict[str, tuple[tuple[int, ...], PackedWeight]] = {}
 
     @property
-    def gate_up(self) -> NVFP4Weight:
+    def gate_up(self) -> PackedWeight:
         """(E, 2I, H), the rows of gate first."""
         return self._weight("w13")
 
     @property
-    def down(self) -> NVFP4Weight:
+    def down(self) -> PackedWeight:
         """(E, H, I)"""
         return self._weight("w2")
 
@@ -163,15 +181,16 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             return {}
         return {"gate_up_bias": self._layer.w13_bias.data, "down_bias": self._layer.w2_bias.data}
 
-    def _weight(self, name: str) -> NVFP4Weight:
-        qdata, scale, global_scale = (getattr(self._layer, f"{name}_{field}").data for field in _FIELDS)
-        layout = self._layouts[name]
+    def _weight(self, name: str) -> PackedWeight:
+        tensors = [getattr(self._layer, f"{name}_{field}").data for field in self._fields]
+        layout, kind = self._layouts[name], self._kind
+        tensors[1] = tensors[1].view(self._format.scale_dtype)  # vLLM has E8M0 as bytes
         if torch.compiler.is_compiling():
-            return NVFP4Weight.unchecked(qdata, scale, global_scale, layout)
-        places = qdata.data_ptr(), scale.data_ptr(), global_scale.data_ptr()
+            return cast("PackedWeight", kind.unchecked(*tensors, layout))
+        places = tuple(tensor.data_ptr() for tensor in tensors)
         known = self._made.get(name)
         if known is None or known[0] != places:
-            known = self._made[name] = places, NVFP4Weight(qdata, scale, global_scale, layout)
+            known = self._made[name] = places, kind(*tensors, layout)
         return known[1]
 
     def apply(
@@ -202,7 +221,11 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         ids = local_ids(topk_ids, expert_map)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         # is_cuda first: on a CPU vLLM has this compiled, and what `select` reads cannot be traced.
-        if hidden_states.is_cuda and activation in FUSED and select(hidden_states.device) is cuda:
+        if (
+            hidden_states.is_cuda
+            and activation in FUSED
+            and select(hidden_states.device, format=self._format.name) is cuda
+        ):
             live_rows = None  # of a rank of many: most ids are of experts elsewhere
             if expert_map is not None:
                 live_rows = -(-ids.numel() * w1.shape[0] // global_num_experts)
@@ -235,13 +258,10 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
         row_slot, offsets, slot_row = ops.moe_route(ids, self.gate_up.shape[0])
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
         first, second = self.gate_up, self.down
-        rows = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
+        rows = grouped("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
         gated = rows.new_empty(rows.shape[0], rows.shape[1] // 2)  # [M, I]
         self.activation(activation, gated, rows)
-        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
-            gated, *operands(second), offsets, slot_row, weights, None, layout=second.layout
-        )
-        return out
+        return grouped("f16a_nvfp4weight_grouped_mm_combine", gated, second, offsets, slot_row, weights)
 
     def _form(self, activation: MoEActivation) -> GLU:
         """The activation as our kernels compute it, with the clamp that the model asks for."""

@@ -1,4 +1,4 @@
-"""vLLM's methods for dense NVFP4 layers with our kernel, where vLLM has none: on a CPU.
+"""vLLM's methods for dense NVFP4 and MXFP8 layers with our kernels, where vLLM has none: on a CPU.
 Called by configs and, through vLLM's registry of ModelOpt's algorithms, by vLLM; calls ops.scaled_mm and loading.
 
 Legend: N output features of this rank, K input features of this rank, P linears that are merged in one (q, k and v).
@@ -28,13 +28,15 @@ from vllm.model_executor.layers.quantization.modelopt import (
 )
 from vllm.platforms import current_platform
 
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 
 __all__ = [
     "ModelOptThunderLinearMethod",
+    "ModelOptThunderMxFp8LinearMethod",
     "ThunderNvfp4Scheme",
     "compressed_tensors_scheme",
     "register_linear_methods",
@@ -42,11 +44,12 @@ __all__ = [
 ]
 
 logger = init_logger("vllm.thunder_moe")
-_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
+_BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
+_ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MXFP8")
 
 
-def why_not_dense() -> str | None:
-    """Why dense NVFP4 layers do not run on our kernel; None where they do.
+def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
+    """Why dense layers of a number format do not run on our kernel; None where they do.
 
     On CUDA vLLM has kernels of its own (Marlin before Blackwell), beside which ours was not measured; ours runs where
     none of them does. A --linear-backend that the user has named and batch invariance are vLLM's, too.
@@ -54,7 +57,7 @@ def why_not_dense() -> str | None:
     config = get_current_vllm_config_or_none()
     if config is not None:
         kernels = config.kernel_config
-        asked = [(kernels.linear_backend_per_quant or {}).get(name) for name in ("nvfp4_w4a16", "nvfp4_w4a4")]
+        asked = [(kernels.linear_backend_per_quant or {}).get(name) for name in _BACKENDS[format]]
         for backend in (kernels.linear_backend, *asked):
             if backend not in (None, "auto"):
                 return f"--linear-backend {backend} was asked for"
@@ -62,6 +65,8 @@ def why_not_dense() -> str | None:
         return "VLLM_BATCH_INVARIANT is set"
     if current_platform.is_cpu():
         return None
+    if format is MXFP8:
+        return "vLLM has kernels for MXFP8 on GPUs"
     try:
         kernel = init_nvfp4_linear_kernel(use_a16=True)
     except ValueError as error:
@@ -71,17 +76,19 @@ def why_not_dense() -> str | None:
     return f"vLLM has {type(kernel).__name__}"
 
 
-def _is_ours() -> bool:
-    reason = why_not_dense()
+def _is_ours(format: BlockFormat = NVFP4) -> bool:
+    reason, name = why_not_dense(format), format.name.upper()
     if reason is None:
-        logger.info_once("Dense NVFP4 layers run on the kernels of thunder_moe.")
+        logger.info_once("Dense %s layers run on the kernels of thunder_moe.", name)
     else:
-        logger.info_once("Dense NVFP4 layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason)
+        logger.info_once(
+            "Dense %s layers do not run on the kernels of thunder_moe, but on vLLM's own: %s.", name, reason
+        )
     return reason is None
 
 
 def register_linear_methods() -> None:
-    """Registers our methods for dense layers of ModelOpt's NVFP4 algorithms, of mixed checkpoints too."""
+    """Registers our methods for dense layers of ModelOpt's NVFP4 and MXFP8, of mixed checkpoints too."""
     LINEAR_METHOD_BUILDERS.update({algorithm: _Builder(algorithm) for algorithm in _ALGORITHMS})
 
 
@@ -93,6 +100,8 @@ class _Builder:
 
     def __call__(self, quant_config: Any, prefix: str) -> LinearMethodBase:
         parts = resolve(self.algorithm, quant_config, prefix)
+        if self.algorithm == "MXFP8":
+            return (ModelOptThunderMxFp8LinearMethod if _is_ours(MXFP8) else ModelOptLinearMethod)(*parts)
         return ModelOptThunderLinearMethod(*parts) if _is_ours() else ModelOptLinearMethod(*parts)
 
 
@@ -161,6 +170,10 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         if self.akey is not None:
             self.akey.create_weights(layer, Role.ACT, self.ctx, shapes, loader)
         self.fmt.extra_weights(layer, shapes, self.ctx, loader)
+        self.mark_unloaded(layer)
+
+    def mark_unloaded(self, layer: Any) -> None:
+        """Parameters that `require_loaded` is to find where the checkpoint lacks them."""
         mark_unloaded(layer, "weight_scale_2")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -176,6 +189,29 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiply(layer, x, bias)
+
+
+@register_weight_loader_v2_supported_method
+class ModelOptThunderMxFp8LinearMethod(ModelOptThunderLinearMethod):
+    """For MXFP8 of ModelOpt's names. Merged linears have no scale for each, so nothing has to be spread over rows."""
+
+    def mark_unloaded(self, layer: Any) -> None:
+        mark_unloaded(layer, "weight", "weight_scale")
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        require_loaded(layer, _name(layer), "rows", "weight", "weight_scale")
+        scale = layer.weight_scale.data.view(MXFP8.scale_dtype)
+        weight = lay_out(MXFP8Weight(layer.weight.data[None], scale[None]), "auto")
+        self.layout = weight.layout
+        replace(layer, _name(layer), "weight", weight.qdata[0])
+        replace(layer, _name(layer), "weight_scale", weight.scale[0].view(torch.uint8))
+
+    def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        scale = layer.weight_scale.view(MXFP8.scale_dtype)
+        out: Tensor = torch.ops.thunder_moe.f16a_mxfp8weight_scaled_mm(
+            x, layer.weight.t(), scale, bias, layout=self.layout
+        )
+        return out
 
 
 class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]

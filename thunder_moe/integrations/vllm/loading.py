@@ -11,15 +11,20 @@ from torch import Tensor
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.utils import replace_parameter
 
+from thunder_moe.formats.mxfp8 import E8M0_NAN
+
 __all__ = ["mark_unloaded", "replace", "require_loaded"]
 
 
 def mark_unloaded(layer: Any, *names: str) -> None:
-    """Fills parameters with NaN, which vLLM makes of uninitialized memory and does not check for quantized models."""
+    """Fills parameters with NaN (bytes are taken for E8M0), which vLLM makes of uninitialized memory and does not check
+    for quantized models."""
     for name in names:
         data = getattr(layer, name).data
         if data.dtype == torch.float8_e4m3fn:
             data.view(torch.uint8).fill_(0x7F)
+        elif data.dtype == torch.uint8:
+            data.fill_(E8M0_NAN)
         else:
             data.fill_(torch.nan)
 
@@ -35,15 +40,25 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
     """
     require_whole_reload(layer, layer_name)
     for name in names:
-        missing = torch.isnan(getattr(layer, name).data.float())
+        data = getattr(layer, name).data
+        # Experts one at a time, for which memory is enough.
+        missing = torch.stack([_is_nan(each).any() for each in data]) if data.ndim > 2 else _is_nan(data)
         if missing.ndim > 1:
-            missing = missing.flatten(1).any(1)
+            missing = missing.any(1)
         if bool(missing.any()):
             which = missing.nonzero().flatten().tolist()
             listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
             raise ValueError(
                 f"{name}: NaN or missing in the checkpoint for {what} {listed} (of this rank) of {layer_name!r}"
             )
+
+
+def _is_nan(data: Tensor) -> Tensor:
+    if data.dtype == torch.uint8:
+        return data == E8M0_NAN
+    if data.dtype == torch.float8_e4m3fn:
+        return (data.view(torch.uint8) & 0x7F) == 0x7F
+    return torch.isnan(data)
 
 
 def require_whole_reload(layer: Any, layer_name: str) -> None:

@@ -32,9 +32,8 @@ from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRA
 from vllm.triton_utils import HAS_TRITON
 
 from thunder_moe.integrations.vllm.expert_map import local_ids
-from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts
+from thunder_moe.integrations.vllm.experts import FUSED, ThunderExperts, grouped
 from thunder_moe.ops import combine, grouped_linear  # noqa: F401  (registers the operators)
-from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 # Rows of a batch. Qwen3-30B-A3B's experts, rank 16, 4 adapters in a batch, H200, us per slot and sorted: 8 tokens 97
@@ -240,7 +239,7 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         ids, weights, hidden_states = ids.contiguous(), weights.contiguous(), hidden_states.contiguous()
         batch = kind(self._lora_context, ids, adapters, weights, row_slot, slot_row, activation)
         rows = gather_rows(hidden_states, row_slot)  # [M, H]
-        gate_up = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *operands(first), offsets, layout=first.layout)
+        gate_up = grouped("f16a_nvfp4weight_scaled_grouped_mm", rows, first, offsets)
         del rows
         biases = self.biases
         if biases:
@@ -248,9 +247,8 @@ class ThunderLoRAExperts(LoRAExpertsMixin, ThunderExperts):  # type: ignore[misc
         batch.add_to_rows(gate_up, hidden_states)
         gated = self._activate(gate_up, offsets, activation)  # [M, I]
         del gate_up
-        out: Tensor = ops.f16a_nvfp4weight_grouped_mm_combine(
-            gated, *operands(second), offsets, slot_row, weights, biases.get("down_bias"), layout=second.layout
-        )
+        name, more = "f16a_nvfp4weight_grouped_mm_combine", (slot_row, weights, biases.get("down_bias"))
+        out = grouped(name, gated, second, offsets, *more)
         batch.add_to_tokens(out, gated)
         return out
 

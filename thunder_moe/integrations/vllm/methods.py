@@ -17,18 +17,25 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import (
     FusedMoEConfig,
     FusedMoEQuantConfig,
+    fp8_w8a16_moe_quant_config,
     nvfp4_w4a16_moe_quant_config,
 )
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
     CompressedTensorsW4A4Nvfp4MoEMethod as CompressedTensorsNvfp4MoEMethod,
 )
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
+from vllm.model_executor.layers.quantization.modelopt import (
+    ModelOptMxFp8Config,
+    ModelOptMxFp8FusedMoE,
+    ModelOptNvFp4Config,
+    ModelOptNvFp4FusedMoE,
+)
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
-from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
 from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
 from thunder_moe.kernels.select import lay_out
@@ -36,13 +43,14 @@ from thunder_moe.kernels.select import lay_out
 __all__ = [
     "CompressedTensorsThunderMoEMethod",
     "ModelOptThunderMoEMethod",
+    "ModelOptThunderMxFp8MoEMethod",
     "compressed_tensors_method",
     "modelopt_method",
+    "mxfp8_method",
 ]
 
 # vLLM's log, where users look for what runs their experts.
 logger = init_logger("vllm.thunder_moe")
-_FIELDS = ("weight", "weight_scale", "weight_scale_2")
 
 
 def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
@@ -55,6 +63,13 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
     return ModelOptNvFp4FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
+def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
+    """The same for a ModelOpt checkpoint with experts in MXFP8."""
+    if _is_ours(_why_not(moe_config, MXFP8), MXFP8):
+        return ModelOptThunderMxFp8MoEMethod(quant_config, moe_config)
+    return ModelOptMxFp8FusedMoE(quant_config=quant_config, moe_config=moe_config)
+
+
 def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, inputs: Any) -> FusedMoEMethodBase:
     """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all."""
     if _is_ours(_why_not(moe_config)):
@@ -62,8 +77,8 @@ def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, input
     return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
 
 
-def _why_not(moe_config: FusedMoEConfig) -> str | None:
-    reason = why_not(moe_config, _experts_class(moe_config))
+def _why_not(moe_config: FusedMoEConfig, format: BlockFormat = NVFP4) -> str | None:
+    reason = why_not(moe_config, _experts_class(moe_config), format)
     return why_no_adapters(moe_config) if reason is None else reason
 
 
@@ -72,17 +87,18 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     return ThunderBatchedExperts if batched else experts_class(moe_config)
 
 
-def _is_ours(reason: str | None) -> bool:
+def _is_ours(reason: str | None, format: BlockFormat = NVFP4) -> bool:
     """Whether there is no reason against it; one line of the log says which kernels run, and why."""
+    name = format.name.upper()
     if reason is None:
-        logger.info_once("NVFP4 experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).")
+        logger.info_once("%s experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", name)
     else:
-        logger.warning_once("NVFP4 experts do not run on the kernels of thunder_moe, but on vLLM's own: %s.", reason)
+        logger.warning_once("%s experts do not run on the kernels of thunder_moe, but on vLLM's own: %s.", name, reason)
     return reason is None
 
 
 class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """What both methods share: from loaded tensors to experts that run."""
+    """What the methods share: from loaded tensors to experts that run."""
 
     supports_pre_processed_weights = False
     uses_weight_scale_2 = False
@@ -91,6 +107,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
     moe: FusedMoEConfig
     moe_kernel: Any
     _one_scale = False
+    _format = NVFP4
 
     @property
     def supports_eplb(self) -> bool:
@@ -120,13 +137,13 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.register_parameter(name, bias)
             set_weight_attrs(bias, attributes)
 
-    def _build(self, layer: Any, gate_up_scale: Tensor, down_scale: Tensor) -> None:
+    def _build(self, layer: Any, gate_up_scale: Tensor | None, down_scale: Tensor | None) -> None:
         """Puts the weights into the layout of the device's kernels and makes the experts of them.
 
         Args:
             layer: vLLM's RoutedExperts, whose w13_weight, w13_weight_scale, w2_weight and w2_weight_scale are loaded.
-            gate_up_scale: decode scales (E, 2) of gate and up.
-            down_scale: decode scales (E,).
+            gate_up_scale: decode scales (E, 2) of gate and up; None in MXFP8.
+            down_scale: decode scales (E,); None in MXFP8.
         """
         if self.moe.activation == MoEActivation.SWIGLUOAI:
             for name in ("weight", "weight_scale", *(["bias"] if self.moe.has_bias else [])):
@@ -135,12 +152,21 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.moe.has_bias and self.moe.tp_rank > 0:  # ranks' outputs are added
             layer.w2_bias.data.zero_()
         layouts = []
-        for name, global_scale in (("w13", self._row_scales(layer, gate_up_scale)), ("w2", down_scale)):
+        if gate_up_scale is not None:
+            gate_up_scale = self._row_scales(layer, gate_up_scale)
+        for name, global_scale in (("w13", gate_up_scale), ("w2", down_scale)):
             qdata, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-            weight = lay_out(NVFP4Weight(qdata, scale, global_scale.float().contiguous()), "auto")
+            weight: PackedWeight
+            if global_scale is None:
+                weight = MXFP8Weight(qdata, scale.view(MXFP8.scale_dtype))
+            else:
+                weight = NVFP4Weight(qdata, scale, global_scale.float().contiguous())
+            weight = lay_out(weight, "auto")
             layouts.append(weight.layout)
-            for field, tensor in zip(_FIELDS, weight.tensors(), strict=True):
-                replace(layer, layer.layer_name, f"{name}_{field}", tensor)
+            for field, tensor in zip(FIELDS[self._format], weight.tensors(), strict=True):
+                like = getattr(layer, f"{name}_{field}", tensor)  # vLLM has E8M0 as bytes
+                bits = tensor.view(like.dtype) if tensor.itemsize == 1 else tensor
+                replace(layer, layer.layer_name, f"{name}_{field}", bits)
         for name in self._biases:
             replace(layer, layer.layer_name, name, getattr(layer, name).data)
         if self.moe_kernel is not None:
@@ -151,7 +177,8 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
             allow_new_interface=True, use_monolithic=False,
         )  # fmt: skip
         experts = self._make_experts(prepare_finalize)
-        experts.take_weights(layer, *layouts)
+        gate_up_layout, down_layout = layouts
+        experts.take_weights(layer, gate_up_layout, down_layout, self._format)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
 
     def _make_experts(self, prepare_finalize: Any) -> ThunderExperts:
@@ -216,6 +243,35 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
         for name in ("w13_input_scale", "w2_input_scale"):  # of 4-bit activations, which there are none of
             replace_parameter(layer, name, None)
         self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
+
+
+class ModelOptThunderMxFp8MoEMethod(_ThunderMethod, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
+    """For experts in MXFP8: E4M3 codes, of which a checkpoint may have no NaN, and E8M0 scales for blocks of 32."""
+
+    _format = MXFP8
+    _PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+
+    def __init__(self, quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> None:
+        FusedMoEMethodBase.__init__(self, moe_config)
+        self.quant_config = quant_config
+
+    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
+        super().create_weights(layer, *args, **options)
+        mark_unloaded(layer, *self._PARAMETERS)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS)
+        self._build(layer, None, None)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        return fp8_w8a16_moe_quant_config(
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            block_shape=[1, MXFP8.block_size],
+            gemm1_alpha=getattr(layer, "swiglu_alpha", None),
+            gemm1_beta=getattr(layer, "swiglu_beta", None),
+            gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
+        )
 
 
 class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4MoEMethod):  # type: ignore[misc]
