@@ -5,10 +5,11 @@ Called by pytest, where vLLM is installed (`make test-vllm`); starts a process f
 
 import torch
 import torch.multiprocessing as mp
+from cpu_exchange import add_exchange
 from oracle import moe_experts, relative_error
 from test_vllm_experts import A, E, H, Layer, methods, moe_config, quant_config
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import get_dp_group, get_ep_group, init_distributed_environment, initialize_model_parallel
+from vllm.distributed import get_ep_group, init_distributed_environment, initialize_model_parallel
 from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
 from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
 from vllm.forward_context import get_forward_context, set_forward_context
@@ -37,34 +38,13 @@ def _rank(rank, store):
         _check(rank, config)
 
 
-def _exchange_by_gloo(group):
-    """What vLLM's communicator on a CPU lacks: gathering and scattering of other numbers of tokens on each rank."""
-    mine = slice(sum(TOKENS[: group.rank_in_group]), sum(TOKENS[: group.rank_in_group + 1]))
-
-    def all_gatherv(tensors, dim, sizes):
-        assert (dim, sizes) == (0, TOKENS)
-        every = [torch.zeros(sum(sizes), *tensor.shape[1:], dtype=tensor.dtype) for tensor in tensors]
-        for place, tensor in zip(every, tensors, strict=True):
-            place[mine] = tensor
-            torch.distributed.all_reduce(place, group=group.cpu_group)
-        return every
-
-    def reduce_scatterv(partial, dim, sizes):
-        assert (dim, sizes) == (0, TOKENS)
-        torch.distributed.all_reduce(partial, group=group.cpu_group)
-        return partial[mine]
-
-    group.device_communicator.all_gatherv = all_gatherv
-    group.device_communicator.reduce_scatterv = reduce_scatterv
-
-
 def _bits(tensor):
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
 def _check(rank, config):
     torch.manual_seed(0)
-    _exchange_by_gloo(get_dp_group())
+    add_exchange()
     own = FusedMoEParallelConfig(
         tp_size=1, tp_rank=0, pcp_size=1, pcp_rank=0, dp_size=RANKS, dp_rank=rank, ep_size=RANKS, ep_rank=rank,
         sp_size=1, use_ep=True, all2all_backend="allgather_reducescatter", enable_eplb=True,
