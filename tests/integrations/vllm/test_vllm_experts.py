@@ -2,6 +2,8 @@
 Called by pytest, where vLLM is installed (`make test-vllm`).
 """
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -17,6 +19,7 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import (
@@ -37,7 +40,11 @@ from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.integrations.vllm import methods, plugin
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
-from thunder_moe.integrations.vllm.configs import ThunderModelOptMxFp8Config, ThunderModelOptNvFp4Config
+from thunder_moe.integrations.vllm.configs import (
+    ThunderCompressedTensorsConfig,
+    ThunderModelOptMxFp8Config,
+    ThunderModelOptNvFp4Config,
+)
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
@@ -241,6 +248,21 @@ class TestMxFp8:
         assert type(methods.mxfp8_method(self.CONFIG, moe_config(**changes))) is ModelOptMxFp8FusedMoE
         assert "MXFP8 experts do not run" in said[0]
         assert reason in said[0]
+
+
+def test_mxfp8_of_compressed_tensors_is_vllms_own(monkeypatch):
+    path = Path(__file__).parents[2] / "data" / "checkpoints" / "compressed_tensors_mxfp8_qwen3_moe" / "config.json"
+    config = ThunderCompressedTensorsConfig.from_config(json.loads(path.read_text())["quantization_config"])
+    config.packed_modules_mapping = {}
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = moe_config()
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
+    said = []
+    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+    method = config.get_quant_method(layer, "model.layers.0.mlp.experts")
+    assert "Thunder" not in type(method).__name__
+    assert "MXFP8 experts do not run" in said[0]
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

@@ -18,8 +18,14 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, register_linear_methods
-from thunder_moe.integrations.vllm.methods import compressed_tensors_method, modelopt_method, mxfp8_method
+from thunder_moe.integrations.vllm.methods import (
+    compressed_tensors_method,
+    modelopt_method,
+    mxfp8_method,
+    say_who_runs,
+)
 
 __all__ = [
     "ThunderCompressedTensorsConfig",
@@ -83,6 +89,8 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
             first = schemes[0] or {}
             if self._is_nvfp4_format(first.get("weights")) and schemes.count(schemes[0]) == len(schemes):
                 return compressed_tensors_method(layer.moe_config, prefix, first.get("input_activations"))
+            if first.get("weights") is not None and self._is_mxfp8(first["weights"]):
+                say_who_runs("MXFP8 of compressed-tensors, ours are for ModelOpt's", MXFP8)
         return super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(

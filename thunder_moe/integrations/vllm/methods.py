@@ -47,6 +47,7 @@ __all__ = [
     "compressed_tensors_method",
     "modelopt_method",
     "mxfp8_method",
+    "say_who_runs",
 ]
 
 # vLLM's log, where users look for what runs their experts.
@@ -58,21 +59,21 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
     reason = _why_not(moe_config)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
-    if _is_ours(reason):
+    if say_who_runs(reason):
         return ModelOptThunderMoEMethod(quant_config, moe_config)
     return ModelOptNvFp4FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
 def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """The same for a ModelOpt checkpoint with experts in MXFP8."""
-    if _is_ours(_why_not(moe_config, MXFP8), MXFP8):
+    if say_who_runs(_why_not(moe_config, MXFP8), MXFP8):
         return ModelOptThunderMxFp8MoEMethod(quant_config, moe_config)
     return ModelOptMxFp8FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
 def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, inputs: Any) -> FusedMoEMethodBase:
     """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all."""
-    if _is_ours(_why_not(moe_config)):
+    if say_who_runs(_why_not(moe_config)):
         return CompressedTensorsThunderMoEMethod(moe_config)
     return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
 
@@ -87,7 +88,7 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     return ThunderBatchedExperts if batched else experts_class(moe_config)
 
 
-def _is_ours(reason: str | None, format: BlockFormat = NVFP4) -> bool:
+def say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
     """Whether there is no reason against it; one line of the log says which kernels run, and why."""
     name = format.name.upper()
     if reason is None:
