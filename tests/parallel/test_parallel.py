@@ -65,9 +65,12 @@ def test_checkpoints_of_both_at_once(run, tmp_path, quantized):
     assert run(programs.saved_from_both, quantized, str(tmp_path)) == [True] * 4
 
 
-@pytest.mark.parametrize(("count", "tokens"), [(2, "even"), (4, "ragged"), (2, "one rank alone"), (4, "none")])
-def test_sums_that_travel_while_others_are_added_up(run, count, tokens):
-    assert max(run(programs.sums_while_they_travel, count, tokens)) < TOLERANCE
+SUMS = [(2, "even", 1), (4, "ragged", 1), (2, "one rank alone", 1), (4, "none", 1), (2, "even", 2)]
+
+
+@pytest.mark.parametrize(("count", "tokens", "chunks"), SUMS)
+def test_sums_that_travel_while_others_are_added_up(run, count, tokens, chunks):
+    assert max(run(programs.sums_while_they_travel, count, tokens, chunks)) < TOLERANCE
 
 
 @pytest.mark.parametrize("count", [2, 4])

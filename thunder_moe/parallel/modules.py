@@ -119,7 +119,8 @@ class ExpertParallelLlama4MoE(Llama4MoE):
         if fused is not None:
             order = row_slot, ends, slot_row
             ranks = self.exchange.sharers(self.top_k)
-            if self.exchange.sums_rows and is_bare(rows):
+            # Not with another chunk on its way: both would wait for the other ranks by the same signals.
+            if self.exchange.sums_rows and self.chunks == 1 and is_bare(rows):
                 out = expert_rows(rows, ids, weights, *fused, order, ranks)
                 return self.exchange.send_rows_back(out, ends, slot_row)
             sums = moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order, expert_ranks=ranks)
