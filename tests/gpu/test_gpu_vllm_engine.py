@@ -55,7 +55,7 @@ def llm(checkpoints):
     engine = LLM(
         str(checkpoints[0]), skip_tokenizer_init=True, seed=0, dtype="bfloat16", max_model_len=128, max_num_seqs=8,
         max_num_batched_tokens=256, enable_prefix_caching=False, attention_backend="TRITON_ATTN",
-        kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.1, enable_sleep_mode=sleeps(),
+        kv_cache_memory_bytes=2 << 30, gpu_memory_utilization=0.1, enable_sleep_mode=sleeps(),
         compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 4, 8]),
     )  # fmt: skip
     yield engine
@@ -127,7 +127,7 @@ def test_sleep(llm, checkpoints, level):
     before = generated(llm)
     free = torch.cuda.mem_get_info()[0]
     llm.sleep(level=level)
-    assert torch.cuda.mem_get_info()[0] - free > 256 << 20  # the cache of keys and values, and the weights
+    assert torch.cuda.mem_get_info()[0] - free > 1 << 30  # most of the cache of keys and values
     if level == 1:
         llm.wake_up()
     else:
