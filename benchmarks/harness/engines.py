@@ -7,6 +7,7 @@ graphs. The process imports vLLM while the checkpoint is written and waits for `
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -140,7 +141,7 @@ class _Column:
         if options["device"] == "cuda":
             batches = sorted(set(options["batches"]))
             settings.update(
-                attention_backend="TRITON_ATTN", gpu_memory_utilization=0.2, kv_cache_memory_bytes=4 << 30,
+                attention_backend="TRITON_ATTN", gpu_memory_utilization=0.2, kv_cache_memory_bytes=2 << 30,
                 compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=batches),
             )  # fmt: skip
         else:
@@ -164,6 +165,12 @@ class _Column:
             for own, request in zip(tokens, out, strict=True)
         ]
         return tokens, values
+
+    def version(self) -> str:
+        """vLLM's."""
+        import vllm
+
+        return str(vllm.__version__)
 
     def decode(self, requests: int) -> float:
         """Seconds of a step of decoding for a number of requests, whose prompts have 64 tokens."""
@@ -211,8 +218,7 @@ def _loader(path: Path) -> str:
     @register_model_loader("dequantized_nvfp4")
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: Any) -> None:
-            load_config.load_format = "safetensors"
-            super().__init__(load_config)
+            super().__init__(dataclasses.replace(load_config, load_format="safetensors"))
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             model.load_weights(_dequantized(path))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -32,6 +32,7 @@ STEM = "engine"
 OURS = "thunder_moe"
 TRANSFORMERS = "transformers and thunder_moe"
 PROMPT, NEW = 64, 33  # tokens of the requests that are compared
+CHECKED = 4  # requests of each column that are compared with fp32
 # Mean difference of log probabilities in bf16 to fp32; the top one is about 4 above the mean: wrong experts give more.
 TOLERANCE = 0.5
 
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 torch.cuda.empty_cache()
             for engine in engines.values():
                 engine.start()
+            model = _reference(path, args)
             for column in list(engines):
                 try:
                     engines[column].wait()
@@ -71,7 +73,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                         raise
                     notes.append(f"{column}: not run: {error}")
                     engines.pop(column).end()
-            errors = _check(path, prompts, checked, args)
+            errors = _check(model, prompts, checked)
+            del model
             print("\n".join(f"{column}: {error}" for column, error in errors.items()), flush=True)
             if errors[OURS]["mean_difference"] > TOLERANCE:
                 raise RuntimeError(f"{OURS}: {errors[OURS]}, wanted a mean_difference of at most {TOLERANCE}")
@@ -80,12 +83,21 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 for column, error in errors.items()
                 if error["mean_difference"] > TOLERANCE
             ]
-            rows = _measure(engines, args)
+            more = {
+                "vllm": engines[OURS].ask("version"),
+                "model": args.model,
+                "layers": args.layers,
+                "tolerance": TOLERANCE,
+                "checked": errors,
+                "notes": notes,
+            }
+            rows: list[dict[str, Any]] = []
+            for row in _measure(engines, args):  # a run that ends early leaves what it has measured
+                rows.append(row)
+                path = save(STEM, args.device, rows, args.output, **more)
         finally:
             for engine in engines.values():
                 engine.end()
-    more = {"model": args.model, "layers": args.layers, "tolerance": TOLERANCE, "checked": errors, "notes": notes}
-    path = save(STEM, args.device, rows, args.output, **more)
     print(table(rows, ("step", "tokens"), OURS), *notes, path, sep="\n")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
@@ -157,30 +169,35 @@ def _write(path: Path, prompts: list[list[int]], args: argparse.Namespace) -> tu
     return tokens, values
 
 
-@torch.no_grad()
-def _check(
-    path: Path, prompts: list[list[int]], checked: dict[str, tuple[list[list[int]], list[list[float]]]],
-    args: argparse.Namespace,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Log probabilities of each column's tokens beside those that `load_checkpoint` in fp32 gives to the same ones."""
-    from thunder_moe import load_checkpoint, use_backend
+def _reference(path: Path, args: argparse.Namespace) -> Any:
+    from thunder_moe import load_checkpoint, to_layout_
 
     device = args.device if args.device.type == "cuda" else None
-    model = load_checkpoint(path, device=device, dtype=torch.float32)
-    errors: dict[str, dict[str, float]] = {}
+    return to_layout_(load_checkpoint(path, device=device, dtype=torch.float32), "linear")
+
+
+@torch.no_grad()
+def _check(
+    model: Any, prompts: list[list[int]], checked: dict[str, tuple[list[list[int]], list[list[float]]]]
+) -> dict[str, dict[str, float]]:
+    """Log probabilities of each column's tokens beside those that the model in fp32 gives to the same ones."""
+    from thunder_moe import use_backend
+
+    some = prompts[:CHECKED]
+    sequences = [prompt + new for tokens, _ in checked.values() for prompt, new in zip(some, tokens, strict=False)]
+    ids = torch.tensor(sequences, device=model.device)
+    with use_backend("reference"):  # one pass: it dequantizes all experts
+        logits: Tensor = model(ids, logits_to_keep=NEW + 1, use_cache=False).logits[:, :-1]
     reference = checked[TRANSFORMERS][0]
-    for column, (tokens, values) in checked.items():
-        ids = torch.tensor([prompt + new for prompt, new in zip(prompts, tokens, strict=True)], device=args.device)
-        with use_backend("reference"):
-            logits: Tensor = model(ids, logits_to_keep=NEW + 1, use_cache=False).logits[:, :-1]
-        wanted, new = logits.log_softmax(-1), ids[:, PROMPT:]
-        del logits
-        differences = (wanted.gather(2, new[..., None])[..., 0].cpu() - torch.tensor(values)).abs()
-        top = wanted.argmax(-1) == new
+    errors: dict[str, dict[str, float]] = {}
+    for index, (column, (tokens, values)) in enumerate(checked.items()):
+        part = slice(index * len(some), (index + 1) * len(some))
+        wanted, new = logits[part].log_softmax(-1), ids[part, PROMPT:]
+        differences = (wanted.gather(2, new[..., None])[..., 0].cpu() - torch.tensor(values[: len(some)])).abs()
         errors[column] = {
             "mean_difference": differences.mean().item() if bool(differences.isfinite().all()) else float("inf"),
             "largest_difference": differences.max().item(),
-            "share_of_top_tokens": top.float().mean().item(),
+            "share_of_top_tokens": (wanted.argmax(-1) == new).float().mean().item(),
             "tokens_equal_to_generate": _agreement(reference, tokens),
             "requests_equal_to_generate": sum(map(list.__eq__, reference, tokens)) / len(tokens),
         }
@@ -196,9 +213,8 @@ def _agreement(one: list[list[int]], other: list[list[int]]) -> float:
     return equal / sum(map(len, one))
 
 
-def _measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(engines: dict[str, Engine], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     steps = [("decode", tokens) for tokens in args.batches] + [("prefill", tokens) for tokens in args.prefills]
-    rows = []
     for step, tokens in steps:
         seconds: dict[str, list[float]] = {column: [] for column in engines}
         for engine in engines.values():
@@ -217,14 +233,11 @@ def _measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[dict[
             }
             for column, own in seconds.items()
         }
-        rows.append(
-            {
-                "step": step,
-                "tokens": tokens,
-                "seconds": timings,
-                "times_faster": {column: medians[OURS] / own for column, own in medians.items() if column != OURS},
-                "tokens_per_second": {column: tokens / own for column, own in medians.items()},
-            }
-        )
         print(step, tokens, {column: round(own * 1e3, 3) for column, own in medians.items()}, "ms", flush=True)
-    return rows
+        yield {
+            "step": step,
+            "tokens": tokens,
+            "seconds": timings,
+            "times_faster": {column: medians[OURS] / own for column, own in medians.items() if column != OURS},
+            "tokens_per_second": {column: tokens / own for column, own in medians.items()},
+        }
