@@ -116,7 +116,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("engine", __doc__ or "", shapes=False)
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
     result.add_argument("--model", type=one_of(MODELS), default=next(iter(MODELS)), help="default: %(default)s")
-    result.add_argument("--layers", type=positive, default=24, help="of the model (default: %(default)s)")
+    result.add_argument("--layers", type=positive, default=16, help="of the model (default: %(default)s)")
     result.add_argument("--batches", type=comma_list(positive), default=[1, 8, 32], help="default: %(default)s")
     result.add_argument(
         "--prefills", type=comma_list(positive), default=[1024, 8192], help="tokens of prompts (default: %(default)s)"
