@@ -81,6 +81,7 @@ def emulated(emulator, adversary, monkeypatch):
         getattr(prepared, f"{name}_launch").cache_clear()
     launch.tensor_map.cache_clear()
     linear.linear_launch.cache_clear()
+    linear.packed_launch.cache_clear()
     router.router_launch.cache_clear()
     router.linear_router_launch.cache_clear()
     monkeypatch.setattr(launch, "launcher", Launcher)

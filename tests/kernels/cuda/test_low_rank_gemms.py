@@ -9,7 +9,7 @@ from emulator.guarded_memory import guarded
 from oracle import KERNEL_TOLERANCE, relative_error
 
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.cuda import backend, low_rank, training, wgrad
+from thunder_moe.kernels.cuda import backend, linear, low_rank, prepared, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
 ENDS = (3, 3, 40, 42)
@@ -28,27 +28,27 @@ def device(request):
     return "cuda"
 
 
-def operands(device, dtype, n, k, rank, *, transposed=False):
+def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
     """A 4-bit weight in tiles and its values; rows, their product with A, and B. The rows past the end are NaN.
 
     transposed: a gradient, its product with B, and A in place of the last three.
     """
     torch.manual_seed(0)
-    weight, exact = make(len(ENDS), n, k)
+    weight, exact = make(len(ends), n, k)
     weight = weight.to_layout("tiled_64x64")
     weight = NVFP4Weight(*(each.to(device) for each in weight.tensors()), "tiled_64x64")
     width = n if transposed else k
-    x, inner = torch.randn(ENDS[-1] + 2, width).to(dtype), 30 * torch.randn(ENDS[-1] + 2, rank).to(dtype)
-    x[ENDS[-1] :] = inner[ENDS[-1] :] = float("nan")
-    b = torch.randn(len(ENDS), *((rank, k) if transposed else (n, rank))).to(dtype)
+    x, inner = torch.randn(ends[-1] + 2, width).to(dtype), 30 * torch.randn(ends[-1] + 2, rank).to(dtype)
+    x[ends[-1] :] = inner[ends[-1] :] = float("nan")
+    b = torch.randn(len(ends), *((rank, k) if transposed else (n, rank))).to(dtype)
     b[1] = float("inf")  # of an expert without rows
     return weight, exact, x, inner, b
 
 
-def expected(x, exact, inner, b):
+def expected(x, exact, inner, b, *, ends=ENDS):
     """float64, of the rows that experts have."""
     parts = []
-    for expert, (begin, end) in enumerate(zip((0, *ENDS), ENDS, strict=False)):
+    for expert, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
         part = x[begin:end].double() @ exact[expert].double().T
         parts.append(part + inner[begin:end].double() @ b[expert].double().T if end > begin else part)
     return torch.cat(parts)
@@ -80,6 +80,42 @@ def test_gradient_of_the_rows(device, layout, n, k, rank):
     out = low_rank.dgrad(grad.to(device), weight.to_layout(layout), offsets, outer.to(device), a.to(device))
     wanted = expected(grad, exact.mT, outer, a.mT)
     assert relative_error(out[: ENDS[-1]].cpu(), wanted) < KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "rank", "per_row"),
+    [
+        (64, torch.bfloat16, 24, True),
+        (192, torch.float16, 0, False),
+        (192, torch.bfloat16, 40, True),
+        ("192 rows", torch.bfloat16, 16, False),
+        ("tiled wgmma, odd", torch.float16, 40, False),
+        ("linear", torch.bfloat16, 24, False),
+        ("dequantized", torch.bfloat16, 16, True),
+    ],
+)
+def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row):
+    """More stages than a block has room for, tiles of all widths; two columns of them, the last half full."""
+    ends, n, k = (50, 50, 150, 580), 128, 192
+    weight, exact, grad, outer, a = operands(device, dtype, n, k, rank, transposed=True, ends=ends)
+    if per_row:
+        factors = 0.5 + torch.rand(4, n)
+        of_rows = weight.global_scale[:, None] * factors.to(device)
+        weight, exact = NVFP4Weight(weight.qdata, weight.scale, of_rows, weight.layout), exact * factors[..., None]
+    linear.packed_launch.cache_clear(), prepared.dgrad_launch.cache_clear()
+    monkeypatch.setattr(linear, "_packed_tile", lambda rows: kernel)
+    monkeypatch.setattr(prepared, "packed_is_faster", lambda rows: isinstance(kernel, int))
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    weight = weight.to_layout("linear" if kernel == "linear" else weight.layout)
+    if rank:
+        config = low_rank._DGRAD_CONFIG if kernel == "192 rows" else WGMMA.get(kernel)
+        out = low_rank.dgrad(grad.to(device), weight, offsets, outer.to(device), a.to(device), config=config)
+    else:
+        out = backend.grouped_mm_dgrad(grad.to(device), weight, offsets)
+    linear.packed_launch.cache_clear(), prepared.dgrad_launch.cache_clear()
+    wanted = expected(grad, exact.mT, outer, a.mT, ends=ends)
+    for begin, end in zip((0, *ends), ends, strict=False):
+        assert begin == end or relative_error(out[begin:end].cpu(), wanted[begin:end]) < KERNEL_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rank", [12, 16, 72])
@@ -130,6 +166,10 @@ def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
     out = low_rank.grouped_mm(x, weight, offsets, inner, b, config=WGMMA["tiled wgmma"])
     assert relative_error(out, expected(x, exact, inner, b)) < KERNEL_TOLERANCE[dtype]
     slots, a = guarded(torch.randperm(ENDS[-1]).int()), guarded(torch.randn(4, rank, 320).to(dtype))
+    grad = guarded(torch.randn(ENDS[-1], 192).to(dtype))
+    for of_rows in (low_rank._DGRAD_CONFIG, None):
+        out = low_rank.dgrad(grad, weight, offsets, inner, a, config=of_rows)
+        assert relative_error(out, expected(grad, exact.mT, inner, a.mT)) < KERNEL_TOLERANCE[dtype]
     tokens = guarded(torch.randn(ENDS[-1] // 2, 320).to(dtype))
     rows, product = low_rank.gather(tokens, slots, a, offsets)
     assert torch.equal(rows, tokens[slots.long() // 2])

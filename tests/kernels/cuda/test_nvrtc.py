@@ -199,11 +199,15 @@ def test_other_kernels_compile(kept, capability):
                 dtype = ("true", "false")[index % 2]
                 name = f"linear_wgmma<{dtype}, {transposed}, {tile}, {stages}>"
                 found.add((linear.WGMMA, name, capability, argument))
-                low_rank = cuda_arguments.LowRankLinearArguments
-                found.add((linear.WGMMA, f"low_rank_{name}", capability, low_rank))
+                found.add((linear.WGMMA, f"low_rank_{name}", capability, cuda_arguments.LowRankLinearArguments))
+        for tile, stages in linear.PACKED_STAGES.items():
+            for dtype, per_row in (("true", "false"), ("false", "true")):
+                name = f"packed_linear_wgmma<{dtype}, {per_row}, {tile}, {stages}>"
+                found.add((linear.PACKED, name, capability, cuda_arguments.PackedLinearArguments))
         for dtype, blocks in (("true", 1), ("false", 4)):
-            name = f"low_rank_tiled_wgmma<{dtype}, 24, 1, 3, 1, 7, {blocks}>"
-            found.add((TILED_WGMMA.sources, name, capability, cuda_arguments.LowRankGemmArguments))
+            numbers = f"<{dtype}, 24, 1, 3, 1, 7, {blocks}>"
+            for name, sources in (("wgmma", TILED_WGMMA.sources), ("dgrad", (*TILED_WGMMA.sources, low_rank.DGRAD))):
+                found.add((sources, f"low_rank_tiled_{name}{numbers}", capability, cuda_arguments.LowRankGemmArguments))
     for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
         if capability == (9, 0):
             found.add((config.sources, name, capability, cuda_arguments.GatherArguments))
@@ -217,10 +221,10 @@ def test_every_kernel_and_struct_is_compiled_above():
     sources = "".join(file.read_text() for file in cuda_configs.COMMON.parent.glob("*.cu"))
     kernels = re.findall(r"__global__ void .*?(\w+)\(const", sources)
     others = ["order_rows", "gather_rows", "linear_wgmma", "wgrad_wgmma"]
-    others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma"]
+    others += ["low_rank_linear_wgmma", "low_rank_tiled_wgmma", "low_rank_tiled_dgrad", "packed_linear_wgmma"]
     assert sorted(kernels) == sorted({*expressions, *gemms, *others})
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
-    gemm_structs |= {"LowRankGemmArguments", "LowRankLinearArguments"}
+    gemm_structs |= {"LowRankGemmArguments", "LowRankLinearArguments", "PackedLinearArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
 
 

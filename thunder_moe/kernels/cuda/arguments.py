@@ -17,6 +17,7 @@ __all__ = [
     "LinearArguments",
     "LowRankGemmArguments",
     "LowRankLinearArguments",
+    "PackedLinearArguments",
     "QuantizeArguments",
     "RankWgradArguments",
     "RouteArguments",
@@ -255,4 +256,16 @@ class LowRankLinearArguments(ctypes.Structure):
         ("of", LinearArguments),
         ("rank", ctypes.c_int),
         ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 4) % 64)),
+    )
+
+
+class PackedLinearArguments(ctypes.Structure):
+    """In packed_wgmma.cu, aligned to the 64 bytes of its tensor maps."""
+
+    _fields_ = (
+        *((name, ctypes.c_byte * 128) for name in ("x", "b", "inner")),
+        ("of", LinearArguments),
+        *((name, ctypes.c_void_p) for name in ("qdata", "scale", "global_scale")),
+        ("rank", ctypes.c_int),
+        ("padding_", ctypes.c_byte * (-(ctypes.sizeof(LinearArguments) + 28) % 64)),
     )

@@ -25,6 +25,9 @@ from thunder_moe.kernels.cuda.prepared import GemmLaunch, dgrad_launch
 __all__ = ["GATHER", "LowRankGemmLaunch", "dgrad", "gather", "grouped_mm"]
 
 GATHER = (COMMON, *(COMMON.with_name(name) for name in ("ptx.cuh", "linear.cuh", "gather_low_rank.cu")))
+DGRAD = COMMON.with_name("tiled_dgrad.cu")
+_DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
+_ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
 _TILE_ROWS, _STAGE_K, _STAGES = 128, 64, 4  # kTileRows, kStageK, kStages
 
 
@@ -35,21 +38,25 @@ class LowRankGemmLaunch(GemmLaunch):
         plan: of the GEMM alone; its kernel is "tiled_wgmma", without stream-K.
         rows, num_experts, n, k, dtype, per_row, device, facts, config: as of `GemmLaunch`.
         rank: R, one that `serves_rank` serves.
+        transposed: the weight is (E, K, N).
     """
 
     def __init__(
         self, rows: int, num_experts: int, n: int, k: int, rank: int, dtype: torch.dtype, per_row: bool,
-        device: torch.device, facts: tuple[int, tuple[int, int]], config: GemmConfig | None,
+        device: torch.device, facts: tuple[int, tuple[int, int]], config: GemmConfig | None, transposed: bool = False,
     ) -> None:  # fmt: skip
-        self._rank, self._bf16 = rank, str(dtype == torch.bfloat16).lower()
+        self._rank, self._bf16, self._transposed = rank, str(dtype == torch.bfloat16).lower(), transposed
         super().__init__(rows, num_experts, n, k, None, dtype, TILED, per_row, None, None, None, device, facts, config)
 
     def _launcher(self, plan: GemmPlan, multiprocessors: int | None) -> launch.Launcher:
         config = plan.config
         numbers = config.token_blocks, config.row_blocks, config.warps_n, config.depth, config.stages
-        name = f"low_rank_tiled_wgmma<{self._bf16}, {', '.join(map(str, numbers))}, {-(-self._rank // 16)}>"
+        kernel, sources = "low_rank_tiled_wgmma", plan.sources
+        if self._transposed:
+            kernel, sources = "low_rank_tiled_dgrad", (*sources, DGRAD)
+        name = f"{kernel}<{self._bf16}, {', '.join(map(str, numbers))}, {-(-self._rank // 16)}>"
         return launch.launcher(
-            plan.sources, name, plan.threads, plan.shared_bytes, plan.blocks, LowRankGemmArguments, self._index,
+            sources, name, plan.threads, plan.shared_bytes, plan.blocks, LowRankGemmArguments, self._index,
             multiprocessors,
         )  # fmt: skip
 
@@ -90,14 +97,24 @@ def grouped_mm(
     return run.add(rows, backend._tensors(weight, TILED), offsets.contiguous(), inner, b)
 
 
-def dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor | None:
-    """(M, N), outer (M, R), a (E, R, K) -> (M, K), rows past the end undefined; None where no kernel does both."""
+def dgrad(
+    grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor, *, config: GemmConfig | None = None
+) -> Tensor | None:
+    """(M, N), outer (M, R), a (E, R, K) -> (M, K), rows past the end undefined; None where no kernel does both.
+
+    config: of the kernel that transposes weights in registers, in place of the choice; per-row scales have none.
+    """
     (experts, n, k), m, rank = weight.shape, grad.shape[0], outer.shape[1]
     facts: Any = backend._device_facts(grad.device)
     served = facts[1] == (9, 0) and experts <= backend.MAX_EXPERTS and weight.layout in (LINEAR, TILED)
     if m == 0 or k == 0 or not (served and serves_rank(grad.dtype, n, k, rank)):
         return None
     tiled, per_row = weight.layout == TILED, weight.global_scale.ndim == 2
+    if tiled and not per_row and (config or m / experts >= _ROWS_IN_REGISTERS):
+        config = config or _DGRAD_CONFIG
+        of_tiles = low_rank_launch(m, experts, k, n, rank, grad.dtype, per_row, grad.device, facts, config, True)
+        grad, outer, b = (_aligned(each.detach()) for each in (grad, outer, a.mT))
+        return of_tiles.add(grad, backend._tensors(weight, TILED), offsets.contiguous(), outer, b)
     run = dgrad_launch(m, experts, n, k, grad.dtype, tiled, per_row, grad.device, facts, "nvfp4", rank)
     grad, outer, a = (_aligned(each.detach()) for each in (grad, outer, a))
     out: Tensor = run(grad, *backend._tensors(weight, weight.layout), offsets.contiguous(), outer, a)

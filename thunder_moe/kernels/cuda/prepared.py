@@ -27,7 +27,14 @@ from thunder_moe.kernels.cuda.arguments import (
     TmaGemmArguments,
 )
 from thunder_moe.kernels.cuda.configs import COMMON, GemmConfig
-from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch, torch_is_faster
+from thunder_moe.kernels.cuda.linear import (
+    MAX_EXPERTS,
+    kernel_for,
+    linear_launch,
+    packed_is_faster,
+    packed_launch,
+    torch_is_faster,
+)
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
 
@@ -406,7 +413,8 @@ class CombinedLaunch:
 
 
 class DgradLaunch:
-    """The gradient of a grouped GEMM's 16-bit rows: the weights of experts with rows are dequantized, then multiplied.
+    """The gradient of a grouped GEMM's 16-bit rows: the weights of experts with rows are dequantized, then multiplied;
+    the GEMM decodes NVFP4 weights in tiles, where that is faster, on compute capability 9.0.
 
     Args:
         rows: M, positive.
@@ -429,12 +437,16 @@ class DgradLaunch:
     ) -> None:  # fmt: skip
         self._index, self._empty = device.index, launch.allocator(device)
         self._weight, self._out = ((num_experts, n, k), (n * k, k, 1), dtype), ((rows, k), (k, 1), dtype)
+        self._packed = self._row_starts = self._multiply = None
+        serves = tiled and format == "nvfp4" and facts[1] == (9, 0) and num_experts <= MAX_EXPERTS
+        if serves and packed_is_faster(rows / num_experts):
+            self._packed = packed_launch(rows, num_experts, n, k, dtype, per_row, rank, device, facts, None)
+            return
         self._numbers = num_experts * n, 1 if per_row else n, k, n
         self._dequantize = elementwise_launcher(
             DEQUANTIZE, dequantize_kernel(format, tiled, dtype), num_experts * n * k // 16, DequantizeArguments,
             self._index,
         )  # fmt: skip
-        self._row_starts = self._multiply = None
         if n % 8 == 0 and not rank and torch_is_faster(dtype, facts[1], rows / num_experts):
             self._starts = num_experts, rows
             self._row_starts = launch.launcher(ROUTE, "row_starts", 32, 0, 1, RowStartsArguments, self._index)
@@ -459,10 +471,13 @@ class DgradLaunch:
         if (rows | codes | scales) & 15:
             grad, qdata, scale = map(_aligned, (grad, qdata, scale))
             rows, codes, scales = grad.data_ptr(), qdata.data_ptr(), scale.data_ptr()
+        ends, globals_ = offsets.data_ptr(), 0 if global_scale is None else global_scale.data_ptr()
+        if self._packed is not None:
+            out = self._empty(*self._out)
+            self._packed(rows, codes, scales, globals_, ends, out.data_ptr(), *map(Tensor.data_ptr, adapter))
+            return out
         weight = self._empty(*self._weight)
         address, stream = weight.data_ptr(), launch.current_stream(index)
-        ends = offsets.data_ptr()
-        globals_ = 0 if global_scale is None else global_scale.data_ptr()
         self._dequantize(stream, codes, scales, globals_, address, ends, *self._numbers)
         if self._multiply is not None:
             out = self._empty(*self._out)

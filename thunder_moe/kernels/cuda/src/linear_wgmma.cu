@@ -37,6 +37,94 @@ DEVICE void store_rows(const LinearArguments& args, const float (&acc)[C][4], co
   }
 }
 
+template <int VALUE>
+struct Number {
+  static constexpr int value = VALUE;
+};
+
+// What a warpgroup multiplies: 64 columns of each of the block's tiles. rank: of an adapter, whose product is one stage more; 0 for none.
+// WHOLE: K is a multiple of 64; factor(expert): the sums in front of the adapter are multiplied by it.
+template <bool BF16, bool TRANSPOSED, bool WHOLE, int TOKENS, int STAGES, class Factor>
+DEVICE void consume_linear(
+    const LinearArguments& args, int rank, LinearTiles<TOKENS, kTileN>& tiles, int64_t count, uint8_t* stages, Mbarrier* full, Mbarrier* empty, int warpgroup,
+    Factor factor) {
+  constexpr int kStage = 2 * kBox + TOKENS * 128;
+  int stage = 0, parity = 0;
+  const auto release = [&](int before) {  // a stage, of which this warp has waited for the products
+    __syncwarp();
+    if (before >= 0 && threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
+  };
+  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
+    const LinearTile tile = tiles.at(index);
+    const auto multiply = [&](auto number) {  // the tile's first 8 * C rows
+      constexpr int C = decltype(number)::value;
+      keep_apart<C>();
+      const auto scale = factor(tile.expert);
+      float acc[C][4] = {};
+      int before = -1;  // the stage whose products may still be under way
+      const auto take_stage = [&](auto whole, int valid) {
+        const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
+        const uint8_t* const b = stages + stage * kStage + 2 * kBox;
+        mbarrier_wait(mbarrier_address(&full[stage]), parity);
+        const MatrixDescriptor of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
+        const MatrixDescriptor of_a = TRANSPOSED ? row_descriptor(a) : matrix_descriptor(reinterpret_cast<const uint4*>(a));
+        const auto product = [&](int step) { wgmma_shared<BF16, TRANSPOSED, false>(acc, of_a + step * (TRANSPOSED ? 128 : 2), of_b + step * 2, true); };
+        if constexpr (decltype(whole)::value != 0) {
+          wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < kStageK / 16; ++step) product(step);
+        } else {
+          if (TRANSPOSED && valid < kStageK && valid % 16 != 0) {  // the 8 rows that follow are the next expert's, NaN perhaps
+            reinterpret_cast<uint2*>(const_cast<uint8_t*>(a) + valid * 128)[threadIdx.x % 128] = uint2{0, 0};
+            fence_proxy_async();
+            named_barrier_sync(1 + warpgroup, 128);
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < kStageK / 16; ++step)
+            if (16 * step < valid) product(step);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        release(before);
+        before = stage;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      };
+      for (int k = 0; k < args.k; k += kStageK) take_stage(Number<WHOLE>(), args.k - k);
+      if constexpr (sizeof(scale) == sizeof(float)) {
+        wgmma_wait<0>();
+        fence_sums(acc);
+#pragma unroll
+        for (int i = 0; i < 4 * C; ++i) acc[i / 4][i % 4] *= scale;
+      }
+      if (rank > 0) take_stage(Number<0>(), rank);
+      wgmma_wait<0>();
+      fence_sums(acc);
+      release(before);
+      store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
+      keep_apart<-C>();
+    };
+    const int rows = tile.end - tile.row;
+    if constexpr (TOKENS > 128) {
+      if (rows <= 64) {
+        multiply(Number<8>());
+        continue;
+      }
+      if (rows <= 128) {
+        multiply(Number<16>());
+        continue;
+      }
+    }
+    if constexpr (TOKENS > 192) {
+      if (rows <= 192) {
+        multiply(Number<24>());
+        continue;
+      }
+    }
+    multiply(Number<TOKENS / 8>());
+  }
+}
+
 // LOW_RANK: the last stage is the adapter's.
 template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES, bool LOW_RANK, class Arguments>
 DEVICE void multiply_linear(const Arguments& all) {
@@ -48,7 +136,7 @@ DEVICE void multiply_linear(const Arguments& all) {
   uint8_t* const stages = reinterpret_cast<uint8_t*>(align_shared(unaligned, 1024));
   const int warpgroup = static_cast<int>(threadIdx.x) / 128 - 1;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), 2);
+    for (int i = 0; i < STAGES; ++i) mbarrier_init(mbarrier_address(&full[i]), 1), mbarrier_init(mbarrier_address(&empty[i]), 8);
     fence_mbarrier_init();
     prefetch_tensor_map(&all.weight), prefetch_tensor_map(&all.x);
   }
@@ -96,41 +184,9 @@ DEVICE void multiply_linear(const Arguments& all) {
   }
 
   grow_registers<232>();
-  float acc[TOKENS / 8][4];
-  int stage = 0, parity = 0;
-  for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-    const LinearTile tile = tiles.at(index);
-    int before = -1;  // the stage whose products may still be under way
-    for (int k = 0; k < args.k + (LOW_RANK ? kStageK : 0); k += kStageK) {
-      const uint8_t* const a = stages + stage * kStage + warpgroup * kBox;
-      const uint8_t* const b = stages + stage * kStage + 2 * kBox;
-      int valid = args.k - k;
-      if constexpr (LOW_RANK)
-        if (valid <= 0) valid = all.rank;
-      mbarrier_wait(mbarrier_address(&full[stage]), parity);
-      if (TRANSPOSED && valid < kStageK && valid % 16 != 0) {  // the 8 rows that follow are the next expert's, NaN perhaps
-        reinterpret_cast<uint2*>(const_cast<uint8_t*>(a) + valid * 128)[threadIdx.x % 128] = uint2{0, 0};
-        fence_proxy_async();
-        named_barrier_sync(1 + warpgroup, 128);
-      }
-      const MatrixDescriptor of_b = matrix_descriptor(reinterpret_cast<const uint4*>(b));
-      const MatrixDescriptor of_a = TRANSPOSED ? row_descriptor(a) : matrix_descriptor(reinterpret_cast<const uint4*>(a));
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kStageK / 16; ++step)
-        if (16 * step < valid)
-          wgmma_shared<BF16, TRANSPOSED, false>(acc, of_a + step * (TRANSPOSED ? 128 : 2), of_b + step * 2, k > 0 || step > 0);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
-      before = stage;
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    wgmma_wait<0>();
-    fence_sums(acc);
-    if (before >= 0 && threadIdx.x % 128 == 0) mbarrier_arrive(mbarrier_address(&empty[before]));
-    store_rows<BF16>(args, acc, tile, tile.n + 64 * warpgroup);
-  }
+  int rank = 0;
+  if constexpr (LOW_RANK) rank = all.rank;
+  consume_linear<BF16, TRANSPOSED, false, TOKENS, STAGES>(args, rank, tiles, count, stages, full, empty, warpgroup, [](int) { return '\0'; });
 }
 
 template <bool BF16, bool TRANSPOSED, int TOKENS, int STAGES>

@@ -45,11 +45,32 @@ DEVICE void load_adapter(uint32_t (&b)[RANK][R][4], const LowRankGemmArguments& 
       }
 }
 
+// What a warp of a warpgroup multiplies of a block of 64 by 64 weights: its 16 rows. The threads' part of it.
+struct RowsOfBlock {
+  template <bool SWIGLU, int BLOCKS, int K_BLOCKS>
+  using Copies = WeightCopies<SWIGLU, BLOCKS, K_BLOCKS>;
+  TiledCodes code;
+  TiledScales scale;
+
+  // Bytes from the beginning of a block's codes and scales; warp: of the warpgroup.
+  static METHOD int codes_at(int warp, int lane) { return (warp * (kBlockCodes / 64) + lane) * 16; }
+  static METHOD int scales_at(int warp, int g) { return (warp * 8 + g) * (kBlockScales / 32); }
+  METHOD void load(const uint8_t* codes, const uint8_t* scales) {
+    code = load_codes(reinterpret_cast<const uint4*>(codes));
+    scale = *reinterpret_cast<const TiledScales*>(scales);
+  }
+  // The left operands of two steps of 16 k, of the first or second 32 k.
+  template <bool BF16>
+  METHOD void decode(uint32_t (&first)[4], uint32_t (&second)[4], int half, int, uint32_t top) {
+    decode_part<BF16>(first, second, code, scale, half, top);
+  }
+};
+
 // Persistent. SCALED: there is a slot_scale; C: blocks of 8 tokens of a tile, at most; R: blocks of 64 weight rows of a
 // warpgroup (SwiGLU: one of gate, one of up); WG: consumer warpgroups, one more is the producer; K_BLOCKS: blocks of 64 k of a
 // stage, of which K is a multiple; STREAM_K: thread blocks may share tiles; RANK: blocks of 16 of an adapter's rank. The adapter is
 // one stage more, of its inner rows.
-template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES, int RANK, class Arguments>
+template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES, int RANK, class Block, class Arguments>
 DEVICE void multiply_tiled(const Arguments& all) {
   static_assert(RANK == 0 || (!SWIGLU && !SCALED && !STREAM_K), "an adapter is added to the GEMM alone");
   static_assert(!SWIGLU || R == 2, "SwiGLU takes one block of rows of gate and one of up");
@@ -92,7 +113,7 @@ DEVICE void multiply_tiled(const Arguments& all) {
       // With STREAM_K of the stages from `first` to `last`.
       const int first_k = STREAM_K ? scheduler.first * K_BLOCKS * kBlock : 0, last_k = STREAM_K ? scheduler.last * K_BLOCKS * kBlock : args.k;
       const WorkItem work = {at, STREAM_K ? scheduler.last - scheduler.first : 0, STREAM_K ? scheduler.contributors() : 0};
-      WeightCopies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, first_k / kBlock);
+      typename Block::template Copies<SWIGLU, kBlocks, K_BLOCKS> copy(args, at.expert, at.tile_n * kTileRows, first_k / kBlock);
       if (elected)
 #pragma unroll 1
         for (int k = first_k; k < last_k; k += K_BLOCKS * kBlock) {
@@ -119,8 +140,8 @@ DEVICE void multiply_tiled(const Arguments& all) {
   grow_registers<(WG == 1 ? 256 - 56 : WG == 2 ? 232 : WG == 3 ? 160 : 112)>();
   const int g = lane / 4, t = lane % 4, warpgroup = warp / 4;
   // Where this thread reads in the first stage.
-  const uint8_t* const codes = memory + kCodes + warpgroup * R * K_BLOCKS * kBlockCodes + (warp % 4 * (kBlockCodes / 64) + lane) * 16;
-  const uint8_t* const scales = memory + kScales + warpgroup * R * K_BLOCKS * kBlockScales + (warp % 4 * 8 + g) * (kBlockScales / 32);
+  const uint8_t* const codes = memory + kCodes + warpgroup * R * K_BLOCKS * kBlockCodes + Block::codes_at(warp % 4, lane);
+  const uint8_t* const scales = memory + kScales + warpgroup * R * K_BLOCKS * kBlockScales + Block::scales_at(warp % 4, g);
   MatrixDescriptor tokens = matrix_descriptor(reinterpret_cast<const uint4*>(memory));  // of the stage
   float* const row_scale = reinterpret_cast<float*>(memory + STAGES * kStage + sizeof(StageFooter)) + 256 * warpgroup;
   const uint32_t top = scale_top;  // from memory, so that it stays in a register
@@ -149,16 +170,14 @@ DEVICE void multiply_tiled(const Arguments& all) {
       float acc[R][N][4] = {};
       keep_apart<N>();
       uint32_t a[2][kSteps][4];
-      TiledCodes code;
-      TiledScales scale;
+      Block loaded;
       auto load = [&](int block) {  // of the stage, k slowest: R blocks of rows per 64 k
         const int at = block % R * K_BLOCKS + block / R;
-        code = load_codes(reinterpret_cast<const uint4*>(codes + stage.begin + at * kBlockCodes));
-        scale = *reinterpret_cast<const TiledScales*>(scales + stage.begin + at * kBlockScales);
+        loaded.load(codes + stage.begin + at * kBlockCodes, scales + stage.begin + at * kBlockScales);
       };
       auto decode = [&](int i) {  // piece i of the loaded block
-        if (kSteps == 4 || i % 2 == 0) decode_part<BF16>(a[i % 2][0], a[i % 2][1], code, scale, 0, top);
-        if (kSteps == 4 || i % 2 == 1) decode_part<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], code, scale, 1, top);
+        if (kSteps == 4 || i % 2 == 0) loaded.template decode<BF16>(a[i % 2][0], a[i % 2][1], 0, warp, top);
+        if (kSteps == 4 || i % 2 == 1) loaded.template decode<BF16>(a[i % 2][kSteps - 2], a[i % 2][kSteps - 1], 1, warp, top);
       };
       auto release = [&](int begin) {  // the stage at that offset
         __syncwarp();
@@ -252,12 +271,12 @@ DEVICE void multiply_tiled(const Arguments& all) {
 template <bool BF16, bool SWIGLU, bool SCALED, int C, int R, int WG, int K_BLOCKS, bool STREAM_K, int STAGES>
 __global__ void __launch_bounds__(128 * (WG + 1), 1) grouped_mm_tiled_wgmma(const __grid_constant__ TmaGemmArguments all) {
   await_previous_kernel();
-  multiply_tiled<BF16, SWIGLU, SCALED, C, R, WG, K_BLOCKS, STREAM_K, STAGES, 0>(all);
+  multiply_tiled<BF16, SWIGLU, SCALED, C, R, WG, K_BLOCKS, STREAM_K, STAGES, 0, RowsOfBlock>(all);
 }
 
 template <bool BF16, int C, int R, int WG, int K_BLOCKS, int STAGES, int RANK>
 __global__ void __launch_bounds__(128 * (WG + 1), 1) low_rank_tiled_wgmma(const __grid_constant__ LowRankGemmArguments all) {
   await_previous_kernel();
-  multiply_tiled<BF16, false, false, C, R, WG, K_BLOCKS, false, STAGES, RANK>(all);
+  multiply_tiled<BF16, false, false, C, R, WG, K_BLOCKS, false, STAGES, RANK, RowsOfBlock>(all);
 }
 #endif
