@@ -67,8 +67,8 @@ class Form:
         return not self.compiled or self.quantize is not None
 
     @property
-    def nvfp4(self) -> bool:
-        """Whether the experts' weights have 4 bits where they are read."""
+    def packed(self) -> bool:
+        """Whether the experts' weights have 4 or 8 bits where they are read."""
         return self.quantize is not None or self.backend is not None
 
 
@@ -78,6 +78,8 @@ COLUMNS = {
     "thunder_moe": Form(backend="thunder_moe"),
     "quantize_": Form(quantize={}),
     "quantize_ linears": Form(quantize={"linears": True}),
+    "quantize_ mxfp8": Form(quantize={"format": "mxfp8"}),
+    "quantize_ mxfp8 linears": Form(quantize={"format": "mxfp8", "linears": True}),
 }
 
 
@@ -278,7 +280,7 @@ class _Column:
     def _build_reference(self) -> nn.Module:
         """What the column is compared with: transformers' code on the column's weights, dequantized if it quantizes."""
         quantized = self.form.quantize
-        if quantized is None and self.form.nvfp4:
+        if quantized is None and self.form.packed:
             quantized = {}
         model = build(
             self.spec.model, self.device, layers=min(CHECK_LAYERS, self.spec.layers or CHECK_LAYERS),
@@ -381,7 +383,7 @@ class _Column:
             raise RuntimeError("wrong: the logits are not finite")
         self._check_step(model, forward, step)
         timing = self._measure(lambda: step(forward), step.rewind, graph=self.form.compiled)
-        needed = step_bytes(model, _experts(model), step, packed=self.form.nvfp4 and self.form.quantize is None)
+        needed = step_bytes(model, _experts(model), step, packed=self.form.packed and self.form.quantize is None)
         result: dict[str, Any] = {**asdict(timing), "first_call_seconds": first_call, "step_bytes": needed}
         if self.spec.profile:
             result["profile"] = self._profile(lambda: step(forward), step.rewind)

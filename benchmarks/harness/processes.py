@@ -383,7 +383,8 @@ def _bytes(spec: Spec) -> float:
         return 0.0
     weights, keys, squares, layers = _model_bytes(spec.model, spec.layers)
     form = COLUMNS[spec.column]
-    loaded = (0.33 if form.quantize is not None else 1.0) * weights + 1e9
+    share = 1.0 if form.quantize is None else 0.58 if form.quantize.get("format") == "mxfp8" else 0.33
+    loaded = share * weights + 1e9
     packed = 0.3 * weights if form.backend is not None else 0.0
     prompt = max(spec.prompts, default=0)
     work = keys * max(spec.batches, default=0) * (spec.context + SPARE) + squares * prompt**2 + 2e5 * prompt + 0.9e9

@@ -3,8 +3,9 @@ Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cu
 
 The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is
 that of a call in a row of calls, each with other weights (so many that no cache holds them), as the layers of a model
-follow each other: on CUDA one CUDA graph. `--tune` times all configurations of the CUDA kernels that are worth it, and
-writes the fastest of each layer and number of rows to configs.json; each result is compared with bf16 before.
+follow each other: on CUDA one CUDA graph. `--format` names the weights' format. `--tune` times all configurations of the
+CUDA kernels that are worth it, and writes the fastest of each layer and number of rows to configs.json; each result is
+compared with bf16 before.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ from benchmarks.harness.report import (
 )
 from benchmarks.harness.report import table as make_table
 from benchmarks.harness.timing import Timing, environment
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
+from thunder_moe.formats.registry import FORMATS, dequantize_expert
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
-from thunder_moe.ops.scaled_mm import dense_operands, f16a_nvfp4weight_scaled_mm
+from thunder_moe.ops.scaled_mm import dense_operands, f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
 
 STEM, BASELINE = "linear", "bf16"
 ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 TOLERANCE = 1e-2  # both sides round to bf16
 Call = Callable[[], Any]
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    "nvfp4": f16a_nvfp4weight_scaled_mm,
+    "mxfp8": f16a_mxfp8weight_scaled_mm,
+}
 COLD_BYTES = 150_000_000  # three times the L2 cache of an H200
 # Model and layer: out_features, in_features.
 LAYERS = {
@@ -83,11 +89,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     for name in tqdm(args.layers, unit="layer"):
         n, k = LAYERS[name]
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=args.device).mul_(k**-0.5)
-        packed = select.lay_out(select.quantize(weight[None]), "auto")
-        weights, packs = (
-            _copies(weight),
-            [replace(packed, qdata=a, scale=b, global_scale=c) for a, b, c in _copies(*packed.tensors())],
-        )
+        packed = select.lay_out(select.quantize_to(args.format, weight[None]), "auto")
+        weights, packs = _copies(weight), [packed.with_tensors(copy) for copy in _copies(*packed.tensors())]
         exact = _exact(packed)
         for count in args.rows:
             x = torch.randn(count, k, dtype=torch.bfloat16, device=args.device)
@@ -100,7 +103,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
             _check(operators[0](), expected, "the operator")
             calls: dict[str, list[Call]] = {
                 BASELINE: [functools.partial(F.linear, x, *one) for one in weights],
-                "nvfp4": operators,
+                args.format: operators,
             }
             timings = _interleaved(calls, args)
             rows.append({"layer": name, "rows": count, **timed(timings, BASELINE)})
@@ -109,7 +112,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     if args.tune is not None:
         print(f"wrote {args.tune}")
         return entries
-    path = save(STEM, args.device, rows, args.output, tolerance=TOLERANCE)
+    stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
+    path = save(stem, args.device, rows, args.output, tolerance=TOLERANCE)
     image = plot(
         path,
         rows,
@@ -117,7 +121,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         panel=lambda row: row["layer"],
         label=lambda name, row: name,
         baseline=BASELINE,
-        title=f"Dense layers with NVFP4 weights, {args.device.type}",
+        title=f"Dense layers with {args.format.upper()} weights, {args.device.type}",
     )
     print(make_table(rows, ("layer", "rows"), BASELINE), path, image, sep="\n")
     return rows
@@ -127,6 +131,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("linear", __doc__ or "", shapes=False)
     result.add_argument("--layers", type=comma_list(one_of(LAYERS)), help=f"of: {', '.join(LAYERS)}")
     result.add_argument("--rows", type=comma_list(positive), default=ROWS, help="default: %(default)s")
+    result.add_argument(
+        "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
+    )
     result.add_argument("--tune", type=writable_file, metavar="FILE", help="file of configurations to write (CUDA)")
     args = result.parse_args(argv)
     args.layers = args.layers or list(LAYERS if args.device.type == "cuda" else CPU_LAYERS)
@@ -141,18 +148,19 @@ def _copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]
 
 
-def _operator(x: Tensor, pack: NVFP4Weight) -> Tensor:
-    return f16a_nvfp4weight_scaled_mm(x, *dense_operands(pack), layout=pack.layout)
+def _operator(x: Tensor, pack: PackedWeight) -> Tensor:
+    return OPERATORS[pack.format.name](x, *dense_operands(pack), layout=pack.layout)
 
 
 _CHECKED = slice(0, 1024)  # features: a head in float32 is large
 
 
-def _exact(packed: NVFP4Weight) -> Tensor:
+def _exact(packed: PackedWeight) -> Tensor:
     """The first rows of the weight in float32."""
-    linear = packed.to_layout("linear")
-    rows = linear.qdata[:, _CHECKED], linear.scale[:, _CHECKED], linear.row_global_scale()[:, _CHECKED]
-    return dequantize(NVFP4Weight(*rows), torch.float32)[0]
+    rows = packed.to_layout("linear").rows(_CHECKED)
+    out = torch.empty(rows.shape[1:], device=rows.device)
+    dequantize_expert(rows, 0, out)
+    return out
 
 
 def _check(out: Tensor, expected: Tensor, what: object) -> None:
@@ -208,10 +216,10 @@ def _clock(calls: list[Call], device: torch.device) -> Callable[[], float]:
     return replay
 
 
-def _tuned(x: Tensor, expected: Tensor, packs: list[NVFP4Weight], args: argparse.Namespace) -> dict[str, Any]:
+def _tuned(x: Tensor, expected: Tensor, packs: list[PackedWeight], args: argparse.Namespace) -> dict[str, Any]:
     """An entry of configs.json: the fastest configuration for these rows."""
     rows, (_, n, k), capability = x.shape[0], packs[0].shape, torch.cuda.get_device_capability()
-    configs = dense_candidates(rows, n, k, capability, packs[0].layout)
+    configs = dense_candidates(rows, n, k, capability, packs[0].layout, packs[0].format.name)
 
     def compile_one(config: GemmConfig) -> None:
         expression = config.expression(torch.bfloat16, False, k)
@@ -239,14 +247,15 @@ def _tuned(x: Tensor, expected: Tensor, packs: list[NVFP4Weight], args: argparse
 
 
 def _write(file: Path, entries: list[dict[str, Any]]) -> None:
-    """Adds the entries to a file of configurations; those of the same points and layouts go.
+    """Adds the entries to a file of configurations; those of the same points, layouts and formats go.
 
     Beside one that serves a single weight alone another one stays: groups may come to the same point.
     """
 
     def key(entry: dict[str, Any]) -> Any:
         config = GemmConfig(*entry["config"])
-        return tuple(entry["capability"]), entry["swiglu"], tuple(map(float, entry["point"])), config.layout
+        point = tuple(map(float, entry["point"]))
+        return tuple(entry["capability"]), entry["swiglu"], point, config.layout, config.format
 
     def for_groups(entry: dict[str, Any]) -> bool:
         return bool(entry["config"][0] != "tiled_cluster")

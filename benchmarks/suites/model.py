@@ -6,6 +6,8 @@ Called by `python -m benchmarks model`; calls harness/{processes,models,model_re
     thunder_moe        backend="thunder_moe": the frozen expert GEMMs are rewritten while the model is compiled
     quantize_          after thunder_moe.quantize_
     quantize_ linears  after thunder_moe.quantize_(linears=True): attention, dense layers and the head in 4 bits too
+    quantize_ mxfp8    after thunder_moe.quantize_(format="mxfp8"), not by default, and so
+    quantize_ mxfp8 linears
 
 Each column runs in processes of its own. Several compile at the same time (--jobs), but a cell is timed while nothing
 else of the run computes; a cell whose quartiles are more than 5 % of its median apart shows them. A column measures
@@ -48,6 +50,8 @@ from benchmarks.harness.processes import cores, run_columns
 from benchmarks.harness.report import comma_list, markdown, one_of, parser, positive, save
 
 STEM = "model"
+DEFAULT_COLUMNS = [name for name in COLUMNS if "mxfp8" not in name]
+COLUMNS_HELP = f"of: {', '.join(COLUMNS)} (default: all but those of mxfp8)"
 # device -> models, batches, prompts, context, prompt and new tokens of generate()
 DEFAULTS: dict[str, tuple[list[str], list[int], list[int], int, tuple[int, int]]] = {
     "cuda": (list(REAL), [1, 8, 32, 128], [128, 2048, 8192], 512, (64, 32)),
@@ -120,7 +124,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         help=f"comma-separated, of: {', '.join((*REAL, *CONFIGS))}, or paths; MODEL:LAYERS shortens one "
         f"(default: {','.join(DEFAULTS['cuda'][0])} on CUDA, {','.join(DEFAULTS['cpu'][0])} on a CPU)",
     )  # fmt: skip
-    result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="(default: all)")
+    result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=DEFAULT_COLUMNS, help=COLUMNS_HELP)
     result.add_argument("--layers", type=positive, help="of shortened models; the tables say how many (default: all)")
     result.add_argument(
         "--batch", type=numbers, help='of decode steps, comma-separated, or "none" (default: by device)'
@@ -161,7 +165,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.batch = sorted(batches if args.batch is None else args.batch)
     args.prompts = prompts if args.prompts is None else args.prompts
     args.context = args.context or context
-    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else len(COLUMNS))
+    args.jobs = args.jobs or (min(16, cores()) if args.device.type == "cuda" else len(DEFAULT_COLUMNS))
     args.generate = generate if args.generate is None else args.generate
     if len(args.generate) not in (0, 2):
         result.error(

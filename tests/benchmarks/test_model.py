@@ -118,12 +118,12 @@ def test_bytes_of_a_step(config):
     nvfp4 = experts // 2 + experts // 16 + 4 * 2 * 8 * 2
     keys = 2 * 2 * tiny.num_hidden_layers * tiny.num_key_value_heads * tiny.head_dim
     found = {}
-    for name in ("compiled bf16", "thunder_moe", "quantize_"):
+    for name in ("compiled bf16", "thunder_moe", "quantize_", "quantize_ mxfp8"):
         form = column.COLUMNS[name]
         finish = None if form.quantize is None else column._quantizer(form.quantize)
         model = models.build(config(), CPU, finish=finish)
         step = DecodeStep(model, 3, 40)
-        packed = form.nvfp4 and form.quantize is None
+        packed = form.packed and form.quantize is None
         found[name] = decode.step_bytes(model, column._experts(model), step, packed=packed)
     embedding = 2 * tiny.vocab_size * tiny.hidden_size
     rest = decode.tensor_bytes(models.build(config(), CPU)) - 2 * experts - embedding + 3 * 41 * keys
@@ -131,6 +131,7 @@ def test_bytes_of_a_step(config):
     assert found["compiled bf16"] == pytest.approx(rest + active * 2 * experts)
     assert found["thunder_moe"] == pytest.approx(rest + active * 2 * experts * 4.5 / 16)
     assert found["quantize_"] == pytest.approx(rest + active * nvfp4)
+    assert found["quantize_ mxfp8"] == pytest.approx(rest + active * experts * 33 / 32)
 
 
 def test_a_sliding_window_bounds_the_keys_of_a_step(config):

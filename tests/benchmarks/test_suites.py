@@ -166,16 +166,18 @@ def test_gemm_runs_end_to_end(tmp_path, capsys):
     assert f"measured on {describe(torch.device('cpu'))}" in out
 
 
-def test_linear_runs_end_to_end(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("format", "stem"), [("nvfp4", "linear"), ("mxfp8", "linear_mxfp8")])
+def test_linear_runs_end_to_end(tmp_path, capsys, monkeypatch, format, stem):
     monkeypatch.setitem(linear.LAYERS, "qwen3-30b-a3b o", (64, 128))
     monkeypatch.setattr(linear, "COLD_BYTES", 100_000)
     arguments = ["--device", "cpu", "--layers", "qwen3-30b-a3b o", "--rows", "1,3", "--rounds", "3"]
+    arguments += ["--format", format]
     rows = main(["linear", *arguments, "--output", str(tmp_path)])
-    content = json.loads((tmp_path / f"linear_{HERE}.json").read_text())
+    content = json.loads((tmp_path / f"{stem}_{HERE}.json").read_text())
     assert content["rows"] == json.loads(json.dumps(rows))
     assert [(row["layer"], row["rows"]) for row in rows] == [("qwen3-30b-a3b o", 1), ("qwen3-30b-a3b o", 3)]
-    assert all({"bf16", "nvfp4"} == set(row["seconds"]) for row in rows)
-    assert "x nvfp4" in capsys.readouterr().out
+    assert all({"bf16", format} == set(row["seconds"]) for row in rows)
+    assert f"x {format}" in capsys.readouterr().out
     monkeypatch.setattr(linear, "_operator", lambda x, pack: torch.zeros(x.shape[0], 64))
     with pytest.raises(RuntimeError, match="the operator is wrong"):
         main(["linear", *arguments, "--output", str(tmp_path)])
