@@ -13,7 +13,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import bound
+from thunder_moe.kernels.cuda import bound, many_rows, prepared
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, route
@@ -163,3 +163,50 @@ def test_prepared_and_bound_calls_equal_the_backend(emulated, hopper):
     experts = bound.bind_experts(gate_up, down, None, None, False, SWIGLU)
     experts.learn(x, ids, scores)
     assert torch.equal(experts(x, ids, scores, None), combined)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "format", "wanted"),
+    [
+        ((4, 128, 192), 4 * 128 + 1, "mxfp8", many_rows.IN_TILES),
+        ((4, 128, 192), 4 * 128, "mxfp8", None),
+        ((4, 128, 192), 4 * 256, "nvfp4", None),
+        ((4, 128, 192), 4 * 256 + 1, "nvfp4", many_rows.IN_TILES),
+        ((4, 128, 96), 1000, "mxfp8", many_rows.IN_16_BITS),
+        ((4, 96, 128), 1000, "mxfp8", many_rows.IN_16_BITS),
+        ((4, 100, 128), 1000, "mxfp8", None),
+        ((1, 96, 128), 1000, "mxfp8", None),
+    ],
+)
+def test_how_many_rows_are_multiplied(shape, rows, format, wanted):
+    assert many_rows.way("linear", shape, format, rows, (9, 0)) == wanted
+    assert many_rows.way("tiled_64x64", shape, format, rows, (9, 0)) is None
+    assert many_rows.way("linear", shape, format, rows, (8, 0)) is None
+
+
+def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    weight, exact = make(64, 128)
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
+    seen = []
+    monkeypatch.setattr(cuda, "gemm_launch", lambda *args: seen.append(args[6]) or prepared.gemm_launch(*args))
+    out = cuda.grouped_mm(rows, weight, offsets)
+    assert seen == ["tiled_64x64"]
+    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
+    # What is prepared for operands of a kind would run the linear kernel.
+    assert cuda._prepare_grouped_mm(rows, *operands(weight), None, offsets, format=weight.format) is None
+
+
+def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    monkeypatch.setattr(cuda, "gemm_launch", None)
+    torch.manual_seed(0)
+    gate_up, down = quantize(torch.randn(4, 64, 96) / 10), quantize(torch.randn(4, 96, 32) / 6)
+    hidden, ids = torch.randn(24, 96, dtype=torch.bfloat16), torch.rand(24, 4).topk(2).indices
+    scores = torch.rand(24, 2)
+    args = hidden, ids, scores
+    out = cuda.moe_experts(*args, gate_up, down, None, None, None, False, SWIGLU)
+    expected = moe_experts(*args, decoded(gate_up), decoded(down))
+    assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
+    packed = *operands(gate_up), None, *operands(down), None
+    assert cuda._prepare_experts(*args, *packed, format=gate_up.format) is None

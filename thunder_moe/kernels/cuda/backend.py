@@ -3,7 +3,8 @@ Called through kernels/select.py with validated operands; calls prepared.py and 
 kernels of src/*.cu.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
-weights (linear.py, or torch's where that is faster). Nothing synchronizes with the host.
+weights (linear.py, or torch's where that is faster). Of many rows on SM90, weights in layout "linear" are converted first
+(many_rows.py). Nothing synchronizes with the host.
 Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
 `slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
@@ -15,7 +16,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import by_parts, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.by_parts import Order
-from thunder_moe.kernels.cuda import configs, launch, nvrtc
+from thunder_moe.kernels.cuda import configs, launch, many_rows, nvrtc
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
@@ -76,6 +77,7 @@ _ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
 FORMATS = configs.FORMATS
+Weight = TypeVar("Weight", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -94,6 +96,7 @@ def grouped_mm(
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
+    weight = _for_rows(weight, activation.shape[0], config)
     return _gemm(activation, weight, offsets, None, None, None, None, config)
 
 
@@ -111,7 +114,10 @@ def grouped_swiglu(
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight.to_layout(LINEAR), offsets, row_slot, slot_scale, bias, form)
-    if weight.layout == TILED and weight.shape[1] // 2 % 64 != 0:  # a block of weights has rows of gate and of up
+    rows = (activation if row_slot is None else row_slot).shape[0]
+    weight = _for_rows(weight, rows, config)
+    split_blocks = weight.layout == TILED and weight.shape[1] // 2 % 64 != 0  # they have rows of gate and of up
+    if split_blocks or (config is None and _way(weight, rows) == many_rows.IN_16_BITS):
         gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form, config)
@@ -128,6 +134,7 @@ def grouped_mm_combine(
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
+    weight = _for_rows(weight, activation.shape[0])
     slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)  # before the GEMM: behind it is `combine` alone
     rows = _gemm(activation, weight, offsets, None, None, bias, None)
     return combine(rows, slot_row, slot_weight, late_rows=weight.shape[1] % 2 == 0)
@@ -158,7 +165,8 @@ def moe_experts(
             takes for the number of rows.
         out: contiguous (T, H) that the result is written into.
     """
-    if expert_ids.numel() == 0 or _needs_steps(hidden_states, gate_up, down):
+    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, live_rows or expert_ids.numel(), configs)
+    if expert_ids.numel() == 0 or steps:
         result = by_parts.moe_experts(
             sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
             order, weight_on_input, form,
@@ -179,7 +187,8 @@ def moe_expert_rows(
     order: Order, live_rows: int,
 ) -> Tensor:  # fmt: skip
     """The rows (M, H) that `moe_experts` with weight_on_input adds up, in its order and by its kernels."""
-    if expert_ids.numel() == 0 or _needs_steps(hidden_states, gate_up, down):
+    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, live_rows, (None, None))
+    if expert_ids.numel() == 0 or steps:
         return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
     x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
     run, first, second = _layer(
@@ -188,10 +197,20 @@ def moe_expert_rows(
     return run.rows(x, weights, first, second, None, None, _contiguous(order))
 
 
-def _needs_steps(hidden_states: Tensor, gate_up: PackedWeight, down: PackedWeight) -> bool:
-    """Whether the chain of layer.py does not serve these operands; see `grouped_swiglu`."""
+def _for_chain(
+    hidden_states: Tensor, gate_up: PackedWeight, down: PackedWeight, rows: int,
+    configs: tuple[GemmConfig | None, GemmConfig | None],
+) -> tuple[bool, PackedWeight, PackedWeight]:  # fmt: skip
+    """Whether the chain of layer.py does not serve these operands (see `grouped_swiglu`), and the weights, in the
+    layouts in which so many rows are multiplied."""
+    if _runs_on_reference(hidden_states, gate_up):
+        return True, gate_up, down
+    in_16_bits = False
+    if configs == (None, None):
+        gate_up, down = _for_rows(gate_up, rows), _for_rows(down, rows)
+        in_16_bits = many_rows.IN_16_BITS in (_way(gate_up, rows), _way(down, rows))
     split_blocks = gate_up.layout == TILED and down.shape[2] % 64 != 0
-    return split_blocks or _runs_on_reference(hidden_states, gate_up)
+    return split_blocks or in_16_bits, gate_up, down
 
 
 def _contiguous(order: Order) -> Order:
@@ -310,6 +329,7 @@ def mm(
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
     if _runs_on_reference(activation, weight):
         return reference.mm(activation, weight.to_layout(LINEAR), bias)
+    weight = _for_rows(weight, activation.shape[0], config)
     return _gemm(activation, weight, None, None, None, bias, None, config)
 
 
@@ -460,6 +480,17 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
+def _way(weight: PackedWeight, rows: int) -> str | None:
+    """How so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
+    _, capability = _device_facts(weight.device)
+    return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
+
+
+def _for_rows(weight: Weight, rows: int, config: GemmConfig | None = None) -> Weight:
+    """The weight in the layout in which so many rows are multiplied; as it is for a given configuration."""
+    return many_rows.tiled(weight) if config is None and _way(weight, rows) == many_rows.IN_TILES else weight
+
+
 def _gemm(
     activation: Tensor,
     weight: PackedWeight,
@@ -481,6 +512,10 @@ def _gemm(
     row_slot = None if row_slot is None else row_slot.contiguous()
     top_k = None if row_slot is None else rows // activation.shape[0]
     weight = weight if weight.layout == TILED else to_linear(weight)
+    plain = row_slot is None and slot_scale is None and bias is None and form is None
+    if plain and offsets is not None and config is None and _way(weight, rows) == many_rows.IN_16_BITS:
+        values = dequantize(weight, activation.dtype)
+        return many_rows.multiply(activation, values, offsets, _device_facts(activation.device))
     run = gemm_launch(
         rows, num_experts, n, k, top_k, activation.dtype, weight.layout, _per_row(weight), _dtype(slot_scale),
         _dtype(bias), form, activation.device, _device_facts(activation.device), config, weight.format.name,
@@ -551,6 +586,10 @@ def _prepared_gemm(
         or features == 0
         or layout not in (LINEAR, TILED)
         or (layout == TILED and form is not None and features % 64 != 0)
+        or many_rows.way(
+            layout, (num_experts, n, format.codes_per_byte * codes), format.name, rows,
+            _device_facts(activation.device)[1],
+        )
         or not all(map(_is_read, (activation, packed.mT, scale, global_scale, offsets, row_slot)))
         or not all(map(_is_read_as_float, (slot_scale, bias)))
     ):
@@ -647,6 +686,7 @@ def _prepare_experts(
     format: BlockFormat = NVFP4, expert_ranks: int = 1, **form: Any,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     num_experts, features = gate_up.shape[0], gate_up.shape[2] // 2
+    hidden_size, rows, (_, capability) = hidden_states.shape[1], expert_ids.numel(), _device_facts(hidden_states.device)
     read = (hidden_states, expert_ids, gate_up.mT, gate_up_scale, down.mT, down_scale, row_slot, offsets, slot_row)
     if (
         hidden_states.dtype == torch.float32
@@ -654,6 +694,8 @@ def _prepare_experts(
         or expert_ids.numel() == 0
         or not {gate_up_layout, down_layout} <= {LINEAR, TILED}
         or (gate_up_layout == TILED and features % 64 != 0)
+        or many_rows.way(gate_up_layout, (num_experts, 2 * features, hidden_size), format.name, rows, capability)
+        or many_rows.way(down_layout, (num_experts, hidden_size, features), format.name, rows, capability)
         or not all(map(_is_read, (*read, gate_up_global_scale, down_global_scale)))
         or not all(map(_is_read_as_float, (expert_weights, gate_up_bias, down_bias)))
     ):

@@ -1,0 +1,66 @@
+"""Many rows per expert and weights in layout "linear" on SM90: the weights are converted at each call, and then multiplied.
+Called by kernels/cuda/backend.py; calls quantizer.py and linear.py beside it.
+
+The kernels of "linear" weights decode them again for each tile of rows. With many tiles it takes less time to write the
+weights once in an order, or a format, whose kernels multiply faster; that needs memory for one weight more.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import Tensor
+
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch
+
+__all__ = ["IN_16_BITS", "IN_TILES", "WAYS", "multiply", "tiled", "way"]
+
+IN_TILES, IN_16_BITS = WAYS = "tiled_64x64", "16 bits"
+# Rows per expert up to which the kernels of "linear" weights are as fast. H200, us of the GEMM by them and with the
+# conversion, in bf16 without: MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048), 64 rows 298, 377, 262; 128 rows 443, 429, 373;
+# 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096), 256 rows 1696, 1366, 1036; 2048 rows 10118, 6070,
+# 5615. NVFP4, Llama 4 Scout (16384, 5120), 128 rows 931, 1232, 1182; 256 rows 1793, 1772, 1552; 512 rows 3241, 2714, 2362.
+# MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108, 71; 768 rows 322, 230, 196.
+_MOST_ROWS = {"nvfp4": 256, "mxfp8": 128}
+Weight = TypeVar("Weight", bound=PackedWeight)
+
+
+def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int]) -> str | None:
+    """How rows are multiplied by a weight: converted to one of `WAYS`, or None, as it is.
+
+    Args:
+        layout: of the weight.
+        shape: (E, N, K).
+        format: of the weight, one of `_MOST_ROWS`.
+        rows: of all experts together.
+        capability: of the device.
+    """
+    experts, n, k = shape
+    if layout != LINEAR or capability != (9, 0) or rows <= _MOST_ROWS[format] * experts:
+        return None
+    if n % 64 == 0 and k % 64 == 0:
+        return IN_TILES
+    # The kernel of one weight alone takes no offsets; that of 16-bit weights stores eight features at a time.
+    return IN_16_BITS if experts > 1 and n % 8 == 0 else None
+
+
+def tiled(weight: Weight) -> Weight:
+    """A weight in layout "linear" in layout "tiled_64x64"."""
+    from thunder_moe.kernels.cuda.quantizer import to_tiled  # which calls backend
+
+    return to_tiled(weight)
+
+
+def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, facts: tuple[int, tuple[int, int]]) -> Tensor:
+    """Contiguous 16-bit rows (M, K), weight (E, N, K) and offsets (E,) -> (M, N); facts: of the device."""
+    experts, n, k = weight.shape
+    rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    kernel = kernel_for(rows.dtype, n, k, facts[1], 0)
+    launch = linear_launch(
+        rows.shape[0], experts, n, k, rows.dtype, False, False, False, kernel, rows.device, facts, None
+    )
+    out = rows.new_empty(rows.shape[0], n)
+    launch(rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), out.data_ptr())
+    return out
