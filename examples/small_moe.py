@@ -1,4 +1,4 @@
-"""Trains a small Qwen3-MoE of transformers on the standard library's sources and saves it, with a tokenizer, as a model.
+"""Trains a small Qwen3-MoE of transformers on the standard library's sources and saves it with a tokenizer.
 Called by users: `python examples/small_moe.py DIR`; calls transformers, tokenizers and llama4_moe_text.py for the text.
 
 DIR gets what `from_pretrained` reads, and held_out.txt, sources that training has not seen: a model of a few megabytes

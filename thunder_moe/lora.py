@@ -1,5 +1,5 @@
-"""LoRA on experts, 4-bit or not, and 4-bit dense layers: add_lora_(model) -> train -> merge_lora_ or keep beside;
-use_lora_ switches adapters.
+"""LoRA on experts, quantized or not, and quantized dense layers: add_lora_(model) -> train -> merge_lora_ or keep
+beside; use_lora_ switches adapters.
 Called by users and integrations.huggingface.lora; calls nn.lora for the modules, quantize to merge into 16 bits.
 """
 
@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.nvfp4 import dequantize
-from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import (
     GroupedLinear,
     GroupedMLP,
@@ -219,9 +218,9 @@ def merge_lora_(
 ) -> dict[str, float]:
     """Puts adapters into the weights of the experts, in place, so that they cost nothing any more.
 
-    A 4-bit weight is decoded, added to in float32 and rounded to NVFP4 again: the rounding is new, and may be larger
-    than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both stay.
-    Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
+    A quantized weight is decoded, added to in float32 and rounded to its format again: the rounding is new, and may be
+    larger than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both
+    stay. Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
 
     Args:
         model: one with adapters.
@@ -318,9 +317,6 @@ def _obstacle(module: Any) -> str | None:
     if type(module) not in (*_WITH_LORA, *_BASE):
         return f"it is a {type(module).__name__}"
     reason = impure(module)
-    format_name = getattr(module.stack if isinstance(module, NVFP4LinearPart) else module, "format_name", NVFP4.name)
-    if format_name != NVFP4.name:
-        return f"its weight is in {format_name}, which takes no adapters yet"
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"
     if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
@@ -417,7 +413,7 @@ def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
 def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """float32 (E, N, K): the weight plus some adapters, and what these add."""
     if not isinstance(linear, GroupedLinear):
-        weight = dequantize(linear.nvfp4_weight.to_layout(LINEAR), torch.float32)
+        weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
     else:
         weight = linear.weight.detach().float()
     delta = linear.lora_delta(names) if names else torch.zeros_like(weight)
@@ -427,13 +423,15 @@ def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
 def _merge(linear: Any, names: tuple[str, ...]) -> float:
     total, delta = _sum(linear, names)
     if not isinstance(linear, GroupedLinear):
-        weight = linear.nvfp4_weight.to_layout(LINEAR)
+        weight = linear.packed_weight.to_layout(LINEAR)
         # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
         own = (tensor.detach() for tensor in weight.tensors())
         copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
-        linear.lora_unmerged = NVFP4Weight(*copied)
+        linear.lora_unmerged = weight.with_tensors(copied)
         parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
-        merged = NVFP4Weight.concatenate(*(quantize(part.contiguous()) for part in total.chunk(parts, 1)))
+        format = weight.format.name
+        rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
+        merged = PackedWeight.concatenate(*rounded)
         _set_weight(linear, merged)
         total -= dequantize(merged, torch.float32)
     else:
@@ -444,21 +442,21 @@ def _merge(linear: Any, names: tuple[str, ...]) -> float:
     return _ratio(total, delta)
 
 
-def _set_weight(linear: Any, weight: NVFP4Weight) -> None:
-    """Gives a 4-bit linear another weight in layout "linear"; a part its rows of the stack's."""
+def _set_weight(linear: Any, weight: PackedWeight) -> None:
+    """Gives a quantized linear another weight in layout "linear"; a part its rows of the stack's."""
     owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
     weight = weight.to(owner.qdata.device)
     if owner is not linear:
-        whole, rows = owner.nvfp4_weight.to_layout(LINEAR), linear._rows
-        qdata, bits, scales = (
-            whole.qdata.clone(),
-            whole.scale.view(torch.uint8).clone(),
-            whole.row_global_scale().clone(),
-        )
-        qdata[:, rows], bits[:, rows] = weight.qdata, weight.scale.view(torch.uint8)
-        scales[:, rows] = weight.row_global_scale()
-        alike = bool((scales == scales[:, :1]).all())
-        weight = NVFP4Weight(qdata, bits.view(torch.float8_e4m3fn), scales[:, 0].clone() if alike else scales)
+        whole, rows = owner.packed_weight.to_layout(LINEAR), linear._rows
+        qdata, bits = (tensor.view(torch.uint8).clone() for tensor in (whole.qdata, whole.scale))
+        qdata[:, rows], bits[:, rows] = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
+        tensors = [qdata.view(whole.qdata.dtype), bits.view(whole.scale.dtype)]
+        if isinstance(whole, NVFP4Weight) and isinstance(weight, NVFP4Weight):
+            scales = whole.row_global_scale().clone()
+            scales[:, rows] = weight.row_global_scale()
+            alike = bool((scales == scales[:, :1]).all())
+            tensors.append(scales[:, 0].clone() if alike else scales)
+        weight = whole.with_tensors(tensors)
     owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
 
 

@@ -3,7 +3,7 @@ Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cu
 
 The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is
 that of a call in a row of calls, each with other weights (so many that no cache holds them), as the layers of a model
-follow each other: on CUDA one CUDA graph. `--format` names the weights' format. `--tune` times all configurations of the
+follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--tune` times all configurations of the
 CUDA kernels that are worth it, and writes the fastest of each layer and number of rows to configs.json; each result is
 compared with bf16 before.
 """
@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any

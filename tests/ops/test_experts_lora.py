@@ -1,30 +1,36 @@
-"""The operators f16a_nvfp4weight_moe_experts_lora and moe_combine: values and gradients, opcheck, bad input.
+"""The operators f16a_nvfp4weight_moe_experts_lora, its MXFP8 form and moe_combine: values, gradients, opcheck, errors.
 Called by pytest; calls the oracle.
 """
-
-import functools
 
 import oracle
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, relative_error
 
-from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import FORMATS
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.ops.combine import moe_combine
+from thunder_moe.ops.experts_lora import f16a_mxfp8weight_moe_experts_lora, moe_experts_lora
 from thunder_moe.ops.experts_lora import f16a_nvfp4weight_moe_experts_lora as experts_lora
-from thunder_moe.ops.experts_lora import moe_experts_lora
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.route import moe_route
 
-E, H, INNER, T, A, R = 5, 48, 32, 11, 2, 3
+E, H, INNER, T, A, R = 5, 32, 64, 11, 2, 3
+OPERATORS = {"nvfp4": experts_lora, "mxfp8": f16a_mxfp8weight_moe_experts_lora}
+DECODED = {"nvfp4": oracle.dequantize, "mxfp8": oracle.dequantize_mxfp8}
 GPT_OSS = dict(alpha=1.702, limit=1.5, up_shift=1.0)
 
 
-def make(dtype, *, tokens=T, bias=True, sentinel=False):
+def make_weights(format="nvfp4"):
+    """Of gate_up and down."""
+    quantize = FORMATS[format].quantize
+    gate_up = PackedWeight.concatenate(quantize(torch.randn(E, INNER, H) / 7), quantize(torch.randn(E, INNER, H) / 4))
+    return gate_up, quantize(torch.randn(E, H, INNER) / 6)
+
+
+def make(dtype, *, tokens=T, bias=True, sentinel=False, weights=None):
     """The operator's tensor arguments, and the dense float32 weights of gate_up and down without adapters."""
-    gate_up = NVFP4Weight.concatenate(quantize(torch.randn(E, INNER, H) / 7), quantize(torch.randn(E, INNER, H) / 4))
-    down = quantize(torch.randn(E, H, INNER) / 6)
+    gate_up, down = weights or make_weights()
     ids = (
         torch.stack([torch.randperm(E)[:A] for _ in range(tokens)]) if tokens else torch.empty(0, A, dtype=torch.int64)
     )
@@ -35,27 +41,30 @@ def make(dtype, *, tokens=T, bias=True, sentinel=False):
     leaves += [torch.randn(E, 2 * INNER), torch.randn(E, H)] if bias else [None, None]
     leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in leaves]
     args = (leaves[0], ids, leaves[1], *operands(gate_up), *operands(down), *leaves[2:])
-    return args, leaves, [oracle.dequantize(*weight.tensors()) for weight in (gate_up, down)]
+    return args, leaves, [DECODED[weight.format.name](*weight.tensors()) for weight in (gate_up, down)]
 
 
 @pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("form", "bias", "on_input", "sentinel"),
     [({}, False, False, False), (GPT_OSS, True, False, True), ({}, False, True, True), (GPT_OSS, True, True, False)],
 )
-def test_values_and_gradients(dtype, form, bias, on_input, sentinel, keep):
-    args, leaves, (gate_up, down) = make(dtype, bias=bias, sentinel=sentinel)
+def test_values_and_gradients(dtype, format, form, bias, on_input, sentinel, keep):
+    weights = make_weights(format)
+    args, leaves, (gate_up, down) = make(dtype, bias=bias, sentinel=sentinel, weights=weights)
     if form and dtype != torch.float32:
         form = {**form, "limit": 50.0}  # rounding moves values across a limit, where the gradient jumps
-    layouts = dict(gate_up_layout="linear", down_layout="linear") if keep else {}
-    call = functools.partial(moe_experts_lora, keep=True) if keep else experts_lora
-    out = call(*args, *(None,) * 3, weight_on_input=on_input, **layouts, **form)
+    form = dict(weight_on_input=on_input, **form)
+    if keep:
+        full = dict(dict(alpha=1.0, limit=None, up_shift=0.0), **form)
+        out = moe_experts_lora(args[:3], *weights, *args[-6:], *(None,) * 3, keep=True, **full)
+    else:
+        out = OPERATORS[format](*args, *(None,) * 3, **form)
     wide = [leaf if leaf is None else leaf.detach().float().requires_grad_() for leaf in leaves]
     hidden, scores, a1, b1, a2, b2, *biases = wide
-    expected = oracle.moe_experts(
-        hidden, args[1], scores, gate_up + b1 @ a1, down + b2 @ a2, *biases, weight_on_input=on_input, **form
-    )
+    expected = oracle.moe_experts(hidden, args[1], scores, gate_up + b1 @ a1, down + b2 @ a2, *biases, **form)
     assert relative_error(out, expected) < KERNEL_TOLERANCE[dtype] * 1.5
     grad = torch.randn(T, H)
     given = [leaf for leaf in leaves if leaf is not None]
@@ -90,11 +99,17 @@ def test_no_tokens():
     assert all(grad.eq(0).all() for grad in grads)
 
 
-def test_opcheck(opcheck):
-    args, _, _ = make(torch.float32)
-    opcheck(torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora.default, args, GPT_OSS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_opcheck(opcheck, format):
+    args, _, _ = make(torch.float32, weights=make_weights(format))
+    name = f"f16a_{format}weight_moe_experts_lora"
+    opcheck(getattr(torch.ops.thunder_moe, name).default, args, GPT_OSS)
     basic = ("test_schema", "test_faketensor", "test_autograd_registration")
-    opcheck(torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora_kept.default, args, GPT_OSS, test_utils=basic)
+    opcheck(getattr(torch.ops.thunder_moe, f"{name}_kept").default, args, GPT_OSS, test_utils=basic)
+
+
+def test_opcheck_of_combine(opcheck):
+    args, _, _ = make(torch.float32)
     _, offsets, slot_row = moe_route(args[1], E)
     opcheck(torch.ops.thunder_moe.moe_combine.default, (torch.randn(T * A, 4, requires_grad=True), offsets, slot_row))
 

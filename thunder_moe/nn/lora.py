@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.formats.nvfp4 import dequantize
-from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.nn.grouped_linear import GroupedLinear, linear_operator
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart
 from thunder_moe.nn.quantized import NVFP4GroupedLinear
@@ -189,7 +189,7 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
 class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
 
-    lora_unmerged: NVFP4Weight | None
+    lora_unmerged: PackedWeight | None
     lora_to_restore = False  # whether `dequantized` is to have the active adapters in it
 
     def forward(self, x: Tensor, offsets: Tensor, bias_scale: Tensor | None = None) -> Tensor:
@@ -201,7 +201,7 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
         """As `NVFP4GroupedLinear.dequantized`, with `lora_to_restore` plus the active adapters, rounded once."""
         if not self.lora_to_restore or not self.lora_active:
             return super().dequantized()
-        total = dequantize(self.nvfp4_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
+        total = dequantize(self.packed_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
         parts = zip(total.chunk(len(self.weight_dtypes), 1), self.weight_dtypes, strict=True)
         return [part.to(dtype).contiguous() for part, dtype in parts]
 
@@ -213,7 +213,7 @@ class LoRADense(LoRALinear):
     """What a dense linear with adapters has besides its base class."""
 
     num_experts = 1
-    lora_unmerged: NVFP4Weight | None
+    lora_unmerged: PackedWeight | None
 
     def plus_dense(self, y: Tensor, x: Tensor) -> Tensor:
         """y (..., N) plus what the active adapters make of x (..., K), in y's dtype."""

@@ -1,4 +1,5 @@
-"""The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on 4-bit weights plus LoRA adapters.
+"""The operator thunder_moe::f16a_nvfp4weight_moe_experts_lora: a layer's experts on packed weights plus LoRA adapters.
+There is one for MXFP8 weights, too, beside which the adapters' products are GEMMs of their own.
 Called by integrations.huggingface; calls the operators of ops.grouped_mm, ops.low_rank, ops.grouped_linear,
 ops.activation and ops.combine, in both directions.
 
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.experts import DOWN_NAMES, GATE_UP_NAMES, check_experts, check_order
-from thunder_moe.ops.operator import OPERATORS, operator
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import OPERATORS, in_format, name_in, operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
-__all__ = ["f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
+__all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
 
 Kept = tuple[Tensor, Tensor | None, Tensor | None]  # gate and up (M, 2I), the products with gate_up_a and down_a (M, R)
 LORA_NAMES = ("gate_up_a", "gate_up_b", "down_a", "down_b")
@@ -36,8 +40,8 @@ def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]
 
 def _check(
     hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
     gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None, down_b: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
@@ -70,10 +74,13 @@ def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor 
 
 
 def _gemm(rows: Tensor, weight: Any, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor) -> Tensor:
-    """The GEMM of a 4-bit weight plus inner x b, (M, N); inner: (M, R), rows x a."""
+    """The GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
     ops = torch.ops.thunder_moe
     out: Tensor
-    if inner is None or b is None:
+    if weight[2] is None:
+        out = ops.f16a_mxfp8weight_scaled_grouped_mm(rows, *weight[:2], offsets, layout=layout)
+        out = out if inner is None or b is None else out + ops.grouped_linear(inner, b, offsets)
+    elif inner is None or b is None:
         out = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *weight, offsets, layout=layout)
     else:
         out = ops.grouped_mm_low_rank(rows, *weight, offsets, inner, b, layout=layout)
@@ -94,7 +101,10 @@ def _dgrad(grad: Tensor, weight: Any, layout: str, a: Tensor | None, outer: Tens
     """The gradient (M, K) of the rows of `_gemm`; outer: (M, R), that of rows x a."""
     ops = torch.ops.thunder_moe
     out: Tensor
-    if a is None or outer is None:
+    if weight[2] is None:
+        out = ops.f16a_mxfp8weight_scaled_grouped_mm_dgrad(grad, *weight[:2], offsets, layout=layout)
+        out = out if a is None or outer is None else out + ops.grouped_linear_dgrad(outer, a, offsets)
+    elif a is None or outer is None:
         out = ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight, offsets, layout=layout)
     else:
         out = ops.grouped_mm_low_rank_dgrad(grad, *weight, offsets, outer, a, layout=layout)
@@ -117,14 +127,14 @@ def _before_down(
 
 def _gradient(
     grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor,
+    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
+    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
     gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None, down_b: Tensor | None = None,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    kept: Kept | None = None, **form: Any,
+    kept: Kept | None = None, format: BlockFormat = NVFP4, **form: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """`kept`: what the forward has kept."""
     ops = torch.ops.thunder_moe
@@ -385,26 +395,48 @@ class _Keeping(torch.autograd.Function):
         return None, *of
 
 
-_OPERATOR = OPERATORS["f16a_nvfp4weight_moe_experts_lora"]
+f16a_mxfp8weight_moe_experts_lora = in_format(f16a_nvfp4weight_moe_experts_lora, MXFP8)
+in_format(f16a_nvfp4weight_moe_experts_lora_kept, MXFP8)
+_NAME = "f16a_nvfp4weight_moe_experts_lora"
+_OPERATOR = OPERATORS[_NAME]
 
 
-def moe_experts_lora(*args: Tensor | None, keep: bool, **options: Any) -> Tensor:
-    """The operator, with all of its arguments; with `keep`, gate and up stay for the backward.
+def moe_experts_lora(
+    inputs: tuple[Tensor, Tensor, Tensor], gate_up: PackedWeight, down: PackedWeight, *rest: Tensor | None, keep: bool,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """The operator of the weights' format; with `keep`, gate and up stay for the backward.
 
     That is 2I values for each row, and a GEMM less.
+
+    Args:
+        inputs: hidden_states, expert_ids, expert_weights.
+        gate_up: (E, 2I, H).
+        down: (E, H, I), in the same format.
+        *rest: the operator's other nine tensors.
+        keep: see above.
+        **options: the operator's, without the layouts.
     """
+    options |= dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
+    name = name_in(_NAME, gate_up.format)
+    adapters_and_biases, order = rest[:6], rest[6:]
     if keep and torch.is_grad_enabled() and torch.compiler.is_compiling():
-        if args[15] is None:  # the backward reads it, too
-            ids, gate_up = args[1], args[3]
-            assert ids is not None
-            assert gate_up is not None
-            args = (*args[:15], *torch.ops.thunder_moe.moe_route(ids, gate_up.shape[0]))
-        kept: tuple[Tensor, ...] = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora_kept(*args, **options)
+        if order[0] is None:  # the backward reads it, too
+            order = torch.ops.thunder_moe.moe_route(inputs[1], gate_up.shape[0])
+        run = getattr(torch.ops.thunder_moe, f"{name}_kept")
+        kept: tuple[Tensor, ...] = run(
+            *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order, **options
+        )
         return kept[0]
+    args = *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order
     if keep and torch.is_grad_enabled():
-        _OPERATOR.check(*args, **options)
-        _OPERATOR.check_values(*args, **options)
-        out: Tensor = _Keeping.apply(options, *args)  # type: ignore[no-untyped-call]
+        OPERATORS[name].check(*args, **options)
+        OPERATORS[name].check_values(*args, **options)
+        packed = ((*operands(weight), None)[:3] for weight in (gate_up, down))
+        first, second = packed
+        out: Tensor = _Keeping.apply(  # type: ignore[no-untyped-call]
+            options, *inputs, *first, *second, *adapters_and_biases, *order
+        )
         return out
-    out = torch.ops.thunder_moe.f16a_nvfp4weight_moe_experts_lora(*args, **options)
+    out = getattr(torch.ops.thunder_moe, name)(*args, **options)
     return out

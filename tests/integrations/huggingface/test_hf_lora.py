@@ -9,13 +9,14 @@ import torch
 from oracle import relative_error
 from tiny_models import ARCHITECTURES, tiny_model, tokens
 
-from thunder_moe import dequantize_, quantize_
+from thunder_moe import dequantize_, quantize_, rewrite_report
+from thunder_moe.compilers.eligibility import GroupedGemm
 from thunder_moe.formats.gate_up import interleave
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
+from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, merge_lora_, remove_lora_, unmerge_lora_
 
 
-def adapted(name, dtype=torch.float32, **options):
-    model = quantize_(tiny_model(name, dtype))
+def adapted(name, dtype=torch.float32, format="nvfp4", **options):
+    model = quantize_(tiny_model(name, dtype), format=format)
     add_lora_(model, 4, 8, **options)
     generator = torch.Generator().manual_seed(1)
     for parameter in lora_parameters(model):
@@ -63,6 +64,30 @@ def test_values_and_gradients(name):
     assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_mxfp8(name):
+    """Values, gradients, and what is merged."""
+    model = adapted(name, format="mxfp8")
+    logits, grads = gradients(model)
+    expected, wanted = expected_of(model)
+    assert relative_error(logits, expected) < 1e-5
+    assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
+    before = copy.deepcopy(model.state_dict())
+    errors = merge_lora_(model)
+    assert 0 < max(errors.values()) < 0.5
+    assert {linear.format_name for linear in lora_linears(model).values()} == {"mxfp8"}
+    assert relative_error(model(tokens()).logits, expected) < 0.1
+    unmerge_lora_(model)
+    assert all(torch.equal(bits(tensor), bits(before[key])) for key, tensor in model.state_dict().items())
+    merge_lora_(model, dequantize=True)
+    assert relative_error(model(tokens()).logits, expected) < 1e-5
+
+
+def bits(tensor):
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_around_the_operator(name):
     """A dropout of next to nothing takes the way around the operator of the whole layer, as own gates and norms do."""
@@ -86,27 +111,36 @@ def test_own_gates():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss"])
-def test_torch_compile(name):
-    model = adapted(name)
+@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
+@pytest.mark.parametrize(
+    ("name", "format"), [("qwen3_moe", "nvfp4"), ("llama4", "nvfp4"), ("gpt_oss", "nvfp4"), ("gpt_oss", "mxfp8")]
+)
+def test_torch_compile(name, format):
+    model = adapted(name, format=format)
     expected, wanted = gradients(model)
     inner = {"thunder_moe.inner": "aot_eager"}
-    logits, grads = gradients(model, torch.compile(model, backend="thunder_moe", fullgraph=True, options=inner))
+    compiled = torch.compile(model, backend="thunder_moe", fullgraph=True, options=inner)
+    logits, grads = gradients(model, compiled)
+    assert {entry.decision for entry in rewrite_report(compiled) if isinstance(entry.gemm, GroupedGemm)} == {format}
     assert relative_error(logits, expected) < 1e-5
     assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
 
 
 @pytest.mark.slow
-def test_thunder():
+@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_thunder(format):
     from thunder_moe import moe_executor
 
     import thunder  # isort: skip
 
-    experts = adapted("gpt_oss").model.layers[0].mlp.experts
+    experts = adapted("gpt_oss", format=format).model.layers[0].mlp.experts
     ids, weights = torch.randint(0, 8, (10, 2)), torch.rand(10, 2, requires_grad=True)
     hidden = torch.randn(10, 64, requires_grad=True)
     given = [hidden, weights, *lora_parameters(experts)]
-    out, compiled = experts(hidden, ids, weights), thunder.jit(experts, executors=[moe_executor])(hidden, ids, weights)
+    jitted = thunder.jit(experts, executors=[moe_executor])
+    out, compiled = experts(hidden, ids, weights), jitted(hidden, ids, weights)
+    assert [entry.decision for entry in rewrite_report(jitted)] == [format] * 2
     assert relative_error(compiled, out) < 1e-5
     pairs = zip(torch.autograd.grad(compiled.sum(), given), torch.autograd.grad(out.sum(), given), strict=True)
     assert all(relative_error(got, want) < 1e-5 for got, want in pairs)

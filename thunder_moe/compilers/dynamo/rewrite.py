@@ -56,8 +56,9 @@ _QUANTIZED: dict[Any, tuple[tuple[int, str], ...]] = {
     getattr(_OPS, name).default: ((1, decision),) for name, decision in QUANTIZED.items()
 }
 _QUANTIZED |= {getattr(_OPS, name).default: decisions for name, decisions in EXPERTS.items()}
-for _with_lora in (_OPS.f16a_nvfp4weight_moe_experts_lora, _OPS.f16a_nvfp4weight_moe_experts_lora_kept):
-    _QUANTIZED[_with_lora.default] = ((3, "nvfp4"), (6, "nvfp4"))
+for _format, _known in BLOCK_FORMATS.items():
+    for _with_lora in (f"f16a_{_format}weight_moe_experts_lora", f"f16a_{_format}weight_moe_experts_lora_kept"):
+        _QUANTIZED[getattr(_OPS, _with_lora).default] = ((3, _format), (3 + len(_known.fields), _format))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
+    EXPERTS_LORA,
     SYMBOLS,
     grouped_mm,
     moe_combine,
@@ -35,7 +36,6 @@ from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     moe_route,
     moe_router,
     mxfp8_fake_quantize,
-    nvfp4_experts_lora,
     nvfp4_fake_quantize,
 )
 from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
@@ -105,7 +105,7 @@ moe_executor._lookasides.update(
                 mxfp8_fake_quantize,
                 nvfp4_fake_quantize,
                 *(symbol for symbols in SYMBOLS.values() for symbol in symbols.values()),
-                nvfp4_experts_lora,
+                *EXPERTS_LORA.values(),
                 moe_combine,
             )
         },

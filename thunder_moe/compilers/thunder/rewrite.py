@@ -45,12 +45,12 @@ from thunder_moe.compilers.thunder.sites import (  # noqa: E402
 )
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
+    EXPERTS_LORA,
     SYMBOLS,
     check_grad_mode,
     check_memory,
     declare_changed,
     grouped_mm,
-    nvfp4_experts_lora,
     nvfp4_grouped_swiglu,
     nvfp4_pack,
     nvfp4_swizzle,
@@ -264,7 +264,7 @@ def _replace_quantized(packs: dict[tuple[Any, ...], _Pack], quantized: Quantized
         return _by_nvfuser(packs, swizzled, bsym.sym, bsym.args[0], bsym.args[4], bsym.output, quantized.gemm)
     if (
         quantized.gemm.format != NVFP4.name
-        or bsym.sym.id == nvfp4_experts_lora.id
+        or bsym.sym.id == EXPERTS_LORA[NVFP4.name].id
         or not nvfuser.is_listed(get_compile_data().executors_list)
     ):
         return [], ""

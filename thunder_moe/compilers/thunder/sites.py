@@ -28,9 +28,9 @@ from thunder_moe.compilers.gate_up import column_part, is_interleaved  # noqa: E
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
+    EXPERTS_LORA,
     SYMBOLS,
     grouped_mm,
-    nvfp4_experts_lora,
 )
 from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
@@ -264,20 +264,23 @@ class Quantized:
 
 
 _FORMATS = {symbol.id: format for format in SYMBOLS for symbol in SYMBOLS[format].values() if symbol.name in QUANTIZED}
+_WITH_LORA = {symbol.id: BLOCK_FORMATS[format] for format, symbol in EXPERTS_LORA.items()}
 
 
 def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantized]:
     """The calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
-        if bsym.sym.id == nvfp4_experts_lora.id:  # one operator, which nvFuser does not take
-            for weight in (bsym.args[3], bsym.args[6]):
+        if bsym.sym.id in _WITH_LORA:  # one operator, which nvFuser does not take
+            format = _WITH_LORA[bsym.sym.id]
+            for weight in (bsym.args[3], bsym.args[3 + len(format.fields)]):
                 source = (computation.argument_behind(weight.name) or (weight,))[0]
-                dtype, (experts, half, n) = dtypes.to_torch_dtype(bsym.args[0].dtype), weight.shape
+                dtype, (experts, codes, n) = dtypes.to_torch_dtype(bsym.args[0].dtype), weight.shape
                 rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
                 name = names.get(computation.origin(weight.name), source.name)
-                gemm = GroupedGemm(name, experts, n, 2 * half, rows, dtype, dtype, False)
-                found.append(Quantized(bsym, gemm, "nvfp4", None))
+                k = format.codes_per_byte * codes
+                gemm = GroupedGemm(name, experts, n, k, rows, dtype, dtype, False, format=format.name)
+                found.append(Quantized(bsym, gemm, format.name, None))
         if bsym.sym.id not in _FORMATS:
             continue
         format = BLOCK_FORMATS[_FORMATS[bsym.sym.id]]

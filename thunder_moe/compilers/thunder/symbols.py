@@ -49,6 +49,7 @@ from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 
 __all__ = [
     "EXECUTOR",
+    "EXPERTS_LORA",
     "SYMBOLS",
     "check_grad_mode",
     "check_memory",
@@ -61,7 +62,6 @@ __all__ = [
     "moe_router",
     "mxfp8_fake_quantize",
     "nvfp4_combine",
-    "nvfp4_experts_lora",
     "nvfp4_fake_quantize",
     "nvfp4_grouped_mm",
     "nvfp4_grouped_swiglu",
@@ -230,7 +230,7 @@ nvfp4_grouped_swiglu = _symbol(_SWIGLU_NAME, _AMAX)
 nvfp4_combine = _symbol(_COMBINE_NAME)
 nvfp4_mm = _symbol(_DENSE_NAME)
 _LORA_NAME, _SUM_NAME = "f16a_nvfp4weight_moe_experts_lora", "moe_combine"
-nvfp4_experts_lora = _symbol(_LORA_NAME)
+_nvfp4_experts_lora = _symbol(_LORA_NAME)
 moe_combine = _symbol(_SUM_NAME)
 moe_route = _symbol("moe_route")
 nvfp4_fake_quantize = _symbol("nvfp4_fake_quantize")
@@ -315,10 +315,13 @@ mxfp8_grouped_mm, mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm = (
     _symbol(name_in(name, MXFP8)) for name in (_NAME, _SWIGLU_NAME, _COMBINE_NAME, _DENSE_NAME)
 )
 mxfp8_fake_quantize = _symbol("mxfp8_fake_quantize")
+_mxfp8_experts_lora = _symbol(name_in(_LORA_NAME, MXFP8))
 _mxfp8_dgrad = _dgrad_symbol(MXFP8)
 _MXFP8_BACKWARD = [
-    (symbol, _backward_symbol(OPERATORS[symbol.name])) for symbol in (mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm)
+    (symbol, _backward_symbol(OPERATORS[symbol.name]))
+    for symbol in (mxfp8_grouped_swiglu, mxfp8_combine, mxfp8_mm, _mxfp8_experts_lora)
 ]
+EXPERTS_LORA = {NVFP4.name: _nvfp4_experts_lora, MXFP8.name: _mxfp8_experts_lora}
 # By number format and the end of the operator's name.
 SYMBOLS: dict[str, dict[str, Symbol]] = {
     format: dict(scaled_grouped_mm=gemm, grouped_swiglu=swiglu, grouped_mm_combine=combine, scaled_mm=dense)
@@ -452,7 +455,7 @@ for _each, _grad_transform in (
     (_combine_backward, None),
     (nvfp4_mm, _gradient(nvfp4_mm, _dense_backward)),
     (_dense_backward, None),
-    (nvfp4_experts_lora, _gradient(nvfp4_experts_lora, _lora_backward)),
+    (_nvfp4_experts_lora, _gradient(_nvfp4_experts_lora, _lora_backward)),
     (_lora_backward, None),
     (moe_combine, _gradient(moe_combine, _sum_backward)),
     (_sum_backward, None),

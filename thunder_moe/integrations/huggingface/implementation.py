@@ -67,10 +67,9 @@ def run_experts(
             for linear in (first, second)
         ]
         out: Tensor = moe_experts_lora(
-            *inputs, *operands(gate_up), *operands(down), *pairs[0], *pairs[1], gate_up_bias, down_bias,
-            *(order or (None, None, None)), weight_on_input=form.weight_on_input, gate_up_layout=gate_up.layout,
-            down_layout=down.layout, alpha=form.swiglu.alpha, limit=form.swiglu.limit, up_shift=form.swiglu.up_shift,
-            keep=not traced_by_thunder(),
+            inputs, gate_up, down, *pairs[0], *pairs[1], gate_up_bias, down_bias, *(order or (None, None, None)),
+            weight_on_input=form.weight_on_input, alpha=form.swiglu.alpha, limit=form.swiglu.limit,
+            up_shift=form.swiglu.up_shift, keep=not traced_by_thunder(),
         )  # fmt: skip
         return out
     if form.swiglu is not None and not form.post_norm and not dropping:

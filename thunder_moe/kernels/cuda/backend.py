@@ -3,8 +3,8 @@ Called through kernels/select.py with validated operands; calls prepared.py and 
 kernels of src/*.cu.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
-weights (linear.py, or torch's where that is faster). Of many rows on SM90, weights in layout "linear" are converted first
-(many_rows.py). Nothing synchronizes with the host.
+weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted
+first (many_rows.py). Nothing synchronizes with the host.
 Offsets, row_slot and slot_row are not trusted: nothing out of range is read or written (`row_end` of grouped_mm.cuh,
 `slot_of_row` of common.cuh), and the results of such rows are undefined.
 """
@@ -587,7 +587,10 @@ def _prepared_gemm(
         or layout not in (LINEAR, TILED)
         or (layout == TILED and form is not None and features % 64 != 0)
         or many_rows.way(
-            layout, (num_experts, n, format.codes_per_byte * codes), format.name, rows,
+            layout,
+            (num_experts, n, format.codes_per_byte * codes),
+            format.name,
+            rows,
             _device_facts(activation.device)[1],
         )
         or not all(map(_is_read, (activation, packed.mT, scale, global_scale, offsets, row_slot)))

@@ -1,4 +1,4 @@
-"""Many rows per expert and weights in layout "linear" on SM90: the weights are converted at each call, and then multiplied.
+"""Many rows per expert and weights in layout "linear" on SM90: the weights are converted at each call, then multiplied.
 Called by kernels/cuda/backend.py; calls quantizer.py and linear.py beside it.
 
 The kernels of "linear" weights decode them again for each tile of rows. With many tiles it takes less time to write the
@@ -19,10 +19,11 @@ __all__ = ["IN_16_BITS", "IN_TILES", "WAYS", "multiply", "tiled", "way"]
 
 IN_TILES, IN_16_BITS = WAYS = "tiled_64x64", "16 bits"
 # Rows per expert up to which the kernels of "linear" weights are as fast. H200, us of the GEMM by them and with the
-# conversion, in bf16 without: MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048), 64 rows 298, 377, 262; 128 rows 443, 429, 373;
-# 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096), 256 rows 1696, 1366, 1036; 2048 rows 10118, 6070,
-# 5615. NVFP4, Llama 4 Scout (16384, 5120), 128 rows 931, 1232, 1182; 256 rows 1793, 1772, 1552; 512 rows 3241, 2714, 2362.
-# MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108, 71; 768 rows 322, 230, 196.
+# conversion, and of bf16. MXFP8 to tiles, Qwen3-30B-A3B (1536, 2048): 64 rows 298, 377, 262; 128 rows 443, 429, 373;
+# 256 rows 750, 643, 444; 512 rows 1252, 894, 762. Mixtral (28672, 4096): 256 rows 1696, 1366, 1036; 2048 rows 10118,
+# 6070, 5615. NVFP4 to tiles, Llama 4 Scout (16384, 5120): 128 rows 931, 1232, 1182; 256 rows 1793, 1772, 1552; 512 rows
+# 3241, 2714, 2362. MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108, 71; 768 rows
+# 322, 230, 196.
 _MOST_ROWS = {"nvfp4": 256, "mxfp8": 128}
 Weight = TypeVar("Weight", bound=PackedWeight)
 
