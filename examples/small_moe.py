@@ -11,6 +11,7 @@ import argparse
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def read(files: Sequence[Path]) -> str:
     return "\n\n".join(path.read_bytes().decode("utf-8", "replace") for path in files)
 
 
-def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
+def make_tokenizer(text: str) -> Any:
     """Byte pairs of a text, behind all 256 bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -36,18 +37,19 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 def make_model(layers: int, hidden: int) -> Qwen3MoeForCausalLM:
     """An untrained model with eight experts of `hidden` features, of which a token meets two."""
-    config = Qwen3MoeConfig(
+    options: dict[str, Any] = dict(
         vocab_size=VOCABULARY, hidden_size=hidden, moe_intermediate_size=hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=hidden // 32, head_dim=32, num_experts=8,
         num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=4 * CONTEXT, output_router_logits=True,
         router_aux_loss_coef=0.01, tie_word_embeddings=False,
     )  # fmt: skip
-    return Qwen3MoeForCausalLM(config)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
 
 
 def train(model: Qwen3MoeForCausalLM, ids: Tensor, steps: int, seed: int) -> float:

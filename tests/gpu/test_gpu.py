@@ -43,7 +43,7 @@ from thunder_moe.activations import SWIGLU
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc, prepared, workspace
+from thunder_moe.kernels.cuda import many_rows, nvrtc, prepared, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
@@ -454,6 +454,28 @@ def check_configurations(configs, layout, shape, mean_rows, swiglu, dtype, forma
         assert torch.equal(
             kernel(rows.cuda(), weight, offsets.cuda(), config=config)[: offsets[-1]], out[: offsets[-1]]
         )
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize(("n", "k"), [(128, 192), (192, 96)])
+def test_many_rows_of_linear_weights(backend, format, n, k):
+    """On SM90 they are converted at the call: to tiles, or to 16 bits."""
+    if backend != "cuda":
+        pytest.skip("of the kernels of the cuda backend")
+    weight = (quantize if format == "nvfp4" else mxfp8.quantize)(torch.randn(4, n, k))
+    exact = (dequantize if format == "nvfp4" else dequantize_mxfp8)(*weight.tensors())
+    offsets = torch.tensor([500, 500, 1200, 1290], dtype=torch.int32)
+    rows = torch.randn(1300, k, dtype=BF16)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert many_rows.way("linear", weight.shape, format, 1300, (9, 0)) is not None
+    operands_of = rows.cuda(), weight.to("cuda"), offsets.cuda()
+    for kernel, oracle_of in ((cuda.grouped_mm, grouped_mm), (cuda.grouped_swiglu, grouped_swiglu)):
+        kernel(*operands_of)
+        with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+            out = kernel(*operands_of)
+        graph.replay()
+        expected = oracle_of(rows, exact, offsets)
+        assert relative_error(out[:1290].cpu(), expected[:1290]) < KERNEL_TOLERANCE[BF16]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (1000, 4, 60), (65_536, 8, 512)])

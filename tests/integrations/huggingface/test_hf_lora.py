@@ -64,7 +64,6 @@ def test_values_and_gradients(name):
     assert all(relative_error(got, want) < 3e-5 for got, want in zip(grads, wanted, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
 def test_mxfp8(name):
     """Values, gradients, and what is merged."""
@@ -111,7 +110,6 @@ def test_own_gates():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
 @pytest.mark.parametrize(
     ("name", "format"), [("qwen3_moe", "nvfp4"), ("llama4", "nvfp4"), ("gpt_oss", "nvfp4"), ("gpt_oss", "mxfp8")]
 )
@@ -127,7 +125,6 @@ def test_torch_compile(name, format):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*take no mxfp8 weights")
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 def test_thunder(format):
     from thunder_moe import moe_executor

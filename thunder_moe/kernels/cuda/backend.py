@@ -15,8 +15,9 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +26,19 @@ from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import by_parts, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.by_parts import Order
 from thunder_moe.kernels.cuda import configs, launch, many_rows, nvrtc
 from thunder_moe.kernels.cuda import router as routers
-from thunder_moe.kernels.cuda.arguments import DequantizeArguments, RowStartsArguments, SwigluArguments
+from thunder_moe.kernels.cuda.arguments import (
+    DequantizeArguments,
+    QuantizeArguments,
+    RowStartsArguments,
+    SwigluArguments,
+)
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
 from thunder_moe.kernels.cuda.layer import LayerLaunch, Weight
 from thunder_moe.kernels.cuda.prepared import (
@@ -59,6 +66,7 @@ __all__ = [
     "grouped_mm_combine",
     "grouped_mm_dgrad",
     "grouped_swiglu",
+    "launch_per_block",
     "layer_launch",
     "linear_router",
     "mm",
@@ -69,10 +77,13 @@ __all__ = [
     "router",
     "row_starts",
     "swiglu",
+    "to_tiled",
     "unavailable_reason",
 ]
 
 _DEQUANTIZE = DEQUANTIZE
+_QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
+_QUANTIZE_BLOCKS = 16384  # of a launch, about
 _ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
@@ -480,6 +491,36 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
+def to_tiled(weight: Weight) -> Weight:
+    """A weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
+
+    The callers have checked that the layout fits.
+    """
+    codes, scales = _aligned(weight.qdata), _aligned(weight.scale)
+    qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
+    of_nvfp4 = weight.format is NVFP4
+    table = scale_table(weight.device) if of_nvfp4 else None
+    tensors = (None, codes, scales, table, None, qdata, scale, None)
+    kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
+    launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
+    tiled: Any = weight
+    return cast("Weight", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
+
+
+def launch_per_block(
+    kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], block_size: int
+) -> None:
+    """Launches kernels one after the other of src/quantize.cu on the tensors of a weight (E, N, K), a thread for
+    each block of weights."""
+    experts, n, k = shape
+    (device,) = {tensor.device for tensor in tensors if tensor is not None}
+    threads = n * (k // block_size)  # of an expert
+    per_expert = max(1, min(-(-threads // ELEMENTWISE_THREADS), _QUANTIZE_BLOCKS // experts))
+    argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
+    for kernel in kernels:
+        _launch(_QUANTIZE, kernel, ELEMENTWISE_THREADS, 0, experts * per_expert, argument, device)
+
+
 def _way(weight: PackedWeight, rows: int) -> str | None:
     """How so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
     _, capability = _device_facts(weight.device)
@@ -488,7 +529,7 @@ def _way(weight: PackedWeight, rows: int) -> str | None:
 
 def _for_rows(weight: Weight, rows: int, config: GemmConfig | None = None) -> Weight:
     """The weight in the layout in which so many rows are multiplied; as it is for a given configuration."""
-    return many_rows.tiled(weight) if config is None and _way(weight, rows) == many_rows.IN_TILES else weight
+    return to_tiled(weight) if config is None and _way(weight, rows) == many_rows.IN_TILES else weight
 
 
 def _gemm(

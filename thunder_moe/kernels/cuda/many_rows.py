@@ -1,5 +1,5 @@
 """Many rows per expert and weights in layout "linear" on SM90: the weights are converted at each call, then multiplied.
-Called by kernels/cuda/backend.py; calls quantizer.py and linear.py beside it.
+Called by kernels/cuda/backend.py; calls linear.py beside it.
 
 The kernels of "linear" weights decode them again for each tile of rows. With many tiles it takes less time to write the
 weights once in an order, or a format, whose kernels multiply faster; that needs memory for one weight more.
@@ -7,15 +7,12 @@ weights once in an order, or a format, whose kernels multiply faster; that needs
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from torch import Tensor
 
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch
 
-__all__ = ["IN_16_BITS", "IN_TILES", "WAYS", "multiply", "tiled", "way"]
+__all__ = ["IN_16_BITS", "IN_TILES", "WAYS", "multiply", "way"]
 
 IN_TILES, IN_16_BITS = WAYS = "tiled_64x64", "16 bits"
 # Rows per expert up to which the kernels of "linear" weights are as fast. H200, us of the GEMM by them and with the
@@ -25,7 +22,6 @@ IN_TILES, IN_16_BITS = WAYS = "tiled_64x64", "16 bits"
 # 3241, 2714, 2362. MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108, 71; 768 rows
 # 322, 230, 196.
 _MOST_ROWS = {"nvfp4": 256, "mxfp8": 128}
-Weight = TypeVar("Weight", bound=PackedWeight)
 
 
 def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int]) -> str | None:
@@ -45,13 +41,6 @@ def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capabi
         return IN_TILES
     # The kernel of one weight alone takes no offsets; that of 16-bit weights stores eight features at a time.
     return IN_16_BITS if experts > 1 and n % 8 == 0 else None
-
-
-def tiled(weight: Weight) -> Weight:
-    """A weight in layout "linear" in layout "tiled_64x64"."""
-    from thunder_moe.kernels.cuda.quantizer import to_tiled  # which calls backend
-
-    return to_tiled(weight)
 
 
 def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, facts: tuple[int, tuple[int, int]]) -> Tensor:

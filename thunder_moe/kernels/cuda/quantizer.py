@@ -7,29 +7,20 @@ NVFP4: largest magnitude of each expert -> codes and scales; the weight is read 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from thunder_moe.formats import mxfp8, nvfp4
-from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
-from thunder_moe.formats.tiled_64x64 import scale_table
-from thunder_moe.formats.weight import MXFP8Weight, PackedWeight
-from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
+from thunder_moe.formats.weight import MXFP8Weight
+from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import backend
-from thunder_moe.kernels.cuda.arguments import QuantizeArguments
-from thunder_moe.kernels.cuda.configs import COMMON, TILED
 
 __all__ = ["quantize", "quantize_mxfp8", "quantize_mxfp8_unchecked", "quantize_unchecked", "to_tiled"]
 
-_SOURCES = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
 _COPY_BYTES = 2**28  # of a weight that is not contiguous, copied at a time
-_THREADS = 256
-_BLOCKS = 16384  # of a launch, about
-Weight = TypeVar("Weight", bound=PackedWeight)
+to_tiled = backend.to_tiled
 
 
 def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
@@ -62,7 +53,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     for part in _parts(weight):
         rows = backend._aligned(weight[part])
         tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], global_scale[part])
-        _launch(kernels, tensors, tuple(rows.shape), BLOCK_SIZE)
+        backend.launch_per_block(kernels, tensors, tuple(rows.shape), BLOCK_SIZE)
     return NVFP4Weight(qdata, scale, global_scale), amax.view(torch.float32)
 
 
@@ -92,7 +83,7 @@ def quantize_mxfp8_unchecked(weight: Tensor) -> tuple[MXFP8Weight, Tensor]:
     for part in _parts(weight):
         rows = backend._aligned(weight[part])
         tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], None)
-        _launch((kernel,), tensors, tuple(rows.shape), mxfp8.BLOCK_SIZE)
+        backend.launch_per_block((kernel,), tensors, tuple(rows.shape), mxfp8.BLOCK_SIZE)
     return MXFP8Weight(qdata, scale), amax.view(torch.float32)
 
 
@@ -103,32 +94,3 @@ def _parts(weight: Tensor) -> Iterator[slice]:
     step = experts if contiguous else max(1, _COPY_BYTES // max(n * k * weight.element_size(), 1))
     for first in range(0, experts if n else 0, step):
         yield slice(first, first + step)
-
-
-def to_tiled(weight: Weight) -> Weight:
-    """A weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
-
-    The callers have checked that the layout fits.
-    """
-    codes, scales = backend._aligned(weight.qdata), backend._aligned(weight.scale)
-    qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
-    of_nvfp4 = weight.format is NVFP4
-    table = scale_table(weight.device) if of_nvfp4 else None
-    tensors = (None, codes, scales, table, None, qdata, scale, None)
-    kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
-    _launch((kernel,), tensors, weight.shape, weight.format.block_size)
-    tiled: Any = weight
-    return cast("Weight", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
-
-
-def _launch(
-    kernels: tuple[str, ...], tensors: tuple[Tensor | None, ...], shape: tuple[int, ...], block_size: int
-) -> None:
-    """Launches kernels one after the other on the tensors of a weight (E, N, K), a thread for each block of weights."""
-    experts, n, k = shape
-    (device,) = {tensor.device for tensor in tensors if tensor is not None}
-    threads = n * (k // block_size)  # of an expert
-    per_expert = max(1, min(-(-threads // _THREADS), _BLOCKS // experts))
-    argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
-    for kernel in kernels:
-        backend._launch(_SOURCES, kernel, _THREADS, 0, experts * per_expert, argument, device)
