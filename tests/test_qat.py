@@ -36,9 +36,9 @@ class Model(nn.Module):
         return self.experts(x, OFFSETS)
 
 
-def model_of_experts(dtype=torch.bfloat16):
+def model_of_experts(dtype=torch.bfloat16, intermediate=48):
     torch.manual_seed(0)
-    return Model(GroupedSwiGLU(4, 32, 48, dtype=dtype))
+    return Model(GroupedSwiGLU(4, 32, intermediate, dtype=dtype))
 
 
 def compiled(model, mode):
@@ -96,14 +96,19 @@ def test_bad_input(weight, options, message):
 
 
 @pytest.mark.parametrize(
-    ("mode", "scale_search"), [("eager", None), ("eager", "mse"), ("compile", None), ("thunder", "mse")]
-)
+    ("mode", "scale_search", "format"),
+    [
+        ("eager", None, "nvfp4"), ("eager", "mse", "nvfp4"), ("compile", None, "nvfp4"), ("thunder", "mse", "nvfp4"),
+        ("eager", None, "mxfp8"), ("compile", None, "mxfp8"), ("thunder", None, "mxfp8"),
+    ],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
-def test_quantize_gives_the_numbers_that_training_saw(mode, scale_search):
-    """After two steps of SGD: the 4-bit weights are those of another forward, bit for bit; all modes train alike."""
+def test_quantize_gives_the_numbers_that_training_saw(mode, scale_search, format):
+    """After two steps of SGD: the packed weights are those of another forward, bit for bit; all modes train alike."""
     # In float32 the outputs agree, too; torch compiles the grouped GEMM of bfloat16 alone.
     dtype = torch.float32 if mode == "eager" else torch.bfloat16
-    model = prepare_qat_(model_of_experts(dtype), scale_search=scale_search)
+    experts = model_of_experts(dtype, 48 if format == "nvfp4" else 64)
+    model = prepare_qat_(experts, scale_search=scale_search, format=format)
     parameters = dict(model.named_parameters())
     names = [f"{name}_proj" for name in ("down", "gate", "up")]
     assert sorted(parameters) == [f"experts.{name}.parametrizations.weight.original" for name in names]
@@ -122,7 +127,7 @@ def test_quantize_gives_the_numbers_that_training_saw(mode, scale_search):
     assert type(model.experts.gate_proj) is GroupedLinear
     for name, parameter in parameters.items():  # those of the optimizer
         assert model.get_parameter(name.replace("parametrizations.weight.original", "weight")) is parameter
-    quantize_(model, scale_search=scale_search)
+    quantize_(model, scale_search=scale_search, format=format)
     assert relative_error(model(x), out) < (1e-5 if dtype == torch.float32 else 3e-2)
     dequantize_(model)
     for name, weight in seen.items():
@@ -238,4 +243,12 @@ def test_a_filter_and_errors():
         finish_qat_(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="scale_search"):
         prepare_qat_(model, scale_search="best")
+    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+        prepare_qat_(model, scale_search="mse", format="mxfp8")
+    with pytest.raises(ValueError, match="format: got 'fp8', wanted one of"):
+        prepare_qat_(model, format="fp8")
+    odd = nn.ModuleDict(dict(even=GroupedLinear(2, 32, 16), odd=GroupedLinear(2, 48, 16)))
+    with pytest.raises(ValueError, match="multiple of 32"):
+        prepare_qat_(odd, format="mxfp8")
+    assert not any(map(parametrize.is_parametrized, odd.values()))
     assert FakeQuantize(transposed=True)(torch.ones(1, 16, 4)).shape == (1, 16, 4)

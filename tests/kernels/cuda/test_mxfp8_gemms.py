@@ -176,6 +176,10 @@ def test_prepared_and_bound_calls_equal_the_backend(emulated, hopper):
         ((4, 96, 128), 1000, "mxfp8", many_rows.IN_16_BITS),
         ((4, 100, 128), 1000, "mxfp8", None),
         ((1, 96, 128), 1000, "mxfp8", None),
+        ((1, 128, 128), 256, "mxfp8", None),
+        ((1, 128, 128), 257, "mxfp8", many_rows.IN_TILES),
+        ((1, 128, 128), 2048, "nvfp4", None),
+        ((1, 128, 128), 2049, "nvfp4", many_rows.IN_TILES),
     ],
 )
 def test_how_many_rows_are_multiplied(shape, rows, format, wanted):
