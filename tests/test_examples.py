@@ -310,3 +310,32 @@ def test_finetune_lora_refuses_sizes(finetune_lora: ModuleType, capsys: pytest.C
     with pytest.raises(SystemExit):
         finetune_lora.main(["--rank", "0"])
     assert "--rank: got 0, wanted at least 1" in capsys.readouterr().err
+
+
+# examples/small_moe.py
+
+
+@pytest.fixture
+def small_moe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    pytest.importorskip("transformers")
+    return load_example("small_moe")
+
+
+def test_small_moe(small_moe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    files = small_moe.source_files(Path(sysconfig.get_path("stdlib")))[:40]
+    monkeypatch.setattr(small_moe, "source_files", lambda root: files)
+    loss = small_moe.main([str(tmp_path), "--steps", "3", "--layers", "1", "--hidden", "32"])
+    assert 5 < loss < 7  # ln(512) = 6.24
+    model, tokenizer = (kind.from_pretrained(tmp_path) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    text = (tmp_path / "held_out.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text[:500]).input_ids
+    assert tokenizer.decode(ids) == text[:500]
+    assert max(ids) < model.config.vocab_size == 512
+    with torch.no_grad():
+        own = model(torch.tensor([ids[:64]]), labels=torch.tensor([ids[:64]])).loss
+    assert 4 < float(own) < 7
+    with pytest.raises(SystemExit):
+        small_moe.main([str(tmp_path), "--hidden", "48"])

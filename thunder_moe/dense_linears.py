@@ -103,21 +103,22 @@ class DenseLinears(ExpertFamily):
                     del found[module]
         for parent in model.modules():
             self._relate(parent, found)
-        slower: dict[SlowerFrom, list[str]] = defaultdict(list)
+        slower: dict[tuple[SlowerFrom, str], list[str]] = defaultdict(list)
         for module, name in found.items():
             self._names[module] = name
             size = self._rows(module), module.in_features
-            if self._formats[module] != NVFP4.name:  # the measurements are of NVFP4
-                continue
-            limit = slower_from(preferred_layout(self._device_of(module), *size), *size)
+            format = BLOCK_FORMATS[self._formats[module]]
+            limit = slower_from(preferred_layout(self._device_of(module), *size, format), *size, format.name)
             if limit is not None:
-                slower[limit].append(name)
+                slower[limit, format.name].append(name)
         if self._quiet:
             return
-        for limit, names in slower.items():
+        for (limit, format_name), names in slower.items():
+            bits = 4 if format_name == NVFP4.name else 8
             _LOGGER.info(
-                "slower in 4 bits than in 16 at %d rows and more, by up to %d %%: %s; `linears` may be a function"
+                "slower in %d bits than in 16 at %d rows and more, by up to %d %%: %s; `linears` may be a function"
                 " that declines them",
+                bits,
                 *limit,
                 _shortened(names),
             )

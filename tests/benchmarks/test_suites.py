@@ -210,10 +210,11 @@ def test_tuned_configurations_of_linears_replace_those_of_the_same_points(tmp_pa
     assert json.loads(file.read_text())["entries"] == [other, old]
 
 
-def test_where_layers_are_said_to_be_slower_is_where_they_were():
-    for row in json.loads((ROOT / "benchmarks" / "results" / "linear_cuda.json").read_text())["rows"]:
-        limit = dense.slower_from("tiled_64x64", *linear.LAYERS[row["layer"]])
-        times = row["times_faster"]["nvfp4"]
+@pytest.mark.parametrize(("format", "name"), [("nvfp4", "linear_cuda"), ("mxfp8", "linear_mxfp8_cuda")])
+def test_where_layers_are_said_to_be_slower_is_where_they_were(format, name):
+    for row in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]:
+        limit = dense.slower_from("tiled_64x64", *linear.LAYERS[row["layer"]], format)
+        times = row["times_faster"][format]
         assert times > 0.995 or (row["rows"] >= limit.rows and times >= 1 / (1 + limit.percent / 100)), row
 
 

@@ -1,4 +1,4 @@
-"""Whether, and up to how many rows, a dense layer is faster in 4 bits than in 16 on a device: rules from measurements.
+"""Whether, and up to how many rows, a dense layer is faster quantized than in 16 bits on a device: from measurements.
 Called by dense_linears; calls kernels.select.
 """
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.layouts import TILED_64X64
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
 
@@ -21,7 +22,7 @@ _LEAST_WEIGHTS = {TILED_64X64: 1 << 21, "cuda": 1 << 23, "cpu": 1 << 20}
 
 
 class SlowerFrom(NamedTuple):
-    """Where a layer is slower in 4 bits than in 16.
+    """Where a quantized layer is slower than in 16 bits.
 
     Attributes:
         rows: of the activation, from which on it may be.
@@ -33,9 +34,12 @@ class SlowerFrom(NamedTuple):
 
 
 # The most weights of a class of layers, and where its layers were slower than bf16 on an H200
-# (benchmarks/results/linear_cuda.json, which a test compares with this; and 5120 x 2048 by 12 % at 1,024 rows). CPUs
-# were measured at few rows only.
-_SLOWER_FROM = {TILED_64X64: ((1 << 24, SlowerFrom(128, 12)), (1 << 62, SlowerFrom(256, 9)))}
+# (benchmarks/results/linear_cuda.json and linear_mxfp8_cuda.json, which a test compares with this; and 5120 x 2048 in
+# NVFP4 by 12 % at 1,024 rows). CPUs were measured at few rows only.
+_SLOWER_FROM = {
+    (NVFP4.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 12)), (1 << 62, SlowerFrom(256, 9))),
+    (MXFP8.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 63)), (1 << 62, SlowerFrom(256, 65))),
+}
 _KERNELS = tuple(module for name, module in (("cpu", "cpu"), ("cuda", "cuda")) if name in BACKENDS)
 
 
@@ -60,13 +64,14 @@ def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str 
     return None
 
 
-def slower_from(layout: str, n: int, k: int) -> SlowerFrom | None:
-    """From how many rows on a layer may be slower in 4 bits than in 16; None where nobody has measured it.
+def slower_from(layout: str, n: int, k: int, format: str = NVFP4.name) -> SlowerFrom | None:
+    """From how many rows on a quantized layer may be slower than in 16 bits; None where nobody has measured it.
 
     Args:
         layout: of the weight where it is used, such as `preferred_layout` gives.
         n: out_features, of all linears that are computed at once.
         k: in_features.
+        format: of the weight.
     """
-    classes = _SLOWER_FROM.get(layout, ())
+    classes = _SLOWER_FROM.get((format, layout), ())
     return next((slower for most, slower in classes if n * k <= most), None)
