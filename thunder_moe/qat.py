@@ -1,8 +1,8 @@
 """Quantization-aware training: prepare_qat_ lets experts train with the values of a format, finish_qat_ ends it.
 Called by users; calls quantize for which modules there are, torch.nn.utils.parametrize, and ops.fake_quantize.
 
-prepare_qat_(model) -> train -> finish_qat_(model) -> quantize_(model): the numbers of the quantized model are those that
-training saw, bit for bit.
+prepare_qat_(model) -> train -> finish_qat_(model) -> quantize_(model): the numbers of the quantized model are those
+that training saw, bit for bit.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def prepare_qat_(
 def finish_qat_(model: Model) -> Model:
     """Ends `prepare_qat_`: the parameters are plain again, with the 16-bit values behind those that training saw.
 
-    `quantize_` of the result, with the same `scale_search` and `format`, gives exactly the numbers that training saw. The 16-bit
-    model itself computes with other numbers, those before rounding.
+    `quantize_` of the result, with the same `scale_search` and `format`, gives exactly the numbers that training saw.
+    The 16-bit model itself computes with other numbers, those before rounding.
 
     Returns:
         The same model.

@@ -176,8 +176,9 @@ def moe_experts(
             takes for the number of rows.
         out: contiguous (T, H) that the result is written into.
     """
-    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, live_rows or expert_ids.numel(), configs)
-    if expert_ids.numel() == 0 or steps:
+    rows = expert_ids.numel() and (live_rows or expert_ids.numel())
+    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, rows, configs)
+    if steps:
         result = by_parts.moe_experts(
             sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
             order, weight_on_input, form,
@@ -198,8 +199,9 @@ def moe_expert_rows(
     order: Order, live_rows: int,
 ) -> Tensor:  # fmt: skip
     """The rows (M, H) that `moe_experts` with weight_on_input adds up, in its order and by its kernels."""
-    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, live_rows, (None, None))
-    if expert_ids.numel() == 0 or steps:
+    rows = expert_ids.numel() and max(live_rows, 1)
+    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, rows, (None, None))
+    if steps:
         return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
     x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
     run, first, second = _layer(
@@ -214,7 +216,7 @@ def _for_chain(
 ) -> tuple[bool, PackedWeight, PackedWeight]:  # fmt: skip
     """Whether the chain of layer.py does not serve these operands (see `grouped_swiglu`), and the weights, in the
     layouts in which so many rows are multiplied."""
-    if _runs_on_reference(hidden_states, gate_up):
+    if rows == 0 or _runs_on_reference(hidden_states, gate_up):
         return True, gate_up, down
     in_16_bits = False
     if configs == (None, None):

@@ -22,9 +22,9 @@ IN_TILES, IN_16_BITS = WAYS = "tiled_64x64", "16 bits"
 # 3241, 2714, 2362. MXFP8 to 16 bits, 64 experts of (2048, 352): 96 rows 73, 83, 58; 192 rows 122, 108, 71; 768 rows
 # 322, 230, 196.
 _MOST_ROWS = {"nvfp4": 256, "mxfp8": 128}
-# The same of one weight alone, which the conversion delays by more. MXFP8, (5120, 2048): 256 rows 31, 27, 16; 512 rows 39,
-# 43, 23; 2048 rows 127, 96, 62. (16384, 5120): 256 rows 115, 119, 66; 512 rows 220, 202, 119. NVFP4, (5120, 2048): 2048
-# rows 103, 121, 62; 8192 rows 387, 315, 231.
+# The same of one weight alone, which the conversion delays by more. MXFP8, (5120, 2048): 256 rows 31, 27, 16; 512 rows
+# 39, 43, 23; 2048 rows 127, 96, 62. (16384, 5120): 256 rows 115, 119, 66; 512 rows 220, 202, 119. NVFP4, (5120, 2048):
+# 2048 rows 103, 121, 62; 8192 rows 387, 315, 231.
 _MOST_ROWS_ALONE = {"nvfp4": 2048, "mxfp8": 256}
 
 
