@@ -175,10 +175,13 @@ def test_the_log_tells_from_how_many_rows_on_layers_are_slower(caplog, monkeypat
     """By the size of what is computed at once, so q, k and v count as one; also for a function that chooses."""
     caplog.set_level(logging.INFO, "thunder_moe")
     classes = (64 * 64, dense.SlowerFrom(96, 25)), (1 << 62, dense.SlowerFrom(256, 7))
-    monkeypatch.setitem(dense._SLOWER_FROM, "linear", classes)
+    monkeypatch.setitem(dense._SLOWER_FROM, ("nvfp4", "linear"), classes)
+    monkeypatch.setitem(dense._SLOWER_FROM, ("mxfp8", "linear"), ((1 << 62, dense.SlowerFrom(32, 9)),))
     quantize_(make(), linears=lambda module, name: name.startswith("attention"))
     assert "slower in 4 bits than in 16 at 96 rows and more, by up to 25 %: attention.o_proj;" in caplog.text
     assert "at 256 rows and more, by up to 7 %: attention.q_proj, attention.k_proj, attention.v_proj;" in caplog.text
+    quantize_(make(), linears=lambda module, name: name == "attention.o_proj", format="mxfp8")
+    assert "slower in 8 bits than in 16 at 32 rows and more, by up to 9 %: attention.o_proj;" in caplog.text
 
 
 def test_true_leaves_encoders_and_what_has_no_kernel(monkeypatch, caplog):

@@ -107,10 +107,10 @@ class DenseLinears(ExpertFamily):
         for module, name in found.items():
             self._names[module] = name
             size = self._rows(module), module.in_features
-            format = BLOCK_FORMATS[self._formats[module]]
-            limit = slower_from(preferred_layout(self._device_of(module), *size, format), *size, format.name)
+            packed_in = BLOCK_FORMATS[self._formats[module]]
+            limit = slower_from(preferred_layout(self._device_of(module), *size, packed_in), *size, packed_in.name)
             if limit is not None:
-                slower[limit, format.name].append(name)
+                slower[limit, packed_in.name].append(name)
         if self._quiet:
             return
         for (limit, format_name), names in slower.items():

@@ -38,7 +38,7 @@ class SlowerFrom(NamedTuple):
 # NVFP4 by 12 % at 1,024 rows). CPUs were measured at few rows only.
 _SLOWER_FROM = {
     (NVFP4.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 12)), (1 << 62, SlowerFrom(256, 9))),
-    (MXFP8.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 63)), (1 << 62, SlowerFrom(256, 65))),
+    (MXFP8.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 17)), (1 << 62, SlowerFrom(128, 16))),
 }
 _KERNELS = tuple(module for name, module in (("cpu", "cpu"), ("cuda", "cuda")) if name in BACKENDS)
 

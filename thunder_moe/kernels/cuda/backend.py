@@ -88,7 +88,7 @@ _ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
 MAX_EXPERTS = 1024
 FORMATS = configs.FORMATS
-Weight = TypeVar("Weight", bound=PackedWeight)
+Packed = TypeVar("Packed", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
@@ -493,7 +493,7 @@ def _warn_of_reference(what: str, activation: Tensor, weight: PackedWeight, reme
     )
 
 
-def to_tiled(weight: Weight) -> Weight:
+def to_tiled(weight: Packed) -> Packed:
     """A weight in layout "linear" in layout "tiled_64x64", as `PackedWeight.to_layout` gives it.
 
     The callers have checked that the layout fits.
@@ -506,7 +506,7 @@ def to_tiled(weight: Weight) -> Weight:
     kernel = "write_tiled" if of_nvfp4 else "write_tiled_mxfp8"
     launch_per_block((kernel,), tensors, weight.shape, weight.format.block_size)
     tiled: Any = weight
-    return cast("Weight", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
+    return cast("Packed", replace(tiled, qdata=qdata, scale=scale, layout=TILED))
 
 
 def launch_per_block(
@@ -529,7 +529,7 @@ def _way(weight: PackedWeight, rows: int) -> str | None:
     return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
 
 
-def _for_rows(weight: Weight, rows: int, config: GemmConfig | None = None) -> Weight:
+def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
     """The weight in the layout in which so many rows are multiplied; as it is for a given configuration."""
     return to_tiled(weight) if config is None and _way(weight, rows) == many_rows.IN_TILES else weight
 
