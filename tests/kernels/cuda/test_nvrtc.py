@@ -16,7 +16,7 @@ import torch
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, linear, low_rank, nvrtc, quantizer, router, training, wgrad
+from thunder_moe.kernels.cuda import cubin_cache, linear, low_rank, nvrtc, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -111,7 +111,7 @@ OTHERS = {
         ["rank_wgrad<true, true, 1, false>", "rank_wgrad<true, false, 1, true>", "rank_wgrad<false, false, 4, false>"],
     ),
     cuda_arguments.QuantizeArguments: (
-        quantizer._SOURCES,
+        cuda._QUANTIZE,
         [
             *(f"largest_magnitude<{dtype}>" for dtype in range(3)),
             *(f"quantize<{dtype}, {search}>" for dtype in range(3) for search in ("false", "true")),
