@@ -76,7 +76,7 @@ _ABSENT = r", Tensor (\w+_)?global_scale|, Tensor\? (blockscale|problem)\w+=None
 SCHEMAS |= {
     name.replace("nvfp4", "mxfp8"): re.sub(_ABSENT, "", schema).replace("fp4_weight", "fp8_weight")
     for name, schema in SCHEMAS.items()
-    if "nvfp4weight" in name and "lora" not in name
+    if "nvfp4weight" in name
 }
 
 
