@@ -138,7 +138,8 @@ class Peak:
     def stop(self) -> dict[str, int]:
         self._ends = True
         self._thread.join()
-        found = {"host_peak": self.most - self.before, "host": _anonymous() - self.before}
+        now = _anonymous()  # may be more than at any look before
+        found = {"host_peak": max(self.most, now) - self.before, "host": now - self.before}
         if self.device != "cpu":
             found |= {"device_peak": torch.cuda.max_memory_allocated(), "device": torch.cuda.memory_allocated()}
         return found

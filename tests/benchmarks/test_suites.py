@@ -77,6 +77,13 @@ def test_load_runs_end_to_end(tmp_path, monkeypatch, capsys):
         main(["load", "--model", "qwen3_moe", "--device", "cpu", "--layers", "1", "--output", str(tmp_path)])
 
 
+def test_the_peak_of_a_load_counts_its_end(monkeypatch):
+    looks = itertools.count(1)
+    monkeypatch.setattr(load, "_anonymous", lambda: next(looks) * 1000)  # grows from each look to the next
+    found = load.Peak("cpu").stop()
+    assert found["host_peak"] == found["host"] > 0
+
+
 @pytest.mark.slow
 def test_sharded_runs_end_to_end(tmp_path):
     pytest.importorskip("transformers", "5.23")
