@@ -320,6 +320,45 @@ def test_a_weight_that_changes_through_an_argument_of_a_later_call(inner):
         assert torch.equal(module.a, eager.a)
 
 
+TWO = program("return mm(x, self.a, o) + 3 * mm(x, self.b, o)")
+
+
+@pytest.mark.parametrize("body", [TWO, lambda *given: checkpoint(TWO, *given, use_reentrant=False)], ids=["", "nested"])
+def test_weights_that_share_their_memory_in_the_first_module_alone(body):
+    tied, other = Block(body), Block(body)
+    tied.b.data = tied.a.data
+    function = torch.compile(
+        lambda module, x: module(x, x, ENDS), backend="thunder_moe", fullgraph=True,
+        options={"thunder_moe.inner": "eager"},
+    )  # fmt: skip
+    x = torch.randn(8, 64, dtype=BF16)
+    for module in (tied, other):
+        assert relative_error(function(module, x), module(x, x, ENDS)) < 0.01
+    assert [entry.decision for entry in rewrite_report(function)] == SINGLE * 2
+
+
+def test_a_weight_that_shares_its_memory_with_an_argument_in_the_first_call_alone():
+    module = Block(program("return mm(x, buf, o) + 3 * mm(x, self.a, o)"))
+    function = torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": "eager"})
+    x, other = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 64, dtype=BF16)
+    for weight in (module.a.detach(), other):
+        assert relative_error(function(x, weight, ENDS), module(x, weight, ENDS)) < 0.01
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_rows_that_share_their_memory_with_a_changed_input_of_a_later_call(inner):
+    module = Block(program("gate = mm(x, self.a, o); buf.mul_(2); return F.silu(gate) * mm(x, self.b, o)"))
+    function = torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner})
+    x, apart = torch.randn(8, 64, dtype=BF16), torch.ones(8, 64, dtype=BF16)
+    for shares in (False, True, False):
+        given, expected = x.clone(), x.clone()
+        buffers = [each.view(8, 64) if shares else apart.clone() for each in (given, expected)]
+        error = relative_error(function(given, buffers[0], ENDS), module(expected, buffers[1], ENDS))
+        assert error < 0.01
+        assert torch.equal(given, expected)
+    assert [entry.decision for entry in rewrite_report(function)] == FUSED
+
+
 # ---- forms of the weight
 
 

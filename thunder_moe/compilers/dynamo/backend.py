@@ -103,8 +103,8 @@ def _runner(
         compiled: the rewritten graph.
         in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
             (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
-            given an input that the graph changes and that shares its memory with a packed weight. None where no weight
-            is packed.
+            given an input that the graph changes and that shares its memory with a packed weight, or with another input
+            where it did not before. None where no weight is packed.
     """
 
     def run(*given: Any) -> Any:
@@ -114,7 +114,7 @@ def _runner(
             thawed = trains and rewritten.is_thawed(given)
             if thawed:
                 rewritten.declare_thawed(given)
-            if thawed or (hidden and rewritten.watched) or rewritten.writes_packed(given):
+            if thawed or (hidden and rewritten.watched) or rewritten.writes_read(given):
                 rewritten.declare_trained(given, hidden=hidden)
                 return in_16_bit(*given)
         inputs = rewritten.inputs(given)

@@ -95,8 +95,8 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
         rows, weight = map(value_of, node.args)
         if rows is None or weight is None or weight.ndim != 3 or is_in_a_function_transform(weight):
             continue
-        if weights.behind(weight)[0] is not None:
-            sites[node] = site_of(node, scope, weight, rows, None, weights)
+        if weights.behind(scope, node.args[1], weight)[0] is not None:
+            sites[node] = site_of(node, scope, node.args[1], weight, rows, None, weights)
     blocks, covered = [], set()
     for second in sites.values():
         try:

@@ -74,6 +74,24 @@ class Scope:
         value = value_of(node)
         return attribute(self.module, str(node.target)) if value is None and node.op == "get_attr" else value
 
+    def origin(self, node: fx.Node) -> fx.Node | None:
+        """The root's input that a node is, or that it is a view of; None where it is neither or nobody can tell."""
+        scope = self
+        while scope.parent is not None or node.op not in ("placeholder", "get_attr"):
+            if node.op == "placeholder":
+                operands = _operands(scope.call)
+                position = scope.graph.find_nodes(op="placeholder").index(node)
+                assert operands is not None  # the scope refuses everything otherwise
+                assert scope.parent is not None
+                node, scope = operands[position], scope.parent
+                continue
+            storages = storages_of(scope.value_of(node))
+            sources = [each for each in node.all_input_nodes if storages & storages_of(scope.value_of(each))]
+            if len(sources) != 1:
+                return None
+            (node,) = sources
+        return node
+
     def bring(self, node: fx.Node) -> fx.Node:
         """An input of the root as a node of this scope."""
         if self.parent is None:

@@ -93,9 +93,9 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
         squeezed = (*node.args[1:], *node.kwargs.values()) in (((1,), (-2,)) if transposed else ((2,), (-1,)))
         if not squeezed or weight.ndim != 3 or rows.ndim != 2 or is_in_a_function_transform(weight):
             continue
-        if weights.behind(weight)[0] is None:
+        if weights.behind(scope, source, weight)[0] is None:
             continue
-        found = site_of(node, scope, weight if transposed else weight.mT, rows, rows.shape[0], weights)
+        found = site_of(node, scope, source, weight if transposed else weight.mT, rows, rows.shape[0], weights)
         site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(ids, site.gemm.experts) or _change(scope, (site,))
         return SelectedSite(**{**vars(site), "reason": reason})

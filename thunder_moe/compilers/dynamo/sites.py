@@ -152,9 +152,14 @@ class Weights:
         """Whether an input is a parameter or buffer."""
         return _is_static(node, self.tensors[node])
 
-    def behind(self, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
-        """(node, transposed): the weight that mat_b (E, K, N) is a view of, and whether it lies as mat_b does."""
+    def behind(self, scope: Scope, source: Any, mat_b: torch.Tensor) -> tuple[fx.Node | None, bool]:
+        """(node, transposed): the weight that mat_b (E, K, N), a view of a node of a scope, is a view of, and whether
+        it lies as mat_b does. Inputs that share their memory now need not share it at the next call: the weight is the
+        one that the graph reads, except in a scope whose GEMMs stay as they are."""
         nodes = [node for storage in storages_of(mat_b) for node in self._by_storage.get(storage, ())]
+        if nodes and scope.refusal is None:
+            origin = scope.origin(source)
+            nodes = [node for node in nodes if node is origin]
         for node in nodes:
             swapped = swaps_last_dims(self._scopes[0].value_of(node), mat_b)
             if swapped is not None:
@@ -182,7 +187,7 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
             own = _arguments(node)
             x, weight = value_of(own["mat_a"]), value_of(own["weight"])
             if x is not None and weight is not None:
-                sites.append(site_of(node, scope, weight.mT, x, x.shape[0], weights))
+                sites.append(site_of(node, scope, own["weight"], weight.mT, x, x.shape[0], weights))
             continue
         if node.target not in _GROUPED_MM:
             continue
@@ -191,24 +196,25 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
         a, b = value_of(rows), value_of(mat_b)
         if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
             continue
-        sites.append(site_of(node, scope, b, a, a.shape[0], weights))
+        sites.append(site_of(node, scope, mat_b, b, a, a.shape[0], weights))
     return sites
 
 
 def site_of(
     node: fx.Node,
     scope: Scope,
+    source: Any,
     mat_b: torch.Tensor,
     activation: torch.Tensor,
     rows: Any,
     weights: Weights,
 ) -> Site:
-    """The site of a GEMM with the weight mat_b (E, K, N), and the decision on it."""
+    """The site of a GEMM with the weight mat_b (E, K, N), a view of the node `source`, and the decision on it."""
     assert scope.program.steps  # made before anything is rewritten
     experts, k, n = mat_b.shape
     out_dtype = value_of(node).dtype  # asked for, or autocast's
     transformed = is_in_a_function_transform(mat_b) or is_in_a_function_transform(activation)
-    weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(mat_b)
+    weight, transposed = (None, True) if is_in_a_function_transform(mat_b) else weights.behind(scope, source, mat_b)
     requires_grad = mat_b.requires_grad or (weight is not None and weights.tensors[weight].requires_grad)
     gemm = GroupedGemm(
         weight=None if weight is None else qualified_name(weight),
