@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
 from thunder_moe.checkpoint.writer import parse_size
+from thunder_moe.formats import mxfp8, nvfp4
 from thunder_moe.formats.nvfp4 import LAYOUTS as LAYOUTS_OF_WEIGHTS
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 
@@ -20,6 +21,8 @@ LAYOUTS = {
     "fused": ExpertsLayout(fused=True),
     "fused, alternating": ExpertsLayout(fused=True, interleaved=True),
 }
+
+FUSED = LAYOUTS["fused, alternating"]
 
 
 def make_experts(*, biases=False, gated=True, one_scale=False):
@@ -208,6 +211,36 @@ def test_a_scale_per_row_has_no_form(tmp_path):
     with pytest.raises(ValueError, match=r"x.experts.0.down_proj has a global scale per row"):
         write_checkpoint(tmp_path / "out", {}, [("x.experts", ExpertWeights(experts.gate_up, down))])
     assert list(tmp_path.iterdir()) == []
+
+
+# What is invalid -> (format, tensor of the packed weight, its value there, end of the tensor's name, what is wanted).
+INVALID = {
+    "a code": (mxfp8, "qdata", 0x7F, "", "numbers, not NaN"),
+    "a code with a sign": (mxfp8, "qdata", 0xFF, "", "numbers, not NaN"),
+    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", "numbers, not NaN"),
+    "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "scales that are finite and not negative"),
+    "a negative scale": (nvfp4, "scale", 0x81, "_scale", "scales that are finite and not negative"),
+    "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "finite and positive numbers"),
+    "a global scale of 0": (nvfp4, "global_scale", 0.0, "_scale_2", "finite and positive numbers"),
+}
+
+
+@pytest.mark.parametrize(("form", "part", "value", "end", "wanted"), INVALID.values(), ids=INVALID)
+def test_what_no_reader_takes_is_not_written(tmp_path, form, part, value, end, wanted):
+    gate_up, down, dense = (form.quantize(torch.randn(4, n, k)) for n, k in ((128, 32), (32, 64), (64, 32)))
+    write_checkpoint(tmp_path / "good", {}, [("x.experts", ExpertWeights(gate_up, down))])
+    experts = ("x.experts", ExpertWeights(gate_up, down))
+    for weight, item, name in (
+        (down, experts, "x.experts.3.down_proj.weight"),
+        (dense, ("x.dense", dense.with_tensors(t[3:] for t in dense.tensors())), "x.dense.weight"),
+    ):
+        tensor = getattr(weight, part)
+        (tensor if tensor.itemsize > 1 else tensor.view(torch.uint8))[3] = value
+        with pytest.raises(ValueError, match=f"weights: {name}{end} has values that no .*, wanted {wanted}"):
+            write_checkpoint(tmp_path / "out", {}, [("fine", torch.full((4,), torch.nan)), item])
+    with pytest.raises(ValueError, match=f"weights: x.experts.down_proj_weight{end} has" if end else "down_proj has"):
+        write_checkpoint(tmp_path / "out", config_of(FUSED), [experts], layout=FUSED)
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
 def test_sizes():

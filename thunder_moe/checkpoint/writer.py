@@ -147,7 +147,8 @@ def write_checkpoint(
 
     Raises:
         FileExistsError: the path exists.
-        ValueError: invalid max_shard_size, or weights that the layout cannot hold. Nothing is left behind then.
+        ValueError: invalid max_shard_size, weights that the layout cannot hold, or with NaN (names the tensor). Nothing
+            is left behind then.
     """
     path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
@@ -174,13 +175,18 @@ def write_checkpoint(
 def encode(
     name: str, value: torch.Tensor | ExpertWeights | PackedWeight, layout: ExpertsLayout
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a file for one of those that `write_checkpoint` takes."""
-    if isinstance(value, ExpertWeights):
-        yield from MODELOPT.encode(name, value, layout)
-    elif isinstance(value, PackedWeight):
-        yield from MODELOPT.encode_dense(name, value)
-    else:
+    """The tensors of a file for one of those that `write_checkpoint` takes.
+
+    Raises:
+        ValueError: a packed weight has NaN, which readers refuse; names the tensor.
+    """
+    if isinstance(value, torch.Tensor):
         yield name, value
+        return
+    experts = isinstance(value, ExpertWeights)
+    for key, tensor in MODELOPT.encode(name, value, layout) if experts else MODELOPT.encode_dense(name, value):
+        MODELOPT.check_values(key, tensor)
+        yield key, tensor
 
 
 def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) -> None:

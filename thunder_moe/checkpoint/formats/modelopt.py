@@ -14,10 +14,18 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
-from thunder_moe.checkpoint.formats.interface import NVFP4Format, check_group_size, subdict
+from thunder_moe.checkpoint.formats.interface import (
+    NVFP4Format,
+    check_group_size,
+    has_e4m3_nan,
+    has_invalid_global_scales,
+    has_invalid_scales,
+    subdict,
+)
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
+from thunder_moe.formats.mxfp8 import E8M0_NAN
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["MODELOPT", "ModelOpt"]
@@ -115,11 +123,38 @@ class ModelOpt(NVFP4Format):
             yield f"{path}.weight_scale", weight.scale.view(torch.uint8)[0]
             return
         global_scale = weight.row_global_scale()[0]
-        if not bool((global_scale == global_scale[0]).all()):
+        bits = global_scale.view(torch.int32)  # of which NaN, too, equals itself
+        if not bool((bits == bits[0]).all()):
             raise ValueError(f"weights: {path} has a global scale per row, which a ModelOpt checkpoint cannot hold")
         yield f"{path}.weight", weight.qdata[0]
         yield f"{path}.weight_scale", weight.scale[0]
         yield f"{path}.weight_scale_2", global_scale[0]
+
+    def check_values(self, name: str, tensor: torch.Tensor) -> None:
+        """Checks that a tensor of `encode` or `encode_dense` has values that readers take.
+
+        Raises:
+            ValueError: it has NaN, or is a scale that is negative, or one of a whole tensor that is not positive.
+        """
+        if name.endswith("weight_scale_2"):
+            bad, wanted = has_invalid_global_scales(tensor), "finite and positive numbers"
+        elif tensor.itemsize > 1:
+            return
+        else:
+            bits = tensor.view(torch.uint8)
+            is_scale, is_e4m3 = name.endswith("weight_scale"), tensor.dtype == torch.float8_e4m3fn
+            bad, wanted = False, "numbers, not NaN"
+            if is_scale and is_e4m3:
+                bad, wanted = has_invalid_scales(bits), "scales that are finite and not negative"
+            elif is_scale:
+                bad = bits.numel() > 0 and int(bits.max()) == E8M0_NAN
+            elif is_e4m3:
+                bad = has_e4m3_nan(bits)
+        if bad:
+            raise ValueError(
+                f"weights: {name} has values that no checkpoint may have, wanted {wanted}; quantize the 16-bit weights"
+                " again, or load those that were saved"
+            )
 
     def configs(
         self, ignore: list[str], producer: dict[str, str], formats: Mapping[str, BlockFormat]

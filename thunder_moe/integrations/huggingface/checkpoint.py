@@ -166,8 +166,8 @@ def save_checkpoint(
     Raises:
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
-        ValueError: the model has no NVFP4 or MXFP8 experts or dense layers, or a tensor is on the "meta" device
-            (offloaded).
+        ValueError: the model has no NVFP4 or MXFP8 experts or dense layers, a tensor is on the "meta" device
+            (offloaded), or a packed weight has NaN (names the tensor).
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
