@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_files import DATA, EXPORTS, load_tensors
+from checkpoint_files import DATA, EXPORTS, bits, load_tensors
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
@@ -441,6 +441,26 @@ def test_state_dicts_of_a_checkpoint(tmp_path, caplog, name):
     assert not set(result.missing_keys) - buffers
     assert not caplog.records  # of what writing would lose
     assert_same(model, fresh)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_shards_into_memory_that_holds_anything(tmp_path, name, format):
+    """As after ``to_empty``: bytes that are no numbers wait for their shard."""
+    model, other = (quantize_(tiny_model(name, BF16), linears=everything, format=format) for _ in range(2))
+    generator = torch.Generator().manual_seed(1)
+    for tensor in other.buffers():
+        raw = tensor.flatten().view(torch.uint8)
+        raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+        raw[::7] = 0xFF
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        other.load_state_dict(load_file(shard), strict=False)
+    for key, tensor in model.state_dict().items():
+        if "inv_freq" not in key:
+            assert torch.equal(bits(other.state_dict()[key]), bits(tensor)), key
 
 
 class Rows(torch.utils.data.Dataset):

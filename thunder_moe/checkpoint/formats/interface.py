@@ -25,8 +25,8 @@ __all__ = [
     "NVFP4Format",
     "check_group_size",
     "has_e4m3_nan",
-    "has_invalid_scales",
     "has_invalid_global_scales",
+    "has_invalid_scales",
     "subdict",
 ]
 

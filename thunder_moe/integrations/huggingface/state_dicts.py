@@ -27,6 +27,7 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
+from thunder_moe.formats.mxfp8 import E8M0_NAN
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
@@ -187,9 +188,12 @@ def _buffers(model: Any) -> Any:
 
 
 def _valid(name: str, tensor: Tensor) -> Tensor:
-    """A tensor of the model itself, whose scales may be anything while they wait for another shard."""
-    if name.endswith("_scale") and tensor.dtype == torch.float8_e4m3fn:
-        return tensor.float().nan_to_num().to(tensor.dtype)
+    """A tensor of the model itself, which may be anything while it waits for another shard."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        values = tensor.float().nan_to_num()
+        return (values.abs() if name.endswith("_scale") else values).to(tensor.dtype)
+    if name.endswith("_scale") and tensor.dtype == torch.uint8:
+        return tensor.clamp_max(E8M0_NAN - 1)
     if name.endswith("_scale_2") and not bool((tensor.isfinite() & (tensor > 0)).all()):
         return torch.ones_like(tensor)
     return tensor
