@@ -22,7 +22,7 @@ from oracle import decode_e4m3
 from safetensors.torch import load_file, save_file
 
 from thunder_moe.__main__ import main
-from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, write_checkpoint
+from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, convert, write_checkpoint
 from thunder_moe.checkpoint.formats.interface import has_e4m3_nan
 from thunder_moe.checkpoint.part import ExpertsPart
 from thunder_moe.formats import mxfp8, nvfp4
@@ -171,6 +171,98 @@ def test_scales_as_e8m0(tmp_path):
     one, other = (Checkpoint(path).read_experts(PATH) for path in (copy, DATA / MIXED))
     assert_same_bits(one.gate_up, other.gate_up)
     assert_same_bits(one.down, other.down)
+
+
+MINIMAX = {
+    "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [1, 32],
+    "scale_fmt": "ue8m0", "ignored_layers": ["lm_head"],
+}  # fmt: skip
+# As MiniMax writes it, in ModelOpt's names (as vLLM takes it), and in transformers' words with either dtype of scales.
+FORMS = {
+    "MiniMax": (MINIMAX, "weight_scale_inv", torch.uint8),
+    "little said": ({"quant_method": "mxfp8"}, "weight_scale", torch.uint8),
+    "transformers": ({**MINIMAX, "quant_method": "fp8"}, "weight_scale_inv", torch.float8_e8m0fnu),
+    "transformers, bytes": ({**MINIMAX, "quant_method": "fp8"}, "weight_scale_inv", torch.uint8),
+}
+
+
+def as_mxfp8(tmp_path, quantization, field, dtype):
+    """The export of compressed-tensors under another name: its config and the scales' names and dtype."""
+    copy = copy_export(tmp_path, OTHER)
+    edit_json(copy / "config.json", lambda config: config.update(quantization_config=quantization))
+    tensors = load_tensors(copy)
+    for file in copy.glob("model*.safetensors*"):
+        file.unlink()
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[f"{name.removesuffix('weight_scale')}{field}"] = tensors.pop(name).view(dtype)
+    save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+@pytest.mark.parametrize(("quantization", "field", "dtype"), FORMS.values(), ids=FORMS)
+def test_the_method_mxfp8(tmp_path, quantization, field, dtype):
+    checkpoint, wanted = Checkpoint(as_mxfp8(tmp_path, quantization, field, dtype)), Checkpoint(DATA / OTHER)
+    assert checkpoint.method == "mxfp8"
+    assert checkpoint.dense
+    for name in wanted.experts:
+        one, other = checkpoint.read_experts(name), wanted.read_experts(name)
+        assert_same_bits(one.gate_up, other.gate_up)
+        assert_same_bits(one.down, other.down)
+    for name in wanted.dense:
+        assert_same_bits(checkpoint.read_dense_weight(name), wanted.read_dense_weight(name))
+    convert(checkpoint.path, tmp_path / "out")
+    for name in wanted.experts:
+        assert_same_bits(Checkpoint(tmp_path / "out").read_experts(name).down, wanted.read_experts(name).down)
+
+
+def test_scales_in_floats_are_not_mxfp8(tmp_path):
+    """FP8 in blocks of MXFP8's size, which a conversion decodes."""
+    copy = as_mxfp8(tmp_path, {"quant_method": "fp8", "weight_block_size": [1, 32]}, "weight_scale_inv", torch.uint8)
+    weights = load_tensors(copy)
+
+    def edit(tensors):
+        for name in [name for name in tensors if name.endswith("weight_scale_inv")]:
+            tensors[name] = tensors[name].view(torch.float8_e8m0fnu).float()
+
+    edit_tensors(copy, edit)
+    assert Checkpoint(copy).method == "fp8"
+    convert(copy, tmp_path / "out", format="mxfp8")
+    out = load_tensors(tmp_path / "out")
+    expected, _ = expected_experts(OTHER)
+    assert torch.equal(decoded(Checkpoint(tmp_path / "out").read_experts(PATH).gate_up), expected)
+    assert f"{UP}.weight_scale" in out
+    assert f"{UP}.weight_scale_inv" in weights
+
+
+METHOD = {
+    "blocks": (
+        {"weight_block_size": [32, 32]},
+        r"weight_block_size: got \[32, 32\] in a config of MXFP8, wanted \[1, 32",
+    ),
+    "scales": ({"scale_fmt": "float"}, "scale_fmt: got 'float' in a config of MXFP8, wanted 'ue8m0'"),
+    "codes": ({"fmt": "e5m2"}, "fmt: got 'e5m2' in a config of MXFP8, wanted 'e4m3'"),
+    "experts": ({"moe_quant_algo": "NVFP4"}, "moe_quant_algo: got 'NVFP4' in a config of MXFP8, wanted 'MXFP8'"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), METHOD.values(), ids=METHOD)
+def test_what_the_method_mxfp8_cannot_say(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(as_mxfp8(tmp_path, {**MINIMAX, **change}, "weight_scale_inv", torch.uint8))
+
+
+def test_what_files_of_the_method_mxfp8_cannot_have(tmp_path):
+    copy = as_mxfp8(tmp_path, MINIMAX, "weight_scale_inv", torch.uint8)
+    tensors = load_tensors(copy)
+    for change, message in (
+        ({f"{UP}.weight_scale_inv": bits(tensors[f"{UP}.weight_scale_inv"]).clone().fill_(255)}, "has the byte 255"),
+        ({f"{UP}.weight_scale": tensors[f"{UP}.weight_scale_inv"].clone()}, "weight_scale_inv' is not understood"),
+        ({f"{PATH}.w13_weight": tensors[f"{UP}.weight"].clone()}, "w13_weight' is FP8, and by its name of no module"),
+        ({f"{UP}.weight": tensors[f"{UP}.weight"].view(torch.uint8)}, "wanted F8_E4M3|others not|says 'mxfp8'"),
+    ):
+        save_file({**tensors, **change}, copy / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            all_of(Checkpoint(copy))
 
 
 @pytest.mark.parametrize("k_first", [True, False])

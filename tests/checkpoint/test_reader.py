@@ -271,7 +271,7 @@ CONFIG_ERRORS = {
     "quant_method": (
         "modelopt_qwen3_moe",
         lambda q: q.update(quant_method="gptq"),
-        "quant_method: got 'gptq', wanted 'modelopt', 'compressed-tensors' or 'mxfp4'",
+        "quant_method: got 'gptq', wanted 'modelopt', 'compressed-tensors', 'mxfp8' or 'mxfp4'",
     ),
     "format": (
         "compressed_tensors_qwen3_moe",

@@ -33,6 +33,9 @@ ACTIVATION_FIELDS = ("input_scale", "input_global_scale", "activation_scale")
 CACHE_FIELDS = ("k_scale", "v_scale")
 # Scales of an FP8 weight; all multiply, "weight_scale_inv" and "scale_inv" (of all experts), too.
 FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
+# Scales of an MXFP8 weight, as ModelOpt and compressed-tensors name them, and as MiniMax and transformers do (the last
+# is of all experts).
+MXFP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv")
 # Fields that only quantized modules have; a module of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 # The checkpoint's name of a projection -> ours.
@@ -66,9 +69,14 @@ class Module:
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
 
     @property
+    def mxfp8_scale_field(self) -> str:
+        """The field of the scales of an MXFP8 weight, which both names mean alike."""
+        return next((field for field in MXFP8_SCALE_FIELDS if field in self.fields), MXFP8_SCALE_FIELDS[0])
+
+    @property
     def is_mxfp8(self) -> bool:
         """Whether the weight is MXFP8: FP8 with a scale for each 32 along K, which is a power of two, in a byte."""
-        weight, scale = self.fields.get("weight"), self.fields.get("weight_scale")
+        weight, scale = self.fields.get("weight"), self.fields.get(self.mxfp8_scale_field)
         if weight is None or scale is None or weight.dtype != "F8_E4M3":
             return False
         size, (*others, last) = MXFP8.block_size, weight.shape or (0,)

@@ -21,7 +21,13 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorFiles, TensorInfo, find_checkpoint, read_json
 from thunder_moe.checkpoint.float_weights import FloatWeights
 from thunder_moe.checkpoint.formats.fp8 import find_fp8
-from thunder_moe.checkpoint.formats.registry import check_quantization, find_quantization, format_of, has_mxfp8
+from thunder_moe.checkpoint.formats.registry import (
+    check_quantization,
+    find_quantization,
+    format_of,
+    has_mxfp8,
+    is_fp8_alone,
+)
 from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved, sort_modules
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
@@ -36,8 +42,8 @@ class Checkpoint:
     """A checkpoint on disk, opened for reading module by module.
 
     Reads ModelOpt (per expert or fused; NVFP4, W4A16_NVFP4, MXFP8, and MIXED_PRECISION of these and FP8 dense layers),
-    compressed-tensors (nvfp4-pack-quantized, mxfp8-quantized, also beside FP8 dense layers) and GPT-OSS's MXFP4; for
-    conversions also experts in FP8. All headers are checked here; no weight is read yet.
+    compressed-tensors (nvfp4-pack-quantized, mxfp8-quantized, also beside FP8 dense layers), MiniMax's MXFP8 and
+    GPT-OSS's MXFP4; for conversions also experts in FP8. All headers are checked here; no weight is read yet.
 
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
@@ -47,8 +53,8 @@ class Checkpoint:
         path: the directory.
         config: config.json.
         quantization: the quantization_config, or None.
-        method: "modelopt", "compressed-tensors" or "mxfp4", the form of the packed weights; "fp8" for a checkpoint that
-            has FP8 weights alone, of any form; None for a 16-bit one.
+        method: "modelopt", "compressed-tensors", "mxfp8" or "mxfp4", the form of the packed weights; "fp8" for a
+            checkpoint that has FP8 weights alone, of any form; None for a 16-bit one.
         experts: paths of the 4-bit blocks of experts, in the order of the files.
         dense: paths of the quantized modules that are no experts.
         others: names of the other tensors, without the scales of a quantized key-value cache.
@@ -66,9 +72,9 @@ class Checkpoint:
         modelopt = self.path / "hf_quant_config.json"
         self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
         fp8 = None if self.quantization is None else find_fp8(self.quantization)
-        self.method = "fp8" if fp8 is not None and fp8.alone else None
-        if self.quantization is not None and self.method is None:
-            self.method = check_quantization(self.quantization)
+        self.method = None
+        if self.quantization is not None:
+            self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
         self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
         self.files = TensorFiles(self.path)
         modules = sort_modules(self.files)
@@ -85,6 +91,9 @@ class Checkpoint:
         )
         plain = [info.name for block in self.plain_blocks.values() for info in block.infos()]
         self.others = modules.others + plain
+        for name in self.others:
+            if self.files[name].dtype.startswith("F8_"):
+                raise self.files[name].error("is FP8, and by its name of no module that is known here")
         if self.method is not None:
             self.others = [name for name in self.others if name.rpartition(".")[2] not in CACHE_FIELDS]
 
@@ -218,7 +227,7 @@ class Checkpoint:
                     raise info.error("is MXFP8, which the quantization_config does not say")
                 continue
             if module.is_fp8 and self.floats.fp8 is None and has_mxfp8(self.quantization or {}):
-                module.require("weight", "weight_scale")
+                module.require("weight", module.mxfp8_scale_field)
             form = "fp8" if module.is_fp8 else format_of(module).method
             if form not in (self.method, "fp8"):
                 raise info.error(f"is of the form of {form!r}, the quantization_config says {self.method!r}")

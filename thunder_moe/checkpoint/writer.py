@@ -183,8 +183,11 @@ def encode(
     if isinstance(value, torch.Tensor):
         yield name, value
         return
-    experts = isinstance(value, ExpertWeights)
-    for key, tensor in MODELOPT.encode(name, value, layout) if experts else MODELOPT.encode_dense(name, value):
+    if isinstance(value, ExpertWeights):
+        tensors = MODELOPT.encode(name, value, layout)
+    else:
+        tensors = MODELOPT.encode_dense(name, value)
+    for key, tensor in tensors:
         MODELOPT.check_values(key, tensor)
         yield key, tensor
 

@@ -1,5 +1,5 @@
-"""MXFP8 weights, as ModelOpt and compressed-tensors have them: E4M3 codes, an E8M0 scale for each 32 of them along K.
-Called by registry; calls interface.
+"""MXFP8 weights of ModelOpt, compressed-tensors, MiniMax and transformers: E4M3 codes, an E8M0 scale for each 32 of
+them along K; and the configs of the last two. Called by registry; calls interface.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from thunder_moe.formats.mxfp8 import E8M0_NAN
 
 __all__ = ["MXFP8_MODULES"]
 
+# What a config of MXFP8 alone may say, of what would change the weights.
+_CONFIG: dict[str, list[Any]] = {
+    "weight_block_size": [[1, MXFP8.block_size]],
+    "scale_fmt": ["ue8m0"],
+    "fmt": ["e4m3", "float8_e4m3fn"],
+    "expert_dtype": ["fp8", "mxfp8"],
+    "moe_quant_algo": ["MXFP8"],
+}
+
 
 class _MXFP8Modules(CheckpointFormat):
     """A weight float8_e4m3fn (N, K) and its weight_scale (N, K // 32), uint8 or float8_e8m0fnu, per module.
+
+    MiniMax and transformers call the scales weight_scale_inv; they multiply all the same.
 
     Of all experts of a layer (E, N, K) and (E, N, K // 32), or both with K ahead of N, which this package writes of
     architectures whose checkpoints have no other form (GPT-OSS).
@@ -31,10 +42,25 @@ class _MXFP8Modules(CheckpointFormat):
     number_format = MXFP8
 
     def check(self, quantization: dict[str, Any]) -> None:
-        """Accepts every config: that of the format in which these modules occur is checked."""
+        for key, wanted in _CONFIG.items():
+            value = quantization.get(key)
+            if value is not None and value not in wanted:
+                raise ValueError(f"{key}: got {value!r} in a config of MXFP8, wanted {wanted[0]!r}")
+
+    def is_named(self, quantization: dict[str, Any]) -> bool:
+        """Whether a quantization_config is of MXFP8 alone: "mxfp8" (MiniMax), or "fp8" with MXFP8's blocks and scales,
+        as transformers has it."""
+        if quantization.get("quant_method") == self.method:
+            return True
+        return self.is_allowed(quantization) and quantization.get("scale_fmt") == "ue8m0"
+
+    def is_allowed(self, quantization: dict[str, Any]) -> bool:
+        """Whether a quantization_config is of "fp8" in MXFP8's blocks, whose scales tell which it is by their dtype."""
+        block = quantization.get("weight_block_size")
+        return quantization.get("quant_method") == "fp8" and block == [1, self.block]
 
     def infos(self, module: Module, rank: int) -> list[TensorInfo]:
-        weight, scale = infos = module.require("weight", "weight_scale")
+        weight, scale = infos = module.require("weight", module.mxfp8_scale_field)
         weight.require(("F8_E4M3",), None)
         scale.require(("U8", "F8_E8M0"), None)
         fits = []

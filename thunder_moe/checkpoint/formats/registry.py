@@ -14,16 +14,17 @@ from thunder_moe.checkpoint.formats.mxfp4 import MXFP4
 from thunder_moe.checkpoint.formats.mxfp8 import MXFP8_MODULES
 from thunder_moe.checkpoint.modules import Module
 
-__all__ = ["FORMATS", "check_quantization", "find_quantization", "format_of", "has_mxfp8"]
+__all__ = ["FORMATS", "check_quantization", "find_quantization", "format_of", "has_mxfp8", "is_fp8_alone"]
 
-FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in (MODELOPT, COMPRESSED_TENSORS, MXFP4())}
+_FORMATS: tuple[CheckpointFormat, ...] = (MODELOPT, COMPRESSED_TENSORS, MXFP8_MODULES, MXFP4())
+FORMATS: dict[str, CheckpointFormat] = {form.method: form for form in _FORMATS}
 
 
 def format_of(module: Module) -> CheckpointFormat:
     """The format of a quantized module, by its fields; by default ModelOpt's, whose errors name what is missing."""
     if module.is_mxfp8:
         return MXFP8_MODULES
-    others = (form for form in FORMATS.values() if form is not MODELOPT)
+    others = (form for form in FORMATS.values() if form not in (MODELOPT, MXFP8_MODULES))
     return next((form for form in others if form.marker in module.fields), MODELOPT)
 
 
@@ -42,7 +43,7 @@ def find_quantization(config: dict[str, Any], hf_quant_config: dict[str, Any] | 
 
 
 def check_quantization(quantization: dict[str, Any]) -> str:
-    """The method that made a checkpoint's 4-bit weights, a key of `FORMATS`.
+    """The method that made a checkpoint's packed weights, a key of `FORMATS`.
 
     Args:
         quantization: its quantization_config.
@@ -50,7 +51,7 @@ def check_quantization(quantization: dict[str, Any]) -> str:
     Raises:
         ValueError: another method, algorithm, format or block size than those that are read here.
     """
-    method = quantization.get("quant_method")
+    method = MXFP8_MODULES.method if MXFP8_MODULES.is_named(quantization) else quantization.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         *most, last = map(repr, FORMATS)
         raise ValueError(f"quant_method: got {method!r}, wanted {', '.join(most)} or {last}{_remedy(quantization)}")
@@ -60,8 +61,16 @@ def check_quantization(quantization: dict[str, Any]) -> str:
     return method
 
 
+def is_fp8_alone(quantization: dict[str, Any]) -> bool:
+    """Whether the weights of a checkpoint are FP8 and none of them packed, by its quantization_config."""
+    fp8 = find_fp8(quantization)
+    return fp8 is not None and fp8.alone and not MXFP8_MODULES.is_named(quantization)
+
+
 def has_mxfp8(quantization: dict[str, Any]) -> bool:
-    """Whether the quantization_config of a checkpoint says that it has MXFP8 weights."""
+    """Whether the quantization_config of a checkpoint says that it has MXFP8 weights, or allows for them."""
+    if MXFP8_MODULES.is_named(quantization) or MXFP8_MODULES.is_allowed(quantization):
+        return True
     known = {MODELOPT.method: MODELOPT.has_mxfp8, COMPRESSED_TENSORS.method: COMPRESSED_TENSORS.has_mxfp8}
     has = known.get(str(quantization.get("quant_method")))
     return has is not None and has(quantization)
@@ -69,6 +78,5 @@ def has_mxfp8(quantization: dict[str, Any]) -> bool:
 
 def _remedy(quantization: dict[str, Any]) -> str:
     """What to do with a checkpoint in FP8, empty for others."""
-    fp8 = find_fp8(quantization)
     words = "; `python -m thunder_moe convert SOURCE DESTINATION` makes it NVFP4"
-    return words if fp8 is not None and fp8.alone else ""
+    return words if is_fp8_alone(quantization) else ""

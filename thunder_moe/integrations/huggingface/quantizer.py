@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 METHOD = "thunder_moe"
 # Temporary name of a dense module's 16-bit weight while transformers loads: the file has a 4-bit one by its own name.
 _WAITING = "_thunder_moe_weight"
-_NOT_WEIGHTS = r"\.(input_scale|input_global_scale|k_scale|v_scale|weight_scale|weight_scale_2|weight_global_scale)$"
+_NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
 
 
 class NVFP4CheckpointConfig(QuantizationConfigMixin):
@@ -319,7 +319,10 @@ class _ModelNames:
         if renamed not in self._state:
             return None
         if converted is not None:
-            raise ValueError(f"model: merges the 4-bit weight of {source} into {renamed}, which is not supported")
+            raise ValueError(
+                f"model: merges the packed weight of {source} into {renamed}, which is not supported;"
+                " thunder_moe.checkpoint.convert(source, destination, linears=False) makes it 16-bit"
+            )
         return renamed.removesuffix(".weight")
 
     def _rename(self, key: str) -> tuple[str, str | None]:
