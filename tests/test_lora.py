@@ -325,6 +325,9 @@ def test_what_is_replaced_is_refused_by_name():
         (dict(share="C"), "share: got 'C'"),
         (dict(adapter="a.b"), "adapter: got 'a.b'"),
         (dict(adapter="keys"), "adapter: got 'keys'"),
+        (dict(adapter=5), "adapter: got 5"),
+        (dict(alpha="8"), "alpha: got '8'"),
+        (dict(dtype=torch.int8), "dtype: got torch.int8"),
         (dict(filter=lambda module, name: False), "model: found no linear of experts"),
     ],
 )
@@ -335,7 +338,7 @@ def test_bad_arguments(options, what):
 
 def test_bad_calls():
     model, _ = adapted("mlp")
-    with pytest.raises(ValueError, match="'default', which it has"):
+    with pytest.raises(ValueError, match="'default', which 'm.gate_up_proj' has"):
         add_lora_(model, 2, 2)
     with pytest.raises(ValueError, match="found no linear of experts"):
         add_lora_(torch.nn.Linear(2, 2), 2, 2)
@@ -348,6 +351,52 @@ def test_bad_calls():
     add_lora_(tied, 2, 2)
     with pytest.raises(ValueError, match="share a weight"):
         merge_lora_(tied)
+
+
+def test_functions_that_are_none():
+    for name in ("filter", "linears"):
+        with pytest.raises(TypeError, match=f"{name}: got 'down_proj', wanted a function"):
+            add_lora_(MODULES["mlp"](None), 2, 4, **{name: "down_proj"})
+
+
+def test_nothing_is_added_twice():
+    """Neither what one linear has merged when another gets an adapter of its name, nor a name that is there twice."""
+    model, args = adapted("mlp", filter=lambda module, name: name.endswith("gate_up_proj"))
+    merge_lora_(model)
+    expected = model["m"](*args)
+    with pytest.raises(ValueError, match="are merged in m.gate_up_proj, wanted unmerge_lora_ before"):
+        add_lora_(model, 4, 8, filter=lambda module, name: name.endswith("down_proj"))
+    assert torch.equal(model["m"](*args), expected)
+    unmerge_lora_(model)
+    for function in (use_lora_, merge_lora_):
+        with pytest.raises(ValueError, match=r"adapters: got \['default', 'default'\], wanted each name once"):
+            function(model, ["default", "default"])
+
+
+@pytest.mark.parametrize("broken", ["hook", "root", "nan", "nan in 16 bits", "overflow"])
+def test_merging_that_fails_changes_nothing(broken):
+    model, args = adapted("mlp", quantized=broken != "nan in 16 bits")
+    use_lora_(model, None)
+    last, merged = model["m"].down_proj, model
+    if broken == "hook":
+        model["m"].register_forward_hook(lambda module, given, out: None)
+    elif broken == "root":
+        merged = last
+    elif broken == "overflow":
+        last.lora_A["default"].data[0], last.lora_B["default"].data[0] = 1e3, 1e3
+        last.weight_dtypes = (torch.float16,)
+    else:
+        last.lora_A["default"].data[3, 0, 0] = float("nan")
+    what = dict(hook="m.gate_up_proj cannot be replaced by a 16-bit module: it has forward hooks", root="bare").get(
+        broken, r"the weight of m.down_proj plus \['default'\] has NaN or Inf"
+    )
+    before, state = model["m"](*args), copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=what):
+        merge_lora_(merged, "default", dequantize=broken in ("hook", "root", "overflow"))
+    assert torch.equal(model["m"](*args), before)
+    assert model.state_dict().keys() == state.keys()
+    assert all(linear.lora_active == () == linear.lora_merged for linear in lora_linears(model).values())
+    assert not any(getattr(linear, "lora_to_restore", False) for linear in lora_linears(model).values())
 
 
 def test_autocast_computes_in_its_dtype():

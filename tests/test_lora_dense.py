@@ -151,6 +151,19 @@ def test_merge_into_16_bits():
     assert relative_error(model(x), expected) < 0.02
 
 
+def test_merging_what_cannot_be_replaced_changes_nothing():
+    model, x = adapted()
+    use_lora_(model, None)
+    expected, state = model(x), copy.deepcopy(model.state_dict())
+    model.o_proj.register_forward_pre_hook(lambda module, given: None)
+    with pytest.raises(ValueError, match="o_proj cannot be replaced by a 16-bit module: it has forward pre-hooks"):
+        merge_lora_(model, "default", dequantize=True)
+    assert torch.equal(model(x), expected)
+    assert model.state_dict().keys() == state.keys()
+    model.o_proj._forward_pre_hooks.clear()
+    compare(use_lora_(model, "default"), x)
+
+
 def test_adapters_go_and_come():
     model, x = adapted()
     expected, state = model(x), model.state_dict()

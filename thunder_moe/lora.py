@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +35,7 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinear,
     NVFP4LoRALinearPart,
 )
-from thunder_moe.quantize import Filter, dequantize_
+from thunder_moe.quantize import Filter, dequantize_with_
 from thunder_moe.replaceable import has_hook, has_own_forward, impure
 
 __all__ = [
@@ -58,7 +58,9 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
+_STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
 _SHARES = (None, "A", "B")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
@@ -105,10 +107,16 @@ def add_lora_(
         The same model.
 
     Raises:
-        ValueError: no such linears, or all declined; a rank, dropout, share or adapter name that is not valid, a name
-            that is taken, a weight on the "meta" device, merged adapters. The model is unchanged then.
+        ValueError: no such linears, or all declined; a rank, alpha, dropout, share, dtype or adapter name that is not
+            valid, a name that is taken, a weight on the "meta" device, adapters that are merged anywhere in the model.
+            The model is unchanged then.
+        TypeError: `filter` or `linears` is neither a function nor one of the other values that it may have.
     """
-    _check_options(rank, alpha, dropout, share, adapter)
+    _check_options(rank, alpha, dropout, share, dtype, adapter)
+    for name, choice, values in (("filter", filter, (None,)), ("linears", linears, (True, False))):
+        if not callable(choice) and choice not in values:
+            raise TypeError(f"{name}: got {choice!r}, wanted a function of a module and its name, or one of {values}")
+    _refuse_merged(lora_linears(model))
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
@@ -121,9 +129,8 @@ def add_lora_(
         if reason is not None:
             left.append(f"{name}: {reason}")
             continue
-        if isinstance(module, LoRALinear) and (adapter in module.lora_specs or module.lora_merged):
-            what = f"merged adapters {list(module.lora_merged)}" if module.lora_merged else f"{adapter!r}, which it has"
-            raise ValueError(f"adapter: got {what} at {name!r}, wanted another name, or unmerge_lora_ before")
+        if isinstance(module, LoRALinear) and adapter in module.lora_specs:
+            raise ValueError(f"adapter: got {adapter!r}, which {name!r} has, wanted another name")
         if share is not None and getattr(module, "process_part", None) is not None:
             raise ValueError(f"share: got {share!r} at {name!r}, whose experts several processes share, wanted None")
         chosen[name] = module
@@ -154,7 +161,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
     Linears that lack a named adapter run without it. Compiled models compile again.
 
     Raises:
-        ValueError: a name that no linear has, or merged adapters; the model is unchanged then.
+        ValueError: a name that no linear has or that is there twice, or merged adapters; the model is unchanged then.
     """
     wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     linears = _require_lora(model)
@@ -233,7 +240,9 @@ def merge_lora_(
         size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
 
     Raises:
-        ValueError: no adapters, an unknown name, adapters that are merged already.
+        ValueError: no adapters, a name that is unknown or there twice, adapters that are merged already, NaN or Inf in
+            an adapter or in a sum in the weight's dtype; with `dequantize`, a linear with adapters that cannot be
+            replaced (it has hooks, say). The model is unchanged then.
     """
     linears = _require_lora(model)
     wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
@@ -246,34 +255,32 @@ def merge_lora_(
     if not any(chosen.values()):
         raise ValueError("adapters: got none, and none is active, wanted names of adapters")
     _refuse_tied(model, linears)
-    errors, dense = {}, {}
-    for name, linear in linears.items():
-        if not chosen[name] and not dequantize:
-            continue
-        if isinstance(linear, LoRADense) and dequantize:
-            dense[name], delta = _sum(linear, chosen[name])
-            _strip(linear)
-            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
-            continue
-        if isinstance(linear, NVFP4LoRAGroupedLinear) and dequantize:
-            linear.lora_active, linear.lora_to_restore = chosen[name], True
-            errors[name] = _restore_error(linear)
-        elif chosen[name]:
-            errors[name] = _merge(linear, chosen[name])
-            if dequantize:
-                linear.lora_unmerged = None
-        _LOGGER.info(
-            "merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, errors.get(name, 0)
-        )
-    if dequantize:
-        if any(not isinstance(linear, GroupedLinear) for linear in linears.values()):
-            dequantize_(model)
-        for name, total in dense.items():
-            restored: Any = model.get_submodule(name)
-            restored.weight.copy_(total[0])
-        for linear in linears.values():
-            if isinstance(linear, LoRAGroupedLinear):
-                _strip(linear)
+    errors: dict[str, float] = {}
+    undo = [_undo_of(linear) for linear in linears.values()]
+    try:
+        dense = _ready_to_restore(linears, chosen, errors) if dequantize else {}
+        for name, linear in linears.items():
+            if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
+                errors[name] = _merge(linear, chosen[name], name)
+        for name, error in errors.items():
+            if not math.isfinite(error):
+                raise _not_finite(name, chosen[name])
+        if dequantize:
+            packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
+            if packed:
+                dequantize_with_(model, packed)
+            for name, total in dense.items():
+                restored: Any = model.get_submodule(name)
+                restored.weight.copy_(total[0])
+            for linear in linears.values():
+                if isinstance(linear, LoRAGroupedLinear):
+                    _strip(linear)
+    except BaseException:
+        for back in undo:
+            back()
+        raise
+    for name, error in errors.items():
+        _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
     return errors
 
 
@@ -288,25 +295,22 @@ def unmerge_lora_(model: Model) -> Model:
     if not linears:
         raise ValueError("model: has no merged adapters, nothing to unmerge")
     for linear in linears.values():
-        before = linear.lora_unmerged
-        if not isinstance(linear, GroupedLinear):
-            _set_weight(linear, before)
-        else:
-            linear.weight.copy_(before)
-        linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
+        _unmerge(linear)
     return model
 
 
-def _check_options(rank: Any, alpha: float, dropout: float, share: Any, adapter: str) -> None:
+def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha: got {alpha}, wanted a finite number")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout: got {dropout}, wanted at least 0 and less than 1")
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ValueError(f"alpha: got {alpha!r}, wanted a finite number")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
     if share not in _SHARES:
         raise ValueError(f"share: got {share!r}, wanted one of {_SHARES}")
-    if not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, wanted one of {_DTYPES}")
+    if not isinstance(adapter, str) or not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
         raise ValueError(
             f"adapter: got {adapter!r}, wanted a name without '.' that no attribute of a ParameterDict has"
         )
@@ -364,8 +368,7 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
 def _strip(linear: Any) -> None:
     """Makes a linear one of its base class again."""
     base = _BASE[type(linear)]
-    del linear.lora_A, linear.lora_B
-    for name in ("lora_specs", "lora_joined", "lora_merged", "lora_unmerged"):
+    for name in _STATE:
         delattr(linear, name)
     _set_class(linear, base)
 
@@ -392,6 +395,8 @@ def _require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
     for name in wanted:
         if name not in known:
             raise ValueError(f"adapters: got {name!r}, wanted some of {sorted(known)}")
+    if len(set(wanted)) != len(wanted):
+        raise ValueError(f"adapters: got {list(wanted)}, wanted each name once")
 
 
 def _refuse_merged(linears: dict[str, Any]) -> None:
@@ -420,8 +425,10 @@ def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     return weight + delta, delta
 
 
-def _merge(linear: Any, names: tuple[str, ...]) -> float:
+def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
     total, delta = _sum(linear, names)
+    if not total.isfinite().all():
+        raise _not_finite(where, names)
     if not isinstance(linear, GroupedLinear):
         weight = linear.packed_weight.to_layout(LINEAR)
         # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
@@ -440,6 +447,57 @@ def _merge(linear: Any, names: tuple[str, ...]) -> float:
         total -= linear.weight.float()
     linear.lora_active, linear.lora_merged = (), names
     return _ratio(total, delta)
+
+
+def _not_finite(where: str, names: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
+    )
+
+
+def _unmerge(linear: Any) -> None:
+    before = linear.lora_unmerged
+    if not isinstance(linear, GroupedLinear):
+        _set_weight(linear, before)
+    else:
+        linear.weight.copy_(before)
+    linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
+
+
+def _undo_of(linear: Any) -> Callable[[], None]:
+    """Gives a linear, nothing of which is merged, its class, weight and adapters back."""
+    lora, active = type(linear), linear.lora_active
+    known = {name: getattr(linear, name) for name in _STATE}
+
+    def undo() -> None:
+        if isinstance(linear, LoRALinear):
+            if linear.lora_merged:
+                _unmerge(linear)
+        else:
+            _set_class(linear, lora)
+            for name, value in known.items():
+                setattr(linear, name, value)
+        linear.lora_active = active
+        if isinstance(linear, NVFP4LoRAGroupedLinear):
+            linear.lora_to_restore = False
+
+    return undo
+
+
+def _ready_to_restore(
+    linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
+) -> dict[str, Tensor]:
+    """Makes 4-bit linears ready for `dequantize_`; the float32 sums of dense ones, whose adapters it takes."""
+    dense = {}
+    for name, linear in linears.items():
+        if isinstance(linear, LoRADense):
+            dense[name], delta = _sum(linear, chosen[name])
+            _strip(linear)
+            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
+        elif isinstance(linear, NVFP4LoRAGroupedLinear):
+            linear.lora_active, linear.lora_to_restore = chosen[name], True
+            errors[name] = _restore_error(linear)
+    return dense
 
 
 def _set_weight(linear: Any, weight: PackedWeight) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -36,6 +36,7 @@ __all__ = [
     "choose_experts",
     "choose_modules",
     "dequantize_",
+    "dequantize_with_",
     "is_finite",
     "quantize_",
     "quantize_modules",
@@ -210,8 +211,6 @@ def quantize_modules(model: nn.Module, chosen: Chosen, run: Quantization, label:
             family.finish(model)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def dequantize_(model: Model) -> Model:
     """The inverse of `quantize_`: 16-bit modules with the dequantized weights (the rounding to 4 bits remains).
 
@@ -222,6 +221,14 @@ def dequantize_(model: Model) -> Model:
     Raises:
         ValueError: the model holds no NVFP4 modules, or none that can be replaced; it is unchanged then.
     """
+    return dequantize_with_(model, {})
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def dequantize_with_(model: Model, needed: Mapping[str, nn.Module]) -> Model:
+    """`dequantize_`, and a ValueError, which leaves the model unchanged, where one of `needed` (4-bit linears, by
+    name) would stay as it is."""
     families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
     chosen: Chosen = {}
     left: _Left = {}
@@ -243,8 +250,13 @@ def dequantize_(model: Model) -> Model:
                 left[module] = chosen.pop(module).name, f"it is a part of {where!r}, which stays 4-bit: {reason}"
     if not chosen and not left:
         raise ValueError(f"model: found no NVFP4 modules in {type(model).__name__}, nothing to dequantize")
-    _report(model, chosen, left, "4-bit")
     _refuse_root(model, chosen)
+    replaced = {part for module in chosen for part in module.modules()}
+    for name, linear in needed.items():
+        if linear not in replaced:
+            why = next((reason for whole, (_, reason) in left.items() if linear in whole.modules()), "it is unknown")
+            raise ValueError(f"model: {name} cannot be replaced by a 16-bit module: {why}")
+    _report(model, chosen, left, "4-bit")
     memo: dict[Any, Any] = {}
     _swap(model, chosen, lambda module, family: family.restore(module, memo), "dequantizing")
     for family in families:
