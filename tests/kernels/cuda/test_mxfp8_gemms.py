@@ -13,7 +13,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import bound, many_rows, prepared
+from thunder_moe.kernels.cuda import bound, launch, many_rows, prepared
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows, route
@@ -214,3 +214,31 @@ def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
     assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
     packed = *operands(gate_up), None, *operands(down), None
     assert cuda._prepare_experts(*args, *packed, format=gate_up.format) is None
+
+
+def test_many_rows_are_multiplied_on_the_device_of_the_weights(emulated, hopper, monkeypatch):
+    """Another one is the current device."""
+
+    class Launcher(launch.launcher):
+        def launch(self, stream, argument):
+            assert launch.current_device() is None  # that of CPU tensors
+            super().launch(stream, argument)
+
+    class Device:
+        def __init__(self, device):
+            pass
+
+        def __enter__(self):
+            monkeypatch.setattr(launch, "current_device", lambda: None)
+
+        def __exit__(self, *error):
+            monkeypatch.setattr(launch, "current_device", lambda: 1)
+
+    monkeypatch.setattr(launch, "launcher", Launcher)
+    monkeypatch.setattr(launch, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
+    weight, exact = make(64, 96)
+    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 96, dtype=torch.bfloat16)
+    out = cuda.grouped_mm(rows, weight, offsets)
+    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]

@@ -121,8 +121,11 @@ class LinearLaunch:
             self._parts.append((rows, first, count, n, k, wide_offsets, zero_tail and last))
 
     def __call__(self, x: int, weight: int, offsets: int, out: int, inner: int = 0, b: int = 0) -> None:
-        """Launches the kernel for operands at these addresses, on the operands' device, which has to be current; with
-        `rank` inner (M, R) and b are two of them."""
+        """Launches the kernel for operands at these addresses, on their device; with `rank` inner (M, R) and b are two
+        of them."""
+        if launch.current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(x, weight, offsets, out, inner, b)
         stream = launch.current_stream(self._index)
         maps: tuple[bytes, ...] = ()
         if self._with_maps:

@@ -21,7 +21,7 @@ from thunder_moe.activations import GLU
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
-from thunder_moe.kernels.cuda import backend, launch, low_rank
+from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArguments
@@ -311,12 +311,7 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
     run = linears.linear_launch(
         m, experts, n, k, rows.dtype, transposed, _is_wide(offsets), out is None, kernel, rows.device, facts, None
     )
-    operands = rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), result.data_ptr()
-    if launch.current_device() == rows.device.index:
-        run(*operands)
-    else:
-        with torch.cuda.device(rows.device):
-            run(*operands)
+    run(rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), result.data_ptr())
     return result
 
 
