@@ -155,6 +155,18 @@ def test_gather(device, dtype, rank, k, transposed):
     assert torch.equal(rows[0].cpu(), tokens[-1])
 
 
+def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
+    """Three stages in place of four, on another device than SM90."""
+    torch.manual_seed(0)
+    ends, slots = torch.tensor([130, 140], dtype=torch.int32), torch.randperm(140)
+    tokens, matrix = torch.randn(70, 328).bfloat16(), torch.randn(2, 64, 328).bfloat16()
+    rows, product = low_rank.gather(tokens, slots.int(), matrix, ends)
+    assert torch.equal(rows, tokens[slots // 2])
+    for expert, part in enumerate((slice(130), slice(130, 140))):
+        wanted = rows[part].double() @ matrix[expert].double().T
+        assert relative_error(product[part], wanted) < KERNEL_TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("rank", [8, 16])
 def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
     """What lies beyond is memory that faults."""

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import re
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -104,11 +105,15 @@ OTHERS = {
     ),
     cuda_arguments.GatherLowRankArguments: (
         low_rank.GATHER,
-        ["gather_low_rank<true, false, 1>", "gather_low_rank<false, true, 4>"],
+        ["gather_low_rank<true, false, 1, 4>", "gather_low_rank<false, true, 4, 3>"],
     ),
     cuda_arguments.RankWgradArguments: (
         wgrad.RANK,
-        ["rank_wgrad<true, true, 1, false>", "rank_wgrad<true, false, 1, true>", "rank_wgrad<false, false, 4, false>"],
+        [
+            "rank_wgrad<true, true, 1, false, 4>",
+            "rank_wgrad<true, false, 1, true, 4>",
+            "rank_wgrad<false, false, 4, false, 3>",
+        ],
     ),
     cuda_arguments.QuantizeArguments: (
         cuda._QUANTIZE,
@@ -226,6 +231,32 @@ def test_every_kernel_and_struct_is_compiled_above():
     gemm_structs = {"GemmArguments", "TmaGemmArguments", "GatherArguments", "TmaLinearArguments", "TmaWgradArguments"}
     gemm_structs |= {"LowRankGemmArguments", "LowRankLinearArguments", "PackedLinearArguments"}
     assert set(cuda_arguments.__all__) == {struct.__name__ for struct in OTHERS} | gemm_structs
+
+
+def static_shared_bytes(cubin, name):
+    """Of a kernel: the size of a section of the ELF file."""
+    table, size, count, names = struct.unpack_from("<Q10xHHH", cubin, 40)
+    headers = [struct.unpack_from("<II4Q", cubin, table + size * i) for i in range(count)]  # name, .., place, size
+    start = headers[names][4]
+    labels = [cubin[start + of : cubin.index(b"\0", start + of)].decode() for of, *_ in headers]
+    return sum(of[5] for of, label in zip(headers, labels, strict=True) if label == f".nv.shared.{name}")
+
+
+@pytest.mark.parametrize("rank", [40, 64])
+def test_kernels_of_adapters_fit_shared_memory(kept, monkeypatch, rank):
+    """Of Ada and consumer Blackwell, the least that there is: 99 KiB, static shared memory included."""
+    seen = []
+    monkeypatch.setattr(cuda, "_device_facts", lambda device: (100, (8, 6)))
+    monkeypatch.setattr(cuda, "_launch", lambda *args: seen.append(args))
+    tokens, slots, ends = torch.zeros(4, 128).half(), torch.arange(8).int(), torch.tensor([8], dtype=torch.int32)
+    low_rank.gather(tokens, slots, torch.zeros(1, rank, 128).half(), ends)
+    wgrad.rank_wgrad(torch.zeros(8, rank).half(), tokens, ends, False, slots)
+    assert len(seen) == 2
+    for sources, expression, _, shared_bytes, _, argument, *_ in seen:
+        cubin, name = nvrtc.compile_files(sources, expression, (8, 6), type(argument))
+        static = static_shared_bytes(cubin, name)
+        assert static > 8000  # where tiles and rows of 1,024 experts start
+        assert shared_bytes + static <= 99 << 10
 
 
 class CombineArguments(ctypes.Structure):

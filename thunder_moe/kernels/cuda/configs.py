@@ -34,6 +34,7 @@ __all__ = [
     "candidates",
     "choose_config",
     "dense_candidates",
+    "most_shared_bytes",
 ]
 
 COMMON = Path(__file__).with_name("src") / "common.cuh"  # in front of every kernel's source
@@ -321,6 +322,11 @@ def choose_config(
     return replace(_by_rule(point, swiglu, multiprocessors, capability), format=format)
 
 
+def most_shared_bytes(capability: tuple[int, int]) -> int:
+    """What kernels may take for a block: on any other device than SM90 no more than Ada and consumer Blackwell have."""
+    return _SHARED_BYTES if capability == (9, 0) else 99 << 10
+
+
 def candidates(
     point: Point, swiglu: bool, capability: tuple[int, int], layout: str = LINEAR, format: str = "nvfp4"
 ) -> list[GemmConfig]:
@@ -341,8 +347,7 @@ def candidates(
     elif point.rows > 8:
         for c, r, warps_n, depth in itertools.product((2, 4, 8), row_blocks, (4, 8), (3, 4)):
             found.append(GemmConfig("staged", c, r, warps_n, 1, depth, format=format))
-    available = _SHARED_BYTES if capability == (9, 0) else 99 << 10  # 99: Ada and consumer Blackwell
-    return [config for config in found if config.shared_bytes <= available]
+    return [config for config in found if config.shared_bytes <= most_shared_bytes(capability)]
 
 
 def dense_candidates(

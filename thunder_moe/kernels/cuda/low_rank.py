@@ -17,7 +17,7 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import pointer
 from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.arguments import GatherLowRankArguments, LinearArguments, LowRankGemmArguments
-from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
+from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, most_shared_bytes
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS, serves_rank
 from thunder_moe.kernels.cuda.plan import GemmPlan, plan_gemm
 from thunder_moe.kernels.cuda.prepared import GemmLaunch, dgrad_launch
@@ -28,7 +28,8 @@ GATHER = (COMMON, *(COMMON.with_name(name) for name in ("ptx.cuh", "linear.cuh",
 DGRAD = COMMON.with_name("tiled_dgrad.cu")
 _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
 _ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
-_TILE_ROWS, _STAGE_K, _STAGES = 128, 64, 4  # kTileRows, kStageK, kStages
+_TILE_ROWS, _STAGE_K, _STAGES = 128, 64, (4, 3)  # kTileRows, kStageK; as many as shared memory holds
+_TILES_BYTES = 8208  # of `ExpertTiles`, static shared memory
 
 
 class LowRankGemmLaunch(GemmLaunch):
@@ -136,9 +137,11 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
     )
     argument = GatherLowRankArguments(of, *map(pointer, (row_slot, rows)), m // count)
     bf16, blocks = str(tokens.dtype == torch.bfloat16).lower(), -(-rank // 16)
-    name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}>"
-    live, shared = min(m, experts), _STAGES * _STAGE_K * 2 * (_TILE_ROWS + 16 * blocks)
-    multiprocessors = backend._device_facts(tokens.device)[0]
+    multiprocessors, capability = backend._device_facts(tokens.device)
+    stage, most = _STAGE_K * 2 * (_TILE_ROWS + 16 * blocks), most_shared_bytes(capability) - _TILES_BYTES
+    stages = next(stages for stages in _STAGES if stages * stage <= most)
+    name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}, {stages}>"
+    live, shared = min(m, experts), stages * stage
     tiles = live + (m - live) // _TILE_ROWS  # as many as any routing has
     backend._launch(GATHER, name, 256, shared, tiles, argument, tokens.device, multiprocessors)
     return rows, out

@@ -16,7 +16,7 @@ from torch import Tensor
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda import backend, launch
 from thunder_moe.kernels.cuda.arguments import RankWgradArguments, TmaWgradArguments, WgradArguments
-from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.cuda.configs import COMMON, most_shared_bytes
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["KERNELS", "MMA", "RANK", "WGMMA", "rank_wgrad", "wgrad"]
@@ -32,6 +32,8 @@ _WGMMA_TILE, _STAGE_ROWS = 128, 64  # kTileN, kStageRows
 _STAGES = {256: 4, 192: 5, 128: 6}  # of a tile of so many columns of K
 _MMA_TILE, _MMA_SHARED = 128, 4 * 2 * 32 * 128 * 2  # kMmaTile; kMmaStages of both operands
 _ANY_TILE = 128
+_RANK_STAGES = (4, 3)  # of "rank_wgrad": as many as shared memory holds
+_ORDER_BYTES = 12304  # of `ExpertOrder`, static shared memory
 _FEW_ROWS = 384  # of an expert
 _Map = ctypes.c_byte * 128
 
@@ -99,7 +101,10 @@ def rank_wgrad(
     out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
     bf16, gathers = str(narrow.dtype == torch.bfloat16).lower(), str(row_slot is not None).lower()
     blocks = -(-rank // 16)
-    name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}>"
+    multiprocessors, capability = backend._device_facts(wide.device)
+    stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(capability) - _ORDER_BYTES  # kStageRows, kColumns
+    stages = next(stages for stages in _RANK_STAGES if stages * stage <= most)
+    name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}, {stages}>"
     row_slot = None if row_slot is None else row_slot.contiguous()
     for first in range(0, experts, MAX_EXPERTS):
         of_part = out[first : first + MAX_EXPERTS]
@@ -109,9 +114,8 @@ def rank_wgrad(
                 offsets.dtype == torch.int64, False, True,
             ), *map(pointer, (row_slot,)), rows // wide.shape[0],
         )  # fmt: skip
-        tiles, shared = of_part.shape[0] * -(-k // 128), 4 * 64 * (256 + 32 * blocks)  # kColumns, kStages, kStageRows
-        multiprocessors = backend._device_facts(wide.device)[0]
-        backend._launch(RANK, name, 256, shared, tiles, argument, wide.device, multiprocessors)
+        tiles = of_part.shape[0] * -(-k // 128)  # kColumns
+        backend._launch(RANK, name, 256, stages * stage, tiles, argument, wide.device, multiprocessors)
     return out
 
 

@@ -10,14 +10,14 @@ struct GatherLowRankArguments {
   int top_k;
 };
 
-constexpr int kTileRows = 128, kStageK = 64, kStages = 4, kUnits = kStageK / 8;  // units of 16 bytes
+constexpr int kTileRows = 128, kStageK = 64, kUnits = kStageK / 8;  // units of 16 bytes
 
 // Where a unit of 16 bytes of a row of 64 numbers lies: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
 // Rows (M, K) x (E, N, K), or TRANSPOSED (E, K, N) -> (M, N), N <= 16 * C. Eight warps, each 16 rows, copies of the threads into a ring of
-// stages of 64 k.
-template <bool BF16, bool TRANSPOSED, int C>
+// STAGES stages of 64 k.
+template <bool BF16, bool TRANSPOSED, int C, int STAGES>
 __global__ void __launch_bounds__(256, 2) gather_low_rank(const GatherLowRankArguments all) {
   await_previous_kernel();
   const LinearArguments& args = all.of;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256, 2) gather_low_rank(const GatherLowRankArg
     }
     const auto load = [&](int i) {
       if (i < steps) {
-        uint4* const to = stages + i % kStages * kStage;
+        uint4* const to = stages + i % STAGES * kStage;
 #pragma unroll
         for (int j = 0; j < kOfX / 256; ++j) {
           const int at = threadIdx.x + 256 * j, row = at / kUnits, unit = at % kUnits, k = i * kStageK + 8 * unit;
@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(256, 2) gather_low_rank(const GatherLowRankArg
     float acc[2 * C][4] = {};
     __syncthreads();  // all have read the stages of the tile before
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) load(i);
+    for (int i = 0; i < STAGES - 1; ++i) load(i);
     for (int i = 0; i < steps; ++i) {
-      cp_async_wait<kStages - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
-      load(i + kStages - 1);
-      const uint4* const rows = stages + i % kStages * kStage;
+      load(i + STAGES - 1);
+      const uint4* const rows = stages + i % STAGES * kStage;
       const uint4* const of_weight = rows + kOfX;
 #pragma unroll
       for (int j = 0; j < kOfX / 256; ++j) {

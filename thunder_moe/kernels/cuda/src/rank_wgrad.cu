@@ -10,13 +10,13 @@ struct RankWgradArguments {
   int top_k;
 };
 
-constexpr int kStageRows = 64, kColumns = 128, kStages = 4, kUnits = kColumns / 8;  // units of 16 bytes
+constexpr int kStageRows = 64, kColumns = 128, kUnits = kColumns / 8;  // units of 16 bytes
 
 // Where a unit of a wide row lies: no two of eight rows below each other are in the same banks.
 DEVICE int unit_at(int row, int unit) { return row * kUnits + (unit ^ (row % 8)); }
 
-// C: blocks of 16 of N. The result is (E, N, K), WIDE_FIRST (E, K, N).
-template <bool BF16, bool WIDE_FIRST, int C, bool GATHER>
+// C: blocks of 16 of N; STAGES: of the ring. The result is (E, N, K), WIDE_FIRST (E, K, N).
+template <bool BF16, bool WIDE_FIRST, int C, bool GATHER, int STAGES>
 __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments all) {
   await_previous_kernel();
   constexpr int kWide = kStageRows * kUnits, kNarrow = kStageRows * 2 * C, kStage = kWide + kNarrow, kCopies = kWide / 256;
@@ -60,20 +60,20 @@ __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments al
       row += kStageRows;
       find();
     }
-    if (++slot == kStages) slot = 0;
+    if (++slot == STAGES) slot = 0;
     cp_async_commit();
   };
   if (ahead < tiles) tile_ahead = wgrad_tile<64, kColumns>(args, order, ahead), row = tile_ahead.row;
   find();
 #pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) load();
+  for (int i = 0; i < STAGES - 1; ++i) load();
 
   int now = 0;
   for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
     const WgradTile tile = wgrad_tile<64, kColumns>(args, order, index);
     float acc[2 * C][4] = {};
     for (int first = tile.row; first < tile.end; first += kStageRows) {
-      cp_async_wait<kStages - 2>();
+      cp_async_wait<STAGES - 2>();
       __syncthreads();
       load();
       const uint4* const wide = stages + now * kStage;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(256, 2) rank_wgrad(const RankWgradArguments al
           mma<BF16>(acc[2 * c + 1], a, b[2], b[3]);
         }
       }
-      if (++now == kStages) now = 0;
+      if (++now == STAGES) now = 0;
     }
     uint16_t* const out = static_cast<uint16_t*>(args.out) + tile.out;
 #pragma unroll
