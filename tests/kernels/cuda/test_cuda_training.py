@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from thunder_moe.activations import GLU
+from thunder_moe.kernels import slow_paths
 from thunder_moe.kernels.cuda import backend, linear, training, wgrad
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -343,6 +344,25 @@ def test_operands_that_do_not_fit_are_refused(emulated):
             training.grouped_mm(x, weight, offsets, bad)
     with pytest.raises(ValueError, match="grad: got .*wanted 4 rows"):
         training.wgrad(x, torch.zeros(3, 16), offsets)
+
+
+def test_results_at_odd_addresses(emulated, monkeypatch):
+    """The fast kernel, and rows past the end stay as they were; of main_grad a warning says what is slow."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(slow_paths, "_warned", set())
+    kernels, kernel_for = [], linear.kernel_for
+    monkeypatch.setattr(linear, "kernel_for", lambda *args: kernels.append(kernel_for(*args)) or kernels[-1])
+    x, weight, offsets = torch.randn(6, 24).half(), torch.randn(2, 72, 24).half(), torch.tensor([1, 4])
+    out = torch.ones(6 * 72 + 1).half()[1:].view(6, 72)
+    assert training.grouped_mm(x, weight, offsets, out) is out
+    assert kernels == ["mma"]
+    for expert, part in ((0, slice(0, 1)), (1, slice(1, 4))):
+        assert error(out[part], x[part].double() @ weight[expert].double().T) < TOLERANCE[torch.float16]
+    assert out[4:].eq(1).all()
+    main_grad, grad = torch.zeros(2 * 72 * 24 + 1)[1:].view(2, 72, 24), torch.randn(6, 72).half()
+    with pytest.warns(UserWarning, match="main_grad lies at no multiple of 16 bytes, .*: align it"):
+        training.wgrad(x, grad, offsets, main_grad, True)
+    assert error(main_grad[1], grad[1:4].double().T @ x[1:4].double()) < 1e-5
 
 
 RANKS = [(torch.bfloat16, 16, 200, [0, 5, 0, 140, 1]), (torch.float16, 40, 72, [130, 0, 3])]  # dtype, R, K, rows

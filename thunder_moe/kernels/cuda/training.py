@@ -80,11 +80,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if not few and linears.torch_is_faster(rows.dtype, backend._device_facts(rows.device)[1], m / experts):
         product = _multiply(rows, weight, offsets)
     else:
-        given = None if padded else out
+        # At an odd address `out` is written behind the GEMM, whose kernels of 16 bits store several numbers at once.
+        odd = out is not None and rows.dtype != torch.float32 and out.data_ptr() % 16 != 0
+        given = None if padded or odd else out
         product = _linear(rows, weight, offsets, given)
-        if given is not None:
-            return given
-        if not padded:
+        if not padded and given is out:
             return product
     product = product[:, :n]
     return add_bias(product, offsets, out=out) if out is not None else _zero_past_end(product, offsets)

@@ -123,10 +123,13 @@ def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -
     k, n = x.shape[1], grad.shape[1]
     if x.dtype == torch.float32 or k % 8 or n % 8 or out.data_ptr() % 16:
         if x.dtype != torch.float32:
-            what = f"a weight of out_features {n} and in_features {k}, which are no multiples of 8"
-            warn_once(
-                ("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: pad the weight"
+            what, remedy = (
+                f"a weight of out_features {n} and in_features {k}, which are no multiples of 8",
+                "pad the weight",
             )
+            if not (k % 8 or n % 8):
+                what, remedy = "a weight whose main_grad lies at no multiple of 16 bytes", "align it"
+            warn_once(("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: {remedy}")
         return "any"
     return "wgmma" if capability == (9, 0) else "mma"
 
