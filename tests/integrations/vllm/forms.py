@@ -44,6 +44,24 @@ def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
     return packed
 
 
+def compressed_tensors_mxfp8(tensors: Tensors, config: dict) -> Tensors:
+    """mxfp8-quantized of what is MXFP8 in ModelOpt's form: the same names; activations in MXFP8, too."""
+    weights = dict(num_bits=8, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype="torch.uint8")
+    group = {
+        "targets": ["Linear"],
+        "weights": weights | {"dynamic": False},
+        "input_activations": weights | {"dynamic": True},
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": config["quantization_config"]["ignore"],
+    }
+    return tensors
+
+
 def nvfp4(tensors: Tensors, config: dict) -> Tensors:
     """ModelOpt's NVFP4: with scales of 4-bit activations, which 16-bit activations have no use for."""
     config["quantization_config"]["quant_algo"] = "NVFP4"

@@ -77,12 +77,13 @@ def attention_in_nvfp4(path, _):
     return "nvfp4" if "self_attn" in path else "mxfp8"
 
 
-@pytest.mark.parametrize(
-    "format", ["mxfp8", pytest.param(attention_in_nvfp4, marks=pytest.mark.slow)], ids=["alone", "mixed"]
-)
-def test_mxfp8(format, tmp_path):
-    """Experts and dense layers; in one checkpoint with NVFP4."""
+@pytest.mark.parametrize("form", ["alone", "compressed_tensors", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_mxfp8(form, tmp_path):
+    """Experts and dense layers, in ModelOpt's form and in that of compressed-tensors; in one checkpoint with NVFP4."""
+    format = attention_in_nvfp4 if form == "mixed" else "mxfp8"
     path = export("qwen3_moe", tmp_path / "export", dense=True, format=format)
+    if form == "compressed_tensors":
+        path = forms.rewrite(path, tmp_path / "form", forms.compressed_tensors_mxfp8)
     with engine(path) as llm:
         assert their_tokens(llm) == our_tokens(path)
 

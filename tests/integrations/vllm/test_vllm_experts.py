@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.nvfp4 import quantize
@@ -250,19 +251,36 @@ class TestMxFp8:
         assert reason in said[0]
 
 
-def test_mxfp8_of_compressed_tensors_is_vllms_own(monkeypatch):
-    path = Path(__file__).parents[2] / "data" / "checkpoints" / "compressed_tensors_mxfp8_qwen3_moe" / "config.json"
-    config = ThunderCompressedTensorsConfig.from_config(json.loads(path.read_text())["quantization_config"])
-    config.packed_modules_mapping = {}
-    layer = RoutedExperts.__new__(RoutedExperts)
-    torch.nn.Module.__init__(layer)
-    layer.moe_config = moe_config()
-    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate_proj", "up_proj", "down_proj"
-    said = []
-    monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
-    method = config.get_quant_method(layer, "model.layers.0.mlp.experts")
-    assert "Thunder" not in type(method).__name__
-    assert "MXFP8 experts do not run" in said[0]
+class TestCompressedTensors:
+    """Which method the configuration of a checkpoint gives a layer."""
+
+    def method(self, name, kind=RoutedExperts):
+        path = Path(__file__).parents[2] / "data" / "checkpoints" / name / "config.json"
+        config = ThunderCompressedTensorsConfig.from_config(json.loads(path.read_text())["quantization_config"])
+        config.packed_modules_mapping = {}
+        layer = kind.__new__(kind)
+        torch.nn.Module.__init__(layer)
+        layer.moe_config = moe_config()
+        names = "gate_proj", "up_proj", "down_proj"
+        layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = names
+        return config.get_quant_method(layer, "model.layers.0.mlp.experts")
+
+    def test_ours(self):
+        of_nvfp4, of_mxfp8 = map(self.method, ("compressed_tensors_qwen3_moe", "compressed_tensors_mxfp8_qwen3_moe"))
+        assert type(of_nvfp4) is methods.CompressedTensorsThunderMoEMethod
+        assert type(of_mxfp8) is methods.CompressedTensorsThunderMxFp8MoEMethod
+
+    @pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+    def test_loaders_that_know_classes_by_name(self, format, monkeypatch):
+        """GPT-OSS: in a method of another name the loader would transpose what is packed."""
+        said = []
+        monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+        monkeypatch.setattr(methods.CompressedTensorsNvfp4MoEMethod, "__init__", lambda *args, **_: None)
+        name = "compressed_tensors_qwen3_moe" if format == "nvfp4" else "compressed_tensors_mxfp8_qwen3_moe"
+        assert "Thunder" not in type(self.method(name, GptOssRoutedExperts)).__name__
+        (line,) = said
+        assert f"{format.upper()} experts do not run" in line
+        assert "GptOssRoutedExperts knows vLLM's classes by name" in line
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

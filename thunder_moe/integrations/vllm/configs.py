@@ -18,13 +18,16 @@ from vllm.model_executor.layers.quantization.modelopt import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
-from thunder_moe.formats.block_format import MXFP8
-from thunder_moe.integrations.vllm.linears import compressed_tensors_scheme, register_linear_methods
+from thunder_moe.integrations.vllm.linears import (
+    compressed_tensors_mxfp8_scheme,
+    compressed_tensors_scheme,
+    register_linear_methods,
+)
 from thunder_moe.integrations.vllm.methods import (
     compressed_tensors_method,
+    compressed_tensors_mxfp8_method,
     modelopt_method,
     mxfp8_method,
-    say_who_runs,
 )
 
 __all__ = [
@@ -79,7 +82,7 @@ class ThunderModelOptMixedPrecisionConfig(ModelOptMixedPrecisionConfig):  # type
 
 
 class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[misc]
-    """nvfp4-pack-quantized among the formats of compressed-tensors."""
+    """nvfp4-pack-quantized and mxfp8-quantized among the formats of compressed-tensors."""
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
@@ -87,10 +90,16 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
             names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
             schemes = [self.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names]
             first = schemes[0] or {}
-            if self._is_nvfp4_format(first.get("weights")) and schemes.count(schemes[0]) == len(schemes):
-                return compressed_tensors_method(layer.moe_config, prefix, first.get("input_activations"))
-            if first.get("weights") is not None and self._is_mxfp8(first["weights"]):
-                say_who_runs("MXFP8 of compressed-tensors, ours are for ModelOpt's", MXFP8)
+            weights = first.get("weights")
+            if weights is not None and schemes.count(schemes[0]) == len(schemes):
+                own = None
+                if type(layer).weight_loader is not RoutedExperts.weight_loader:  # GPT-OSS
+                    own = f"the loader of {type(layer).__name__} knows vLLM's classes by name"
+                if self._is_nvfp4_format(weights):
+                    inputs = first.get("input_activations")
+                    return compressed_tensors_method(layer.moe_config, prefix, inputs, own)
+                if self._is_mxfp8(weights):
+                    return compressed_tensors_mxfp8_method(layer.moe_config, own)
         return super().get_quant_method(layer, prefix)
 
     def _get_scheme_from_parts(
@@ -98,6 +107,10 @@ class ThunderCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[m
     ) -> Any:
         if self._is_nvfp4_format(weight_quant) and (input_quant is None or self._is_nvfp4_format(input_quant)):
             scheme = compressed_tensors_scheme(input_quant, layer_name)
+            if scheme is not None:
+                return scheme
+        elif self._is_mxfp8(weight_quant):
+            scheme = compressed_tensors_mxfp8_scheme(layer_name)
             if scheme is not None:
                 return scheme
         return super()._get_scheme_from_parts(weight_quant, input_quant, output_quant, format, layer_name)

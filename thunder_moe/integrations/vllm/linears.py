@@ -18,6 +18,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
     CompressedTensorsW4A4Fp4,
+    CompressedTensorsW8A8Mxfp8,
 )
 from vllm.model_executor.layers.quantization.modelopt import (
     LINEAR_METHOD_BUILDERS,
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.quantization.modelopt import (
     Shapes,
     resolve,
 )
+from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
@@ -37,7 +39,9 @@ from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 __all__ = [
     "ModelOptThunderLinearMethod",
     "ModelOptThunderMxFp8LinearMethod",
+    "ThunderMxFp8Scheme",
     "ThunderNvfp4Scheme",
+    "compressed_tensors_mxfp8_scheme",
     "compressed_tensors_scheme",
     "register_linear_methods",
     "why_not_dense",
@@ -113,6 +117,11 @@ def compressed_tensors_scheme(inputs: Any, layer_name: str | None) -> Compressed
         layer_name: for messages.
     """
     return ThunderNvfp4Scheme(inputs is None, layer_name or "") if _is_ours() else None
+
+
+def compressed_tensors_mxfp8_scheme(layer_name: str | None) -> CompressedTensorsScheme | None:
+    """The same for a dense MXFP8 layer."""
+    return ThunderMxFp8Scheme(layer_name or "") if _is_ours(MXFP8) else None
 
 
 class _Dense:
@@ -191,27 +200,37 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         return self.multiply(layer, x, bias)
 
 
-@register_weight_loader_v2_supported_method
-class ModelOptThunderMxFp8LinearMethod(ModelOptThunderLinearMethod):
-    """For MXFP8 of ModelOpt's names. Merged linears have no scale for each, so nothing has to be spread over rows."""
+class _MxFp8Dense:
+    """`_Dense` in MXFP8. Merged linears have no scale for each, so nothing has to be spread over rows."""
+
+    layout: str
 
     def mark_unloaded(self, layer: Any) -> None:
         mark_unloaded(layer, "weight", "weight_scale")
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        require_loaded(layer, _name(layer), "rows", "weight", "weight_scale")
+    def pack(self, layer: Any, layer_name: str) -> None:
+        require_loaded(layer, layer_name, "rows", "weight", "weight_scale")
         scale = layer.weight_scale.data.view(MXFP8.scale_dtype)
         weight = lay_out(MXFP8Weight(layer.weight.data[None], scale[None]), "auto")
         self.layout = weight.layout
-        replace(layer, _name(layer), "weight", weight.qdata[0])
-        replace(layer, _name(layer), "weight_scale", weight.scale[0].view(torch.uint8))
+        replace(layer, layer_name, "weight", weight.qdata[0])
+        replace(layer, layer_name, "weight_scale", weight.scale[0].view(torch.uint8))
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., K) -> (..., N)"""
         scale = layer.weight_scale.view(MXFP8.scale_dtype)
         out: Tensor = torch.ops.thunder_moe.f16a_mxfp8weight_scaled_mm(
             x, layer.weight.t(), scale, bias, layout=self.layout
         )
         return out
+
+
+@register_weight_loader_v2_supported_method
+class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):  # type: ignore[misc]
+    """For MXFP8 of ModelOpt's names."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.pack(layer, _name(layer))
 
 
 class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc]
@@ -234,6 +253,35 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
             if hasattr(layer, name):
                 delattr(layer, name)
         self.pack(layer, self.layer_name, scales)
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiply(layer, x, bias)
+
+
+class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: ignore[misc]
+    """For MXFP8 of compressed-tensors' names, which are ModelOpt's."""
+
+    def __init__(self, layer_name: str) -> None:
+        self.layer_name = layer_name
+
+    def create_weights(
+        self, layer: Any, output_partition_sizes: list[int], input_size_per_partition: int,
+        params_dtype: torch.dtype, weight_loader: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        """As vLLM's, without a kernel of vLLM's."""
+        layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        layer.output_size_per_partition, layer.input_size_per_partition = n, k
+        for name, kind, width, dtype in (
+            ("weight", ModelWeightParameter, k, MXFP8.code_dtypes[0]),
+            ("weight_scale", GroupQuantScaleParameter, k // MXFP8.block_size, torch.uint8),
+        ):
+            data = torch.empty(n, width, dtype=dtype)
+            layer.register_parameter(name, kind(data=data, input_dim=1, output_dim=0, weight_loader=weight_loader))
+        self.mark_unloaded(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.pack(layer, self.layer_name)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiply(layer, x, bias)

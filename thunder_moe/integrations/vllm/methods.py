@@ -24,6 +24,9 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
     CompressedTensorsW4A4Nvfp4MoEMethod as CompressedTensorsNvfp4MoEMethod,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8 import (  # noqa: E501
+    CompressedTensorsW8A8Mxfp8MoEMethod as CompressedTensorsMxFp8MoEMethod,
+)
 from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptMxFp8Config,
     ModelOptMxFp8FusedMoE,
@@ -42,12 +45,13 @@ from thunder_moe.kernels.select import lay_out
 
 __all__ = [
     "CompressedTensorsThunderMoEMethod",
+    "CompressedTensorsThunderMxFp8MoEMethod",
     "ModelOptThunderMoEMethod",
     "ModelOptThunderMxFp8MoEMethod",
     "compressed_tensors_method",
+    "compressed_tensors_mxfp8_method",
     "modelopt_method",
     "mxfp8_method",
-    "say_who_runs",
 ]
 
 # vLLM's log, where users look for what runs their experts.
@@ -59,23 +63,33 @@ def modelopt_method(quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfi
     reason = _why_not(moe_config)
     if reason is None and quant_config.moe_activation_override is not None:
         reason = "4-bit activations are asked for by quantization_config.moe.activation"
-    if say_who_runs(reason):
+    if _say_who_runs(reason):
         return ModelOptThunderMoEMethod(quant_config, moe_config)
     return ModelOptNvFp4FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
 def mxfp8_method(quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> FusedMoEMethodBase:
     """The same for a ModelOpt checkpoint with experts in MXFP8."""
-    if say_who_runs(_why_not(moe_config, MXFP8), MXFP8):
+    if _say_who_runs(_why_not(moe_config, MXFP8), MXFP8):
         return ModelOptThunderMxFp8MoEMethod(quant_config, moe_config)
     return ModelOptMxFp8FusedMoE(quant_config=quant_config, moe_config=moe_config)
 
 
-def compressed_tensors_method(moe_config: FusedMoEConfig, layer_name: str, inputs: Any) -> FusedMoEMethodBase:
-    """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all."""
-    if say_who_runs(_why_not(moe_config)):
+def compressed_tensors_method(
+    moe_config: FusedMoEConfig, layer_name: str, inputs: Any, reason: str | None = None
+) -> FusedMoEMethodBase:
+    """The same for a checkpoint of compressed-tensors; `inputs`: how it quantizes activations, None if not at all;
+    `reason`: why ours cannot load it, None if it can."""
+    if _say_who_runs(reason or _why_not(moe_config)):
         return CompressedTensorsThunderMoEMethod(moe_config)
     return CompressedTensorsNvfp4MoEMethod(moe_config, layer_name, use_a16=inputs is None)
+
+
+def compressed_tensors_mxfp8_method(moe_config: FusedMoEConfig, reason: str | None = None) -> FusedMoEMethodBase:
+    """The same for experts in MXFP8."""
+    if _say_who_runs(reason or _why_not(moe_config, MXFP8), MXFP8):
+        return CompressedTensorsThunderMxFp8MoEMethod(moe_config)
+    return CompressedTensorsMxFp8MoEMethod(moe_config)
 
 
 def _why_not(moe_config: FusedMoEConfig, format: BlockFormat = NVFP4) -> str | None:
@@ -88,7 +102,7 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
     return ThunderBatchedExperts if batched else experts_class(moe_config)
 
 
-def say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
+def _say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
     """Whether there is no reason against it; one line of the log says which kernels run, and why."""
     name = format.name.upper()
     if reason is None:
@@ -246,15 +260,12 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
         self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
 
 
-class ModelOptThunderMxFp8MoEMethod(_ThunderMethod, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
-    """For experts in MXFP8: E4M3 codes, of which a checkpoint may have no NaN, and E8M0 scales for blocks of 32."""
+class _MxFp8Method(_ThunderMethod):
+    """For E4M3 codes, of which a checkpoint may have no NaN, and E8M0 scales for blocks of 32: ModelOpt and
+    compressed-tensors have the same names for them."""
 
     _format = MXFP8
     _PARAMETERS = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
-
-    def __init__(self, quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> None:
-        FusedMoEMethodBase.__init__(self, moe_config)
-        self.quant_config = quant_config
 
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
@@ -273,6 +284,21 @@ class ModelOptThunderMxFp8MoEMethod(_ThunderMethod, ModelOptMxFp8FusedMoE):  # t
             gemm1_beta=getattr(layer, "swiglu_beta", None),
             gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
         )
+
+
+class ModelOptThunderMxFp8MoEMethod(_MxFp8Method, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
+    """For ModelOpt's checkpoints in MXFP8. vLLM's loaders look for "ModelOpt" in the name of this class."""
+
+    def __init__(self, quant_config: ModelOptMxFp8Config, moe_config: FusedMoEConfig) -> None:
+        FusedMoEMethodBase.__init__(self, moe_config)
+        self.quant_config = quant_config
+
+
+class CompressedTensorsThunderMxFp8MoEMethod(_MxFp8Method, CompressedTensorsMxFp8MoEMethod):  # type: ignore[misc]
+    """For those of compressed-tensors."""
+
+    def __init__(self, moe_config: FusedMoEConfig) -> None:
+        FusedMoEMethodBase.__init__(self, moe_config)
 
 
 class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4MoEMethod):  # type: ignore[misc]
