@@ -1,4 +1,5 @@
-"""Checkpoints of this package in vLLM: its loaders read them, it generates the tokens of load_checkpoint + generate.
+"""Checkpoints of this package in vLLM: its loaders read them, it generates the tokens of load_checkpoint + generate,
+also after its memory was dropped and loaded again.
 Called by pytest, where vLLM is installed (`make test-vllm`); docs/engines.json has the results, docs a table of them.
 
 VLLM_RESULTS=write in the environment writes what was measured instead of comparing with it, of all architectures with
@@ -15,6 +16,7 @@ import pytest
 import torch
 import vllm
 from exports import PROMPTS, agreement, engine, export, our_tokens, their_tokens
+from sleeping import sleep_and_wake_up, watched_loading, worker_of
 from tiny_models import ARCHITECTURES, OTHERS
 
 RESULTS = Path(__file__).parents[3] / "docs" / "engines.json"
@@ -24,13 +26,21 @@ def outcome(name: str, path: Path) -> dict:
     """What docs/engines.json says of an architecture, measured."""
     expected = our_tokens(export(name, path))
     assert len({token for tokens in expected for token in tokens}) > 2  # a text that says something
+    tokens, woken = None, None
     try:
-        with engine(path) as llm:
-            equal, total = agreement(their_tokens(llm), expected)
+        with watched_loading() as made, engine(path) as llm:
+            tokens = their_tokens(llm)
+            if name in FAST:
+                sleep_and_wake_up(llm, made)
+                woken = their_tokens(llm)
     except Exception as error:
+        if tokens is not None:
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
         first = (str(error).strip().splitlines() or [f"{Path(last.filename).name}, {last.line}"])[0]
         return {"tokens": None, "ok": False, "why": f"{type(error).__name__}: {first}"[:160]}
+    assert woken == (tokens if name in FAST else None)
+    equal, total = agreement(tokens, expected)
     return {"tokens": f"{equal}/{total}", "ok": equal == total, "why": None if equal == total else "other tokens"}
 
 
@@ -69,7 +79,9 @@ def test_forms(form, qwen3_moe, tmp_path):
     path = forms.rewrite(qwen3_moe, tmp_path / "form", form)
     expected = our_tokens(path)
     assert (expected == our_tokens(qwen3_moe)) == (form is not forms.gate_and_up_apart)
-    with engine(path) as llm:
+    with watched_loading() as made, engine(path) as llm:
+        assert their_tokens(llm) == expected
+        sleep_and_wake_up(llm, made)
         assert their_tokens(llm) == expected
 
 
@@ -84,7 +96,9 @@ def test_mxfp8(form, tmp_path):
     path = export("qwen3_moe", tmp_path / "export", dense=True, format=format)
     if form == "compressed_tensors":
         path = forms.rewrite(path, tmp_path / "form", forms.compressed_tensors_mxfp8)
-    with engine(path) as llm:
+    with watched_loading() as made, engine(path) as llm:
+        assert their_tokens(llm) == our_tokens(path)
+        sleep_and_wake_up(llm, made)
         assert their_tokens(llm) == our_tokens(path)
 
 
@@ -157,8 +171,7 @@ class TestRequests:
     def test_other_weights_are_loaded(self, llm, qwen3_moe, tmp_path):
         """reload_weights, as in reinforcement learning: the memory stays, which CUDA graphs have the addresses of."""
         other = export("qwen3_moe", tmp_path / "other", dense=True, mirrored=True)
-        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        model = worker.model_runner.get_model()
+        model = worker_of(llm).model_runner.get_model()
         places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
         for path in (other, qwen3_moe):
             expected = our_tokens(path)

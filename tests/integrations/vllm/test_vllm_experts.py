@@ -464,6 +464,22 @@ class TestReload:
         expected = moe_experts(hidden, ids, weights, *other.weights)
         assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
 
+    def test_with_adapters(self):
+        """vLLM would keep the old weights: it looks for `base_layer.` in the names of a checkpoint's tensors."""
+        _, layer = self._loaded(moe_config(is_lora_enabled=True))
+        with pytest.raises(ValueError, match="reload_weights with --enable-lora"):
+            initialize_layerwise_reload(layer)
+
+    def test_a_tensor_that_is_loaded_where_it_is(self, loaded):
+        """The bias in a router's choice (DeepSeek-V3), which vLLM does not count, is no missing part."""
+        method, layer = loaded
+        layer.e_score_correction_bias = torch.nn.Parameter(torch.ones(E), requires_grad=False)
+        other = self._other()
+        self._reload(layer, other)
+        hidden, ids, weights = inputs()
+        expected = moe_experts(hidden, ids, weights, *other.weights)
+        assert relative_error(run(method, layer, hidden, ids, weights), expected) < 1e-5
+
     def test_loading_into_what_was_processed(self, loaded):
         _, layer = loaded
         for name, parameter in layer.named_parameters():

@@ -4,6 +4,9 @@ Called by vLLM, with whose registry of models plugin registers it; extends vLLM'
 A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, gate and up in turns:
 `experts.gate_up_proj`, `_weight_scale`, `_weight_scale_2` and `_bias`, and those of `down_proj`.
 
+vLLM 0.32 copies attention's sinks past the loaders of parameters, so that a reload would leave the old ones, or after a
+sleep of level 2 nothing: they go to the loader here.
+
 Legend: E experts, H hidden_size, I intermediate_size.
 """
 
@@ -14,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 from thunder_moe.integrations.vllm.experts import SWIGLUOAI_FORM
@@ -21,6 +26,7 @@ from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod
 
 __all__ = ["ThunderGptOssForCausalLM"]
 
+_SINKS = re.compile(r"^(.*)\.self_attn\.sinks$")
 _EXPERTS = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>\w*)$")
 _PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}
 _FIELDS = {"": "weight", "_weight_scale": "weight_scale", "_bias": "bias"}
@@ -39,8 +45,23 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
         if experts:
             self._check_activation()
         loaded: set[str] = set()
+        weights = self._without_sinks(weights, loaded)
         names: set[str] = super().load_weights(self._one_by_one(weights, experts, loaded))
         return names | loaded
+
+    def _without_sinks(self, weights: Iterable[tuple[str, Tensor]], loaded: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """The rest of the names and tensors; this rank's heads of attention's sinks are loaded."""
+        parameters, rank = dict(self.named_parameters()), get_tensor_model_parallel_rank()
+        for name, tensor in weights:
+            found = _SINKS.match(name)
+            own = f"{found[1]}.attn.sinks" if found else ""
+            if own not in parameters:  # those of another pipeline stage, too
+                yield name, tensor
+                continue
+            heads = parameters[own].shape[0]
+            loader = getattr(parameters[own], "weight_loader", default_weight_loader)
+            loader(parameters[own], tensor.narrow(0, rank * heads, heads))
+            loaded.add(own)
 
     def _check_activation(self) -> None:
         config = self.config

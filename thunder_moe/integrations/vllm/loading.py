@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.utils import replace_parameter
 
 from thunder_moe.formats.mxfp8 import E8M0_NAN
 
-__all__ = ["mark_unloaded", "replace", "require_loaded"]
+__all__ = ["mark_unloaded", "refuse_reload", "replace", "require_loaded"]
 
 
 def mark_unloaded(layer: Any, *names: str) -> None:
@@ -67,17 +69,35 @@ def require_whole_reload(layer: Any, layer_name: str) -> None:
     if info.kernel_tensors is None:  # the first load, of which `require_loaded` knows
         return
     came = {name for name, _ in info.loaded_weights}
+    # vLLM loads some tensors into the memory that they have: biases of linears, of the router. Many checkpoints have no
+    # scales of 4-bit activations.
     wanted = sum(
         parameter.numel()
         for name, parameter in layer._parameters.items()
-        # Scales of 4-bit activations, which many checkpoints do not have; a bias is loaded into the memory that it has.
         if parameter is not None
-        and (name in came or not (name.startswith("input") or "_input_" in name or name == "bias"))
+        and (name in came or not (name in SKIP_TENSORS or name.startswith("input") or "_input_" in name))
     )
     if info.load_numel < wanted:
         raise ValueError(
             f"{layer_name!r}: got {info.load_numel} of {wanted} elements to load again, wanted all tensors of a layer"
         )
+
+
+class _NotReloaded(LayerReloadingInfo):  # type: ignore[misc]
+    """What vLLM knows of a layer, so that it asks here when a reload begins."""
+
+    def can_load(self) -> bool:
+        raise ValueError(
+            "reload_weights with --enable-lora: vLLM 0.32 loads no experts then, and would go on with the old"
+            " ones, or with what sleep of level 2 has left; start vLLM with the weights, or without --enable-lora"
+        )
+
+
+def refuse_reload(layer: Any) -> None:
+    """Makes a reload of this layer an error, as of experts with adapters: vLLM looks for `base_layer.` in the names of
+    a checkpoint's tensors, and does not process what has been loaded."""
+    info = get_layerwise_info(layer)
+    LAYERWISE_INFO[layer] = _NotReloaded(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
 
 
 def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:

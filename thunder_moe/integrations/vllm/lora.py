@@ -54,7 +54,8 @@ def why_no_adapters(moe_config: FusedMoEConfig) -> str | None:
     if not moe_config.is_lora_enabled:
         return None
     if parallel.dp_size > 1:
-        return "LoRA with data parallelism is untested"
+        # prepare_tensors of its LoRAKernelMeta returns early and the exchange of tokens sends what it left.
+        return "LoRA with data parallelism: ranks without adapters in a batch send the others those of an older batch"
     if parallel.enable_eplb:
         return "LoRA with EPLB: experts would move, and their adapters would not"
     return None

@@ -39,7 +39,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
-from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
+from thunder_moe.integrations.vllm.loading import mark_unloaded, refuse_reload, replace, require_loaded
 from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
 from thunder_moe.kernels.select import lay_out
 
@@ -195,6 +195,8 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         gate_up_layout, down_layout = layouts
         experts.take_weights(layer, gate_up_layout, down_layout, self._format)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
+        if self.moe.is_lora_enabled:
+            refuse_reload(layer)
 
     def _make_experts(self, prepare_finalize: Any) -> ThunderExperts:
         kind = _experts_class(self.moe)
