@@ -48,6 +48,7 @@ class _Task:
     loader: _Task | None = None
     process: subprocess.Popen[bytes] | None = None
     results: TextIO | None = None
+    unread: str = ""  # the beginning of a line whose end is not written yet
     log: Path | None = None
     ended: bool = False
     started: float = 0.0  # or when it began to compile again
@@ -113,7 +114,8 @@ class _Task:
         assert self.process is not None
         assert self.results is not None
         code, cells = self.process.poll(), 0
-        for line in self.results:
+        *lines, self.unread = (self.unread + self.results.read()).split("\n")
+        for line in lines:
             part: Row = json.loads(line)
             cells += "decode" in part or "prefill" in part
             self.ready = part.pop("ready", self.ready)

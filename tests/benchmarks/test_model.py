@@ -5,6 +5,8 @@ Called by pytest; calls benchmarks/suites/model.py and harness/{column,decode,mo
 import io
 import json
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -516,14 +518,43 @@ def test_processes_of_a_cpu_compile_again_when_all_have_measured(config, tmp_pat
 
 
 def test_a_process_that_hangs_is_ended(config, tmp_path, monkeypatch):
-    slow = SHARING.replace("LOG", str(tmp_path / "log")).replace('sys.exit("died while it compiled")', "time.sleep(60)")
+    log = tmp_path / "log"
+    slow = SHARING.replace("LOG", str(log))
+    slow = slow.replace('sys.exit("died while it compiled")', 'log("hangs"), time.sleep(600)')
     (tmp_path / "worker.py").write_text(slow)
     monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
     monkeypatch.setattr(processes, "_capacity", lambda device: 1e15)
+    tasks, start, now = [], processes._Task.start, [0.0]
+    monkeypatch.setattr(processes._Task, "start", lambda task, *args: tasks.append(task) or start(task, *args))
+
+    def clock():  # a minute passes once all but one are where they will stay
+        busy = [task.spec.batches for task in tasks if task.busy]
+        if len(tasks) == 5 and busy == [(8,)] and "hangs" in log.read_text():
+            now[0] = 60.0
+        return now[0]
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
     specs = [Spec(config(), "compiled bf16", "cuda", batches=(1, 8), prompts=(), generate=None)]
-    _, (row,) = processes.run_columns(specs, jobs=9, patience=2)
+    _, (row,) = processes.run_columns(specs, jobs=9, patience=59)
     assert list(row["decode"]) == ["1"]
-    assert row["error"].startswith("too slow: not compiled ")
+    assert row["error"] == "too slow: not compiled 60 s after its start"
+
+
+def test_lines_are_taken_when_they_are_whole(tmp_path):
+    task, results = processes._Task(Spec("", "limits", "cpu")), tmp_path / "results.jsonl"
+    results.touch()
+    task.process, task.results = SimpleNamespace(poll=lambda: None), results.open()
+    with results.open("a", buffering=1 << 16) as file:
+        for written, cells, row in (
+            ('{"layers": 2}\n{"dec', 0, {"layers": 2}),
+            ('ode": {"1": {"median": 1', 0, {"layers": 2}),
+            ("0.0}}}\n", 1, {"layers": 2, "decode": {"1": {"median": 10.0}}}),
+        ):
+            file.write(written)
+            file.flush()
+            assert task.poll() == cells
+            assert task.row == row
+    task.results.close()
 
 
 def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
