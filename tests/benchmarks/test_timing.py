@@ -4,41 +4,66 @@ Called by pytest; calls benchmarks/harness/{timing,report}.py.
 
 import itertools
 import json
-import time
 
 import pytest
 import torch
 
-from benchmarks.harness import report
+from benchmarks.harness import report, timing
 from benchmarks.harness.timing import Timing, describe, environment, machine_name, measure, measure_back_to_back
 
 
-def test_measure_orders_a_slow_and_a_fast_function():
+class Clock:
+    """Time that passes only where a test lets it, so that a busy machine changes no result."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_measure_times_candidates_in_turns(clock):
     calls = []
 
     def wait(seconds):
         calls.append(seconds)
-        time.sleep(seconds)
+        clock.sleep(seconds)
 
     timings = measure({"slow": lambda: wait(0.01), "fast": lambda: wait(0.0001)}, rounds=5, budget=30)
     assert list(timings) == ["slow", "fast"]
-    assert timings["fast"].median < timings["slow"].median
-    for timing in timings.values():
-        assert timing.quartiles[0] <= timing.median <= timing.quartiles[1]
-        assert (timing.rounds, timing.method) == (5, "perf_counter")
+    for name, seconds in (("slow", 0.01), ("fast", 0.0001)):
+        assert (timings[name].median, *timings[name].quartiles) == pytest.approx([seconds] * 3)
+        assert (timings[name].rounds, timings[name].method) == (5, "perf_counter")
     timed = calls[-10:]
     assert all(len(set(timed[i : i + 2])) == 2 for i in range(0, 10, 2)), "each round calls each candidate once"
 
 
-def test_measure_stops_at_the_budget_but_not_before_the_least_rounds():
-    timings = measure({"slow": lambda: time.sleep(0.02), "fast": lambda: None}, rounds=40, min_rounds=2, budget=0.01)
+def test_measure_gives_the_median_and_quartiles(clock):
+    seconds = iter([9.0, 9.0, 9.0, 1.0, 5.0, 2.0, 4.0, 3.0])  # three calls to warm up
+    timings = measure({"one": lambda: clock.sleep(next(seconds))}, rounds=5, budget=100, slow=100)
+    assert timings["one"] == Timing(3.0, (2.0, 4.0), 5, "perf_counter")
+
+
+def test_measure_stops_at_the_budget_but_not_before_the_least_rounds(clock):
+    slow, fast = lambda: clock.sleep(0.02), lambda: clock.sleep(0.0002)
+    timings = measure({"slow": slow, "fast": fast}, rounds=40, min_rounds=2, budget=0.01)
     assert timings["slow"].rounds == 2
     assert timings["fast"].rounds == 40, "a candidate within its budget goes on"
 
 
-def test_measure_calls_a_very_slow_function_once():
+def test_measure_calls_a_very_slow_function_once(clock):
     calls = []
-    timings = measure({"slow": lambda: (calls.append(1), time.sleep(0.02))}, slow=0.01)
+    timings = measure({"slow": lambda: (calls.append(1), clock.sleep(0.02))}, slow=0.01)
     assert timings["slow"].method == "one call (slow)"
     assert len(calls) == timings["slow"].rounds == 1
 
@@ -51,19 +76,19 @@ def test_measure_refuses_numbers_out_of_range(options):
         measure({})
 
 
-def test_back_to_back_calls_are_timed_per_call():
+def test_back_to_back_calls_are_timed_per_call(clock):
     calls = []
 
     def wait(name, seconds):
         calls.append(name)
-        time.sleep(seconds)
+        clock.sleep(seconds)
 
     functions = {"slow": lambda: wait("slow", 0.004), "fast": lambda: wait("fast", 0.0001)}
     timings = measure_back_to_back(functions, calls=10, rounds=4, budget=30)
-    assert 0.004 < timings["slow"].median < 0.03
-    assert timings["fast"].median < timings["slow"].median
-    for name, timing in timings.items():
-        assert (timing.rounds, timing.method) == (4, "10 calls back to back")
+    assert timings["slow"].median == pytest.approx(0.004)
+    assert timings["fast"].median == pytest.approx(0.0001)
+    for name, found in timings.items():
+        assert (found.rounds, found.method) == (4, "10 calls back to back")
         assert calls.count(name) == 3 + 4 * (1 + 10)
     changes = sum(first != second for first, second in itertools.pairwise(calls))
     assert changes < 10, "a round's calls of one candidate are in a row"
