@@ -6,7 +6,11 @@ Called by pytest; imports thunder_moe, which makes `import thunder` work in all 
 import dis
 import functools
 import gc
+import hashlib
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,14 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import layout_fits, layouts_of
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import select
+from thunder_moe.kernels.cpu.backend import _cpu_flags
+
+# Inductor's cache gives loops of one vector width to a process that compiles them for another, where they write past
+# their buffers (torch 2.13): each kind of CPU has a folder of its own.
+_KIND = hashlib.sha256(" ".join([torch.backends.cpu.get_cpu_capability(), *sorted(_cpu_flags())]).encode()).hexdigest()
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{_KIND[:12]}"))
+)
 
 # Rows of each of four experts.
 ROUTINGS = {

@@ -2,6 +2,7 @@
 Called by tests/kernels/conftest.py; calls the C++ compiler, and kernels/cuda/nvrtc.py for the checks of structs.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -84,8 +85,9 @@ def _folder() -> Path:
     folder = root / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
-        if time.time() - old.stat().st_mtime > _UNUSED_DAYS * 86400:
-            shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process builds here, and removes what it has no use for
+            if time.time() - old.stat().st_mtime > _UNUSED_DAYS * 86400:
+                shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
     return folder
 
 
