@@ -44,6 +44,7 @@ __all__ = [
     "lora_linears",
     "lora_parameters",
     "merge_lora_",
+    "refuse_merged",
     "remove_lora_",
     "unmerge_lora_",
     "use_lora_",
@@ -116,7 +117,7 @@ def add_lora_(
     for name, choice, values in (("filter", filter, (None,)), ("linears", linears, (True, False))):
         if not callable(choice) and choice not in values:
             raise TypeError(f"{name}: got {choice!r}, wanted a function of a module and its name, or one of {values}")
-    _refuse_merged(lora_linears(model))
+    refuse_merged(lora_linears(model))
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
@@ -166,7 +167,7 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
     wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
     linears = _require_lora(model)
     _require_names(linears, wanted)
-    _refuse_merged(linears)
+    refuse_merged(linears)
     for linear in linears.values():
         linear.lora_active = tuple(name for name in wanted if name in linear.lora_specs)
     return model
@@ -208,7 +209,7 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
     linears = _require_lora(model)
     if adapter is not None:
         _require_names(linears, (adapter,))
-        _refuse_merged(linears)
+        refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
             if name in linear.lora_specs:
@@ -247,7 +248,7 @@ def merge_lora_(
     linears = _require_lora(model)
     wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
     _require_names(linears, wanted or ())
-    _refuse_merged(linears)
+    refuse_merged(linears)
     chosen = {
         name: tuple(each for each in (linear.lora_active if wanted is None else wanted) if each in linear.lora_specs)
         for name, linear in linears.items()
@@ -399,7 +400,8 @@ def _require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
         raise ValueError(f"adapters: got {list(wanted)}, wanted each name once")
 
 
-def _refuse_merged(linears: dict[str, Any]) -> None:
+def refuse_merged(linears: dict[str, Any]) -> None:
+    """ValueError where a linear of `lora_linears` has merged adapters."""
     for name, linear in linears.items():
         if linear.lora_merged:
             raise ValueError(f"model: {list(linear.lora_merged)} are merged in {name}, wanted unmerge_lora_ before")

@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tokens
 
 from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters, merge_lora_, use_lora_
 
 peft = pytest.importorskip("peft")
 
@@ -233,6 +233,117 @@ def test_several_adapters(tmp_path):
     loaded = load_peft_model(quantized(), tmp_path / "other")
     assert relative_error(loaded(tokens()).logits, second) < 1e-5
     assert len(lora_linears(loaded)) == 4
+
+
+BOTH = dict(target_parameters=EXPERTS, target_modules=["q_proj", "v_proj"])
+
+
+def test_a_second_adapter_is_attentions_too(tmp_path):
+    """Added or loaded beside one that has the same layers of PEFT's; what is trained stays as it was."""
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    first = model(tokens()).logits
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, **BOTH))
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    model.set_adapter("other")
+    randomize(model)
+    second = model(tokens()).logits
+    model.save_pretrained(tmp_path)
+    assert relative_error(by_peft("qwen3_moe", tmp_path / "other")(tokens()).logits, second) < 1e-5
+    again = adapted(target_modules=["q_proj", "v_proj"])
+    again.load_adapter(tmp_path / "other", "other")
+    assert {name for name, p in again.named_parameters() if p.requires_grad} == trained
+    assert relative_error(again(tokens()).logits, first) < 1e-5
+    again.set_adapter("other")
+    assert relative_error(again(tokens()).logits, second) < 1e-5
+    loaded = load_peft_model(quantized(), tmp_path / "other", is_trainable=True)
+    trained = [name for name, p in loaded.named_parameters() if p.requires_grad]
+    assert sum("experts" in name for name in trained) == sum("self_attn" in name for name in trained) == 8
+
+
+def test_adapters_are_deleted_disabled_and_unloaded_together():
+    model = adapted(target_modules=["q_proj", "v_proj"]).eval()
+    base = quantized()(tokens()).logits
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, **BOTH))
+    randomize(model)
+    first = model(tokens()).logits
+    model.set_adapter("other")
+    model.disable_adapter_layers()
+    assert torch.equal(model(tokens()).logits, base)
+    model.enable_adapter_layers()
+    second = model(tokens()).logits
+    assert relative_error(second, first) > 0.01 < relative_error(second, base)
+    with pytest.raises(ValueError, match="experts have one for all rows of a batch"):
+        model(tokens(), adapter_names=["default"] * len(tokens()))
+    with pytest.raises(ValueError, match="adapters of experts cannot be combined"):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mix")
+    with pytest.raises(ValueError, match=r"adapter_names: got \['default'\], wanted None or the active"):
+        model.merge_adapter(["default"])
+    model.delete_adapter("other")
+    assert model.active_adapter == "default"
+    assert torch.equal(model(tokens()).logits, first)
+    model.add_adapter("other", peft.LoraConfig(r=2, **BOTH))
+    assert torch.equal(model.unload()(tokens()).logits, base)
+
+
+def test_deleting_one_of_two_adapters_of_experts_alone():
+    model = adapted()
+    first = model(tokens()).logits
+    model.add_adapter("other", peft.LoraConfig(r=2, **CONFIGS["parameters"]))
+    model.delete_adapter("other")
+    assert model.active_adapters == ["default"]
+    assert torch.equal(model(tokens()).logits, first)
+
+
+def test_merge_and_unload_merges_experts():
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    adapted_logits, base = model(tokens()).logits, quantized()(tokens()).logits
+    merged = model.merge_and_unload()
+    assert not lora_linears(merged)
+    assert not [name for name in merged.state_dict() if "lora_" in name]
+    assert 0 < relative_error(merged(tokens()).logits, adapted_logits) < 0.1 < relative_error(base, adapted_logits)
+
+
+def test_layers_to_transform_are_attentions_too():
+    model = adapted(config="pattern", target_modules=["q_proj"])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == 6
+    assert all(".layers.1." in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (dict(alora_invocation_tokens=[1, 2]), "alora_invocation_tokens: got"),
+        (dict(layer_replication=[(0, 2)]), "layer_replication: got"),
+        (dict(modules_to_save=["mlp"]), "modules_to_save: got 'mlp', which has the 4-bit weights of"),
+        (dict(target_modules=["gate_proj", "up_proj"], rank_pattern={"up_proj": 2}), r"several .rank, alpha.*, 8.*, 8"),
+        (dict(target_modules=["experts.0.down_proj"]), "names 1 of 8 projections"),
+    ],
+)
+def test_options_that_experts_do_not_have(options, what):
+    with pytest.raises(ValueError, match=what):
+        get_peft_model(quantized(), peft.LoraConfig(r=4, lora_alpha=8, **options))
+
+
+def test_filling_an_adapter(tmp_path):
+    """It becomes the active one; merged ones, and linears that would keep what they have, are errors."""
+    model = add_lora_(quantized(), 4, 8, filter=lambda module, name: name.endswith("down_proj"))
+    randomize(model)
+    save_lora(model, tmp_path, config=dict(lora_dropout=0.25))
+    expected = model(tokens()).logits
+    other = add_lora_(quantized(), 4, 8, adapter="first")
+    load_lora_(other, tmp_path, "second")
+    assert {spec.dropout for linear in lora_linears(other).values() for spec in linear.lora_specs.values()} == {0, 0.25}
+    assert relative_error(other.eval()(tokens()).logits, expected) < 1e-5
+    use_lora_(other, "first")
+    load_lora_(other, tmp_path, "second")
+    assert relative_error(other(tokens()).logits, expected) < 1e-5
+    with pytest.raises(ValueError, match=r"gate_up_proj has \(2 in all\) and the files have not"):
+        load_lora_(other, tmp_path, "first")
+    merge_lora_(other)
+    with pytest.raises(ValueError, match="are merged in .*, wanted unmerge_lora_ before"):
+        load_lora_(other, tmp_path, "second")
 
 
 class Texts(torch.utils.data.Dataset):

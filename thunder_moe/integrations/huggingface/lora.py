@@ -38,6 +38,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     set_adapter_,
     targets,
 )
+from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, use
 from thunder_moe.lora import add_lora_, lora_linears, use_lora_
 
 try:
@@ -53,6 +54,11 @@ __all__ = ["get_peft_model", "load_peft_model"]
 _NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
 _SPLIT = (("gate_proj", "up_proj"), ("w1", "w3"))
 _DOWN = ("down_proj", "w2")
+# Options of a LoraConfig that change what an adapter computes, or of which layers.
+_FOREIGN = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
+    "use_qalora", "velora_config",
+)  # fmt: skip
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
@@ -102,9 +108,11 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     found, rest, _ = read_adapter(model, path)
     config = peft.PeftConfig.from_pretrained(str(path))
     _check(config)
-    set_adapter_(model, found, adapter_name)
+    config.inference_mode = not is_trainable
+    set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
     wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
     wrapped.load_adapter(path, adapter_name, is_trainable=is_trainable)
+    use(model, adapter_name, is_trainable)
     return wrapped
 
 
@@ -145,15 +153,14 @@ class _WithExperts:
         model: Any = self
         base = model.get_base_model()
         found, rest, _ = read_adapter(base, model_id)
-        set_adapter_(base, found, adapter_name, freeze=False)
-        active = model.active_adapter if adapter_name in model.peft_config else None
-        with tempfile.TemporaryDirectory() as folder:
-            config = _rest(base, peft.PeftConfig.from_pretrained(str(model_id)), rest)
-            config.save_pretrained(folder)
+        given = peft.PeftConfig.from_pretrained(str(model_id))
+        _check(given)
+        with kept_(model.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
+            set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
+            _rest(base, given, rest).save_pretrained(folder)
             save_file(rest, Path(folder) / WEIGHTS, metadata={"format": "pt"})
             parent: Any = super()
             result = parent.load_adapter(folder, adapter_name, is_trainable=is_trainable, **kwargs)
-        _use(base, active or model.active_adapter, is_trainable)
         return result
 
     def add_adapter(self, adapter_name: str, peft_config: Any, **kwargs: Any) -> None:
@@ -161,16 +168,11 @@ class _WithExperts:
         model: Any = self
         base = model.get_base_model()
         _check(peft_config)
-        _add(base, _chosen(base, peft_config), peft_config, adapter_name, active=model.active_adapter)
-        parent: Any = super()
-        parent.add_adapter(adapter_name, _rest(base, peft_config), **kwargs)
-
-    def set_adapter(self, adapter_name: str, inference_mode: bool = False) -> None:
-        """As PEFT's; the experts switch, too."""
-        parent: Any = super()
-        parent.set_adapter(adapter_name, inference_mode)
-        model: Any = self
-        _use(model.get_base_model(), adapter_name, not inference_mode)
+        chosen = _chosen(base, peft_config)
+        with kept_(model.base_model):
+            _add(base, chosen, peft_config, adapter_name)
+            parent: Any = super()
+            parent.add_adapter(adapter_name, _rest(base, peft_config), **kwargs)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -190,27 +192,18 @@ class _WithExperts:
 
 
 @functools.cache
-def _class_of(wrapped: Any) -> Any:
-    return type(f"{wrapped.__name__}WithExperts", (_WithExperts, wrapped), {"__module__": __name__})
+def _class_of(wrapped: Any, extra: Any) -> Any:
+    return type(f"{wrapped.__name__}WithExperts", (extra, wrapped), {"__module__": __name__})
 
 
 def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
     wrapped = peft.get_peft_model(model, config, adapter_name)  # which freezes what it does not know
-    kind: Any = type(wrapped)
-    wrapped.__class__ = _class_of(kind)
-    _use(model, adapter_name)
+    pairs: Any = (wrapped, _WithExperts), (wrapped.base_model, TunerWithExperts)
+    for each, extra in pairs:
+        kind: Any = type(each)
+        each.__class__ = _class_of(kind, extra)
+    use(model, adapter_name)
     return wrapped
-
-
-def _use(model: nn.Module, adapter_name: str, trainable: bool = True) -> None:
-    """Makes an adapter the only active one, whose parameters alone require gradients, if at all, as PEFT's do."""
-    linears = lora_linears(model)
-    known = {name for linear in linears.values() for name in linear.lora_specs}
-    use_lora_(model, adapter_name if adapter_name in known else None)
-    for linear in linears.values():
-        for name in linear.lora_specs:
-            for parameters in (linear.lora_A, linear.lora_B):
-                parameters[name].requires_grad_(trainable and name == adapter_name)
 
 
 # ---- which linears of experts a configuration names
@@ -223,6 +216,10 @@ def _check(config: Any) -> None:
         value = getattr(config, name, values[0])
         if value not in values:
             raise ValueError(f"peft_config.{name}: got {value!r}, wanted one of {values} for adapters of experts")
+    for name in _FOREIGN:
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")
     if str(getattr(config, "bias", "none")) != "none":
         raise ValueError(f"peft_config.bias: got {config.bias!r}, wanted 'none' for adapters of experts")
     if "LORA" not in str(config.peft_type):
@@ -231,6 +228,7 @@ def _check(config: Any) -> None:
 
 def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, int, float, bool]]:
     """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
+    _refuse_saved(model, config)
     head = _head(model)
     found: list[tuple[Target | DenseTarget, int, float, bool]] = [
         (layer, *_rank(config, layer.name), False)
@@ -244,19 +242,44 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, i
         if _is_named(target.name, config.target_parameters) or _is_module(target.path, config):
             found.append((target, *_rank(config, target.name), False))
             continue
-        of = [f"{target.experts}.0.{name}" for name in _DOWN] if target.parameter == "down_proj" else []
-        pairs = [] if of or target.parameter == "up_proj" else _SPLIT
-        hits = [[_is_module(f"{target.experts}.0.{name}", config) for name in pair] for pair in pairs]
-        if any(any(each) and not all(each) for each in hits):
-            raise ValueError(
-                f"peft_config.target_modules: got {config.target_modules}, wanted both of gate_proj and up_proj (w1 and"
-                f" w3) for the experts of {target.experts}, which have one weight for them"
-            )
-        if any(all(each) for each in hits):
-            found.append((target, *_rank(config, f"{target.experts}.0.gate_proj"), True))
-        elif any(_is_module(name, config) for name in of):
-            found.append((target, *_rank(config, f"{target.experts}.0.down_proj"), False))
+        down = target.parameter == "down_proj"
+        for parts in [(name,) for name in _DOWN] if down else [] if target.parameter == "up_proj" else _SPLIT:
+            names = [f"{target.experts}.{at}.{name}" for at in range(target.linear.num_experts) for name in parts]
+            hits = [name for name in names if _is_module(name, config)]
+            if not hits:
+                continue
+            if len(hits) < len(names):
+                raise ValueError(
+                    f"peft_config.target_modules: got {config.target_modules}, which names {len(hits)} of"
+                    f" {len(names)} projections of {target.experts}, wanted both of gate_proj and up_proj (w1 and w3),"
+                    " which have one weight, of all experts"
+                )
+            numbers = {_rank(config, name) for name in names} if _has_patterns(config) else {_rank(config, names[0])}
+            if len(numbers) > 1:
+                raise ValueError(
+                    f"peft_config: rank_pattern={config.rank_pattern} and alpha_pattern={config.alpha_pattern} give"
+                    f" {' and '.join(parts)} of {target.experts} several (rank, alpha), {sorted(numbers)}, wanted one"
+                    " for all experts, and for gate_proj and up_proj"
+                )
+            found.append((target, *numbers.pop(), not down))
+            break
     return found
+
+
+def _has_patterns(config: Any) -> bool:
+    return bool(config.rank_pattern or config.alpha_pattern)
+
+
+def _refuse_saved(model: nn.Module, config: Any) -> None:
+    """ValueError where modules_to_save, which PEFT trains copies of, has 4-bit weights, which cannot be trained."""
+    packed = {target.experts for target in targets(model)} | {layer.name for layer in dense_targets(model)}
+    for name in config.modules_to_save or ():
+        for path in packed:
+            if f".{name}." in f".{path}.":
+                raise ValueError(
+                    f"peft_config.modules_to_save: got {name!r}, which has the 4-bit weights of {path},"
+                    " wanted 16-bit modules"
+                )
 
 
 def _head(model: Any) -> Any:
@@ -299,7 +322,6 @@ def _add(
     chosen: list[tuple[Target | DenseTarget, int, float, bool]],
     config: Any,
     adapter: str,
-    active: str | None = None,
 ) -> None:
     for target, rank, alpha, split in chosen:
         options: dict[str, Any] = dict(dropout=config.lora_dropout, rslora=config.use_rslora, split_gate_up=split)
@@ -308,8 +330,6 @@ def _add(
         add_lora_(model, rank, alpha, adapter=adapter, freeze=False, **one, **options)
         if config.init_lora_weights == "gaussian":
             target.linear.lora_A[adapter].normal_(std=1 / rank)
-    if active is not None:
-        _use(model, active)
 
 
 def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = None) -> Any:
@@ -325,13 +345,21 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     if rest.target_modules == "all-linear" and all(module is _head(model) for module in others):
         rest.target_modules = _NOTHING
     elif rest.target_modules != "all-linear":
-        leaves = [name for name, module in model.named_modules() if name and not inside(name) and not module._modules]
+        layers = {name: module for name, module in model.named_modules() if name and not inside(name)}
+        tuners = tuple(f"{name}." for name, module in layers.items() if isinstance(module, BaseTunerLayer))
+        leaves = [  # with those that have an adapter of another name
+            name for name, module in layers.items()
+            if (isinstance(module, BaseTunerLayer) or not module._modules) and not name.startswith(tuners)
+        ]  # fmt: skip
         found = {name for name in leaves if config.target_modules and _is_module(name, config)}
+        # PEFT takes whole names in any layer.
+        found = {name for name in found if _in_layers(name, config) or name in config.target_modules}
         if tensors is not None:
             found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
         rest.target_modules = found or _NOTHING
+    named = ((name.replace(".base_layer", ""), parameter) for name, parameter in model.named_parameters())
     parameters = [
-        name for name, parameter in model.named_parameters()
+        name for name, parameter in named
         if parameter.ndim > 1 and not inside(name) and _is_named(name, config.target_parameters)
     ]  # fmt: skip
     if parameters:

@@ -27,7 +27,7 @@ from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import add_lora_, is_dense
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.quantize import Filter
 
@@ -177,26 +177,38 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
 
     Raises:
         ValueError: the adapter matches no experts of the model, or is also of other modules (attention, say), which
-            `get_peft_model` handles; tensors that do not fit; a kind of adapter that is not plain LoRA.
+            `get_peft_model` handles; tensors that do not fit; a kind of adapter that is not plain LoRA; merged adapters
+            in the model, or one of that name in linears of which the files have none.
     """
-    found, rest, _ = read_adapter(model, path)
+    found, rest, config = read_adapter(model, path)
     if rest:
         raise ValueError(
             f"path: {path} has adapters of {len(rest)} tensors that are no experts' ({next(iter(rest))}, ...), wanted"
             " integrations.huggingface.lora.load_peft_model, which leaves those to PEFT"
         )
-    set_adapter_(model, found, adapter, freeze=freeze)
-    return model
+    set_adapter_(model, found, adapter, dropout=config.get("lora_dropout") or 0.0, freeze=freeze)
+    return use_lora_(model, adapter)
 
 
-def set_adapter_(model: nn.Module, found: dict[str, Adapter], adapter: str, *, freeze: bool = True) -> None:
-    """Adds adapters by the path of their linear, or fills those that are there; ValueError where shapes differ."""
+def set_adapter_(
+    model: nn.Module, found: dict[str, Adapter], adapter: str, *, dropout: float = 0.0, freeze: bool = True
+) -> None:
+    """Adds adapters by the path of their linear, or fills those that are there; ValueError where shapes differ, where
+    adapters are merged, and where other linears have one of that name, which would stay."""
+    present = lora_linears(model)
+    refuse_merged(present)
+    others = [path for path, linear in present.items() if adapter in linear.lora_specs and path not in found]
+    if others:
+        raise ValueError(
+            f"adapter: got {adapter!r}, which {others[0]} has ({len(others)} in all) and the files have not, wanted"
+            " another name, or remove_lora_ before"
+        )
     for path, new in found.items():
         linear: Any = model.get_submodule(path)
         if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
             split = new.parts == 2
             alpha = new.scaling * new.rank
-            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, freeze=freeze)
+            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, dropout=dropout, freeze=freeze)
             add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
             linear = model.get_submodule(path)
         spec, a, b = linear.lora_specs[adapter], linear.lora_A[adapter], linear.lora_B[adapter]

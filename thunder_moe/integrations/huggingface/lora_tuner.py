@@ -1,0 +1,158 @@
+"""What PEFT's LoraModel does with adapters of 4-bit experts: switching, disabling, deleting, merging, refusing.
+Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from thunder_moe.lora import lora_linears, lora_parameters, merge_lora_, remove_lora_, use_lora_
+
+__all__ = ["TunerWithExperts", "kept_", "use"]
+
+_LOGGER = logging.getLogger("thunder_moe")
+
+
+class TunerWithExperts:
+    """What the LoraModel in such a PeftModel does besides; a PeftModel's own methods call these."""
+
+    experts_disabled = False
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """As PEFT's; the experts switch, too."""
+        parent: Any = super()
+        parent.set_adapter(adapter_name, inference_mode)
+        tuner: Any = self
+        use(tuner.model, adapter_name, not inference_mode)
+        if self.experts_disabled and lora_linears(tuner.model):
+            use_lora_(tuner.model, None)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """As PEFT's; the experts lose theirs, too."""
+        tuner: Any = self
+        before, trainable = tuner.active_adapters, any(p.requires_grad for p in tuner.model.parameters())
+        parent: Any = super()
+        parent.delete_adapter(adapter_name)
+        if adapter_name in names_of(tuner.model):
+            remove_lora_(tuner.model, adapter_name)
+        if not tuner.active_adapters:  # PEFT has none of its own adapters left to choose from
+            tuner.active_adapter = [each for each in before if each != adapter_name] or list(tuner.peft_config)[:1]
+        if tuner.active_adapters != before and lora_linears(tuner.model):
+            use(tuner.model, tuner.active_adapters, trainable)
+
+    def disable_adapter_layers(self) -> None:
+        """As PEFT's; those of experts, too."""
+        parent: Any = super()
+        parent.disable_adapter_layers()
+        tuner: Any = self
+        self.experts_disabled = True
+        if lora_linears(tuner.model):
+            use_lora_(tuner.model, None)
+
+    def enable_adapter_layers(self) -> None:
+        """As PEFT's; those of experts, too."""
+        parent: Any = super()
+        parent.enable_adapter_layers()
+        tuner: Any = self
+        self.experts_disabled = False
+        known = names_of(tuner.model)
+        if known:
+            use_lora_(tuner.model, [each for each in tuner.active_adapters if each in known])
+
+    def set_requires_grad(self, adapter_names: str | Sequence[str], requires_grad: bool = True) -> None:
+        """As PEFT's; those of experts, too."""
+        parent: Any = super()
+        parent.set_requires_grad(adapter_names, requires_grad)
+        tuner: Any = self
+        names = [adapter_names] if isinstance(adapter_names, str) else adapter_names
+        for linear in lora_linears(tuner.model).values():
+            for name in set(names) & linear.lora_specs.keys():
+                linear.lora_A[name].requires_grad_(requires_grad)
+                linear.lora_B[name].requires_grad_(requires_grad)
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: experts would be without the new adapter."""
+        raise ValueError(
+            "add_weighted_adapter: adapters of experts cannot be combined, wanted set_adapter or add_adapter"
+        )
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        """As PEFT's, for what is PEFT's; adapters of experts stay beside, which gives the same numbers.
+
+        Raises:
+            ValueError: names of adapters that are not active.
+        """
+        tuner: Any = self
+        if adapter_names is not None and set(adapter_names) != set(tuner.active_adapters):
+            raise ValueError(
+                f"adapter_names: got {adapter_names}, wanted None or the active {tuner.active_adapters}, which the"
+                " experts compute with"
+            )
+        parent: Any = super()
+        parent.merge_adapter(adapter_names, safe_merge)
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> Any:  # fmt: skip
+        """As PEFT's `merge_and_unload` and `unload`; adapters of experts are merged into their 4-bit weights, or go."""
+        tuner: Any = self
+        names = [each for each in adapter_names or tuner.active_adapters if each in names_of(tuner.model)]
+        if merge and names:
+            errors = merge_lora_(tuner.model, names)
+            _LOGGER.warning(
+                "merged %s into quantized weights, whose rounding is up to %.2g times what they add;"
+                " merge_lora_(model, dequantize=True) merges into 16 bits", names, max(errors.values()),
+            )  # fmt: skip
+        if lora_linears(tuner.model):
+            remove_lora_(tuner.model)
+        parent: Any = super()
+        return parent._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        tuner: Any = self
+        if kwargs.get("adapter_names") is not None and lora_linears(tuner.model):
+            raise ValueError(
+                "adapter_names: experts have one for all rows of a batch, wanted set_adapter and a call for each"
+            )
+        parent: Any = super()
+        with parent._enable_peft_forward_hooks(*args, **kwargs):
+            yield
+
+
+@contextmanager
+def kept_(tuner: Any, trainable: bool = False) -> Iterator[None]:
+    """Which adapters are active, and which of their parameters are trainable, stays so when adapters come; new ones are
+    trainable if they are to be and are active."""
+    before = {id(parameter): parameter.requires_grad for parameter in lora_parameters(tuner.model)}
+    try:
+        yield
+    finally:
+        use(tuner.model, tuner.active_adapters, trainable)
+        if tuner.experts_disabled and lora_linears(tuner.model):
+            use_lora_(tuner.model, None)
+        for parameter in lora_parameters(tuner.model):
+            parameter.requires_grad_(before.get(id(parameter), parameter.requires_grad))
+
+
+def names_of(model: nn.Module) -> set[str]:
+    """Of the adapters that experts have."""
+    return {name for linear in lora_linears(model).values() for name in linear.lora_specs}
+
+
+def use(model: nn.Module, adapters: str | Sequence[str], trainable: bool = True) -> None:
+    """Makes adapters the only active ones, whose parameters alone require gradients, if at all, as PEFT's do."""
+    linears, known = lora_linears(model), names_of(model)
+    wanted = [adapters] if isinstance(adapters, str) else adapters
+    if linears:
+        use_lora_(model, [name for name in wanted if name in known])
+    for linear in linears.values():
+        for name in linear.lora_specs:
+            for parameters in (linear.lora_A, linear.lora_B):
+                parameters[name].requires_grad_(trainable and name in wanted)
