@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
@@ -113,6 +114,7 @@ def add_lora_(
             The model is unchanged then.
         TypeError: `filter` or `linears` is neither a function nor one of the other values that it may have.
     """
+    require_module(model)
     _check_options(rank, alpha, dropout, share, dtype, adapter)
     for name, choice, values in (("filter", filter, (None,)), ("linears", linears, (True, False))):
         if not callable(choice) and choice not in values:
@@ -385,6 +387,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 
 
 def _require_lora(model: nn.Module) -> dict[str, Any]:
+    require_module(model)
     linears = lora_linears(model)
     if not linears:
         raise ValueError(f"model: {type(model).__name__} has no LoRA adapters of experts, wanted add_lora_ before")

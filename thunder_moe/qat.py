@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe.families import families_of
+from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.registry import find_format
 from thunder_moe.ops.fake_quantize import fake_quantize, fake_quantize_mxfp8
 from thunder_moe.quantize import Filter, choose_experts
@@ -78,6 +79,7 @@ def prepare_qat_(
         ValueError: as `quantize_`, also for a model that is prepared already, an unknown format, and in_features
             that the format does not take; it is unchanged then.
     """
+    require_module(model)
     known = find_format(format)
     known.check_quantizable(torch.zeros(1, 1, known.block_size, device="cpu"), scale_search)
     families = families_of(model)
@@ -113,6 +115,7 @@ def finish_qat_(model: Model) -> Model:
     Raises:
         ValueError: nothing in the model is prepared, or a prepared weight has another parametrization, too.
     """
+    require_module(model)
     found = [
         (place, module, name)
         for place, module in model.named_modules()

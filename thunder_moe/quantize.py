@@ -21,6 +21,7 @@ from thunder_moe import grouped_experts
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization, families_of, register
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
+from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
 from thunder_moe.formats.registry import FORMATS, find_format
@@ -176,6 +177,7 @@ def choose_modules(
         ValueError: as `quantize_`.
         TypeError: as `quantize_`.
     """
+    require_module(model)
     format_of = _format_of(format)
     packs: dict[str, Callable[[Tensor], Any]] = {name: partial(quantize_to, name) for name in FORMATS}
     pack = packs[NVFP4.name] = partial(quantize, scale_search=scale_search)
@@ -229,6 +231,7 @@ def dequantize_(model: Model) -> Model:
 def dequantize_with_(model: Model, needed: Mapping[str, nn.Module]) -> Model:
     """`dequantize_`, and a ValueError, which leaves the model unchanged, where one of `needed` (4-bit linears, by
     name) would stay as it is."""
+    require_module(model)
     families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
     chosen: Chosen = {}
     left: _Left = {}
@@ -285,6 +288,7 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         ValueError: an unknown layout, or one that a weight's shape does not fit, or the model holds no NVFP4 modules.
             The model is unchanged then.
     """
+    require_module(model)
     _require_layout(layout)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, NVFP4Module)}
     if not linears:
@@ -323,6 +327,7 @@ def choose_experts(
     Raises:
         ValueError: as `quantize_`.
     """
+    require_module(model)
     chosen, left = _choose(model, filter, families)
     _check_choice(model, chosen, left, families)
     return {module: place.family for module, place in chosen.items()}
@@ -358,6 +363,8 @@ def _choose(
     model: nn.Module, filter: Filter | None, families: list[ExpertFamily], format_of: _FormatOf = _in_nvfp4
 ) -> tuple[Chosen, _Left]:
     """The blocks to convert and the linears outside of them, and those that have to stay as they are."""
+    if filter is not None and not callable(filter):
+        raise TypeError(f"filter: got {filter!r}, wanted a function of a module and its name")
     chosen: Chosen = {}
     left: _Left = {}
     outside = wrapped(model)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.block_format import MXFP8
+from thunder_moe.formats.checks import require_type
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, check_finite, expert_amax, row_chunks
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, check_finite, expert_amax, require_dense, row_chunks
 from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
 from thunder_moe.formats.weight import MXFP8Weight
 
@@ -55,6 +56,7 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> MXFP8Weight:
         ValueError: wrong rank, dtype or K, NaN or Inf in the weight, a float16 weight of 63488 or more, which would
             round to infinity, or a scale_search.
     """
+    require_dense(weight)
     packed, amax = quantize_unchecked(weight, scale_search)
     check_amax(amax, weight.dtype)
     return packed
@@ -106,7 +108,12 @@ def dequantize(weight: MXFP8Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
 
     Returns:
         (E, N, K) of `dtype`, contiguous, on the weight's device.
+
+    Raises:
+        ValueError: another dtype.
+        TypeError: weight is no `MXFP8Weight`.
     """
+    require_type("weight", weight, MXFP8Weight, "an MXFP8Weight")
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
     weight = weight.to_layout(LINEAR)

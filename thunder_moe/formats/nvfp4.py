@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.checks import require
+from thunder_moe.formats.checks import require, require_type
 from thunder_moe.formats.layouts import BLOCK_SIZE, LAYOUTS, LINEAR, scale_shape
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
@@ -62,8 +62,10 @@ def quantize(weight: Tensor, *, scale_search: str | None = None) -> NVFP4Weight:
         weights is about 9.5%, with "mse" 8.2%.
 
     Raises:
-        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, or an unknown scale_search.
+        ValueError: wrong rank, dtype or K, NaN or Inf in the weight, none on "meta", or an unknown scale_search.
+        TypeError: the weight is no tensor.
     """
+    require_dense(weight)
     packed, amax = quantize_unchecked(weight, scale_search)
     check_finite(amax)
     return packed
@@ -89,6 +91,13 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
             packed = _quantize_rows(weight[expert, rows], global_scale[expert], scale_search is not None)
             qdata[expert, rows], scale[expert, rows] = packed
     return NVFP4Weight(qdata, scale, global_scale), amax
+
+
+def require_dense(weight: Tensor) -> None:
+    """Raises the error of `quantize` for what is no dense tensor with data."""
+    require_type("weight", weight, Tensor, "a tensor (experts, out_features, in_features)")
+    dense = weight.layout == torch.strided and not weight.is_meta
+    require(dense, "weight", weight, "a dense tensor (torch.strided) that is not on meta")
 
 
 def check_quantizable(weight: Tensor, scale_search: str | None, block_size: int = BLOCK_SIZE) -> None:
@@ -127,7 +136,12 @@ def dequantize(weight: NVFP4Weight, dtype: torch.dtype = torch.bfloat16) -> Tens
 
     Returns:
         (E, N, K) of `dtype`, contiguous, on the weight's device.
+
+    Raises:
+        ValueError: another dtype.
+        TypeError: weight is no `NVFP4Weight`.
     """
+    require_type("weight", weight, NVFP4Weight, "an NVFP4Weight")
     if dtype not in WEIGHT_DTYPES:
         raise ValueError(f"dtype: got {dtype}, wanted one of {WEIGHT_DTYPES}")
     weight = weight.to_layout(LINEAR)

@@ -6,15 +6,16 @@ Legend: ... any leading dimensions, D columns, I intermediate_size.
 
 from __future__ import annotations
 
-from typing import Any
+from math import isfinite
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.checks import require
+from thunder_moe.formats.checks import require, require_type
 from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.ops.activation import ActivationForm
-from thunder_moe.ops.grouped_linear import check_row_scale
+from thunder_moe.ops.grouped_linear import check_row_scale, is_floating
 
 __all__ = ["ScaledSReLU", "ScaledSwiGLU"]
 
@@ -35,9 +36,10 @@ class _ScaledActivation(nn.Module):
             scales: floating point (...), multiplies each row; keeps its dtype, as does its gradient.
 
         Raises:
-            ValueError: y without a dimension, or with columns that do not make gate and up; scales of another shape, or
-                of integers.
+            ValueError: y of integers, without a dimension, or with columns that do not make gate and up; scales of
+                another shape, or of integers.
         """
+        require(is_floating(y), "y", y, "a floating-point dtype")
         require(y.ndim >= 1, "y", y, "at least one dimension, of columns")
         leading = tuple(y.shape[:-1])
         check_row_scale("scales", scales, leading, y)
@@ -68,7 +70,8 @@ class ScaledSwiGLU(_ScaledActivation):
         up_shift: added to up.
 
     Raises:
-        ValueError: an interleave size that is no positive integer, a limit that is not positive.
+        ValueError: an interleave size that is no positive integer, a limit that is not positive, NaN or Inf.
+        TypeError: no number.
     """
 
     gated = True
@@ -83,6 +86,10 @@ class ScaledSwiGLU(_ScaledActivation):
     ) -> None:
         if glu_interleave_size is not None:
             require_at_least(1, "glu_interleave_size", glu_interleave_size)
+        for name, value in dict(alpha=alpha, up_shift=up_shift, limit=0.0 if limit is None else limit).items():
+            require_type(name, value, SupportsFloat, "a number")
+        if not (isfinite(alpha) and isfinite(up_shift)):
+            raise ValueError(f"alpha, up_shift: got {alpha} and {up_shift}, wanted finite numbers")
         if limit is not None and not limit > 0:
             raise ValueError(f"limit: got {limit}, wanted a positive number or None")
         limit = None if limit is None else float(limit)

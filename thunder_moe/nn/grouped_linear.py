@@ -71,6 +71,7 @@ class GroupedLinear(nn.Module):
         sizes = dict(num_experts=num_experts, in_features=in_features, out_features=out_features)
         for name, size in sizes.items():
             require_at_least(1, name, size)
+        require_weight_dtype(dtype)
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.accumulate_into_main_grad, self.delay_wgrad = accumulate_into_main_grad, delay_wgrad
         self._waiting = Queue()
@@ -256,6 +257,12 @@ def run_into(
     waiting = linear._waiting if linear.delay_wgrad else None
     into = Into(out, grad_input, linear.accumulate_into_main_grad, waiting, dtype)
     return grouped_linear_into(x, weight, offsets, scales, linear.bias, into, form)
+
+
+def require_weight_dtype(dtype: torch.dtype | None) -> None:
+    """Raises the ValueError of a dtype in which no weight is trained."""
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise ValueError(f"dtype: got {dtype}, wanted bfloat16, float16, float32, float64 or None for torch's default")
 
 
 def require_at_least(least: int, name: str, size: int) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require_type
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.expert_states import check_experts
-from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, run_into
+from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced, require_at_least, run_into
 from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32, name_of_container
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
@@ -65,6 +66,8 @@ class GroupedMLP(nn.Module):
         delay_wgrad: bool = False,
     ) -> None:
         super().__init__()
+        require_at_least(1, "hidden_size", hidden_size)
+        require_at_least(1, "intermediate_size", intermediate_size)
         options: dict[str, Any] = dict(
             bias=bias,
             dtype=dtype,
@@ -73,8 +76,9 @@ class GroupedMLP(nn.Module):
             delay_wgrad=delay_wgrad,
         )
         activation = ScaledSwiGLU() if activation is None else activation
+        require_type("activation", activation, nn.Module, "a module, such as ScaledSwiGLU(), or None for that")
         interleave = activation.form.interleave if isinstance(activation, ScaledSwiGLU) else None
-        if interleave is not None and isinstance(intermediate_size, int) and intermediate_size % interleave:
+        if interleave is not None and intermediate_size % interleave:
             raise ValueError(
                 f"intermediate_size: got {intermediate_size}, wanted a multiple of glu_interleave_size={interleave}"
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require_type
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import require_at_least
 from thunder_moe.nn.quantized import weights_to_fuse
@@ -107,6 +108,7 @@ class Llama4MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_type("config", config, Llama4MoEConfig, "a Llama4MoEConfig")
         self.config = config
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.num_experts, self.top_k = config.num_experts, config.top_k

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_moe.nn.grouped_linear import GroupedLinear
+from thunder_moe.nn.grouped_linear import GroupedLinear, require_at_least, require_weight_dtype
 
 __all__ = ["GroupedSwiGLU", "SwiGLU"]
 
@@ -29,6 +29,9 @@ class SwiGLU(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_at_least(1, "hidden_size", hidden_size)
+        require_at_least(1, "intermediate_size", intermediate_size)
+        require_weight_dtype(dtype)
         options: dict[str, Any] = dict(bias=False, dtype=dtype, device=device)
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
@@ -60,6 +63,8 @@ class GroupedSwiGLU(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        require_at_least(1, "hidden_size", hidden_size)
+        require_at_least(1, "intermediate_size", intermediate_size)
         options: dict[str, Any] = dict(dtype=dtype, device=device)
         self.gate_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)
         self.up_proj = GroupedLinear(num_experts, hidden_size, intermediate_size, **options)

@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
-from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.layouts import LAYOUTS, LINEAR
 from thunder_moe.formats.weight import PackedWeight, check_weight
 from thunder_moe.kernels import by_parts, gradients
 from thunder_moe.kernels.select import select
@@ -57,6 +57,9 @@ def check_experts(
     """
     first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
     count = len(format.fields)
+    for name, layout in (("gate_up_layout", gate_up_layout), ("down_layout", down_layout)):
+        if layout not in LAYOUTS:
+            raise ValueError(f"{name}: got {layout!r}, wanted one of {LAYOUTS}")
     check_weight(*first, gate_up_layout, format=format, names=GATE_UP_NAMES[:count], transposed=True)
     check_weight(*second, down_layout, format=format, names=DOWN_NAMES[:count], transposed=True)
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")

@@ -50,11 +50,12 @@ def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], lik
     if scale is None:
         return
     require(tuple(scale.shape) == tuple(shape), name, scale, f"shape {tuple(shape)}, one factor per row")
-    require(_is_floating(scale), name, scale, "a floating-point dtype")
+    require(is_floating(scale), name, scale, "a floating-point dtype")
     require(scale.device == like.device, name, scale, f"device {like.device}, that of the rows")
 
 
-def _is_floating(tensor: Tensor) -> bool:
+def is_floating(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype is a floating-point one."""
     dtype: Any = tensor.dtype  # while Thunder traces, one of its own
     return dtype.is_floating_point if isinstance(dtype, torch.dtype) else "float" in str(dtype)
 
@@ -107,7 +108,7 @@ def check_linear(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
     if bias is not None:
         wanted = tuple(weight.shape[:2])
         require(tuple(bias.shape) == wanted, "bias", bias, f"shape {wanted}")
-        require(_is_floating(bias), "bias", bias, "a floating-point dtype")
+        require(is_floating(bias), "bias", bias, "a floating-point dtype")
         require(bias.device == x.device, "bias", bias, f"device {x.device}, that of x")
     check_row_scale("bias_scale", bias_scale, (x.shape[0],), x)
     if bias_scale is not None and bias is None:

@@ -85,12 +85,13 @@ class Operator:
         format: BlockFormat = NVFP4,
     ) -> None:
         self.name, self.signature, self.format = function.__name__, inspect.signature(function), format
-        self.shapes, self.check, self.check_values, self._dtype = shapes, check, check_values, dtype
+        self.shapes, self._check, self.check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results = saved, saved_results
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         defaults = {name: None if value.default is value.empty else value.default for name, value in parameters.items()}
+        self._required = [parameters[name].annotation in (Tensor, "Tensor") for name in self._positional]
         self._defaults = tuple(defaults[name] for name in self._positional)
         self._options = {name: value for name, value in defaults.items() if name not in self._positional}
         self.positions = tuple(map(self._positional.index, differentiable))
@@ -105,6 +106,13 @@ class Operator:
         if gradient is not None:
             self._differentiably = _autograd_function(self).apply
             library.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
+
+    def check(self, *args: Any, **options: Any) -> None:
+        """Raises the error of arguments that do not fit, as far as it can be told without data."""
+        for name, value, required in zip(self._positional, args, self._required, strict=False):
+            if value is None and required:  # which torch takes for an undefined tensor
+                raise TypeError(f"{name}: got None, wanted a tensor")
+        self._check(*args, **options)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
         """Of the results; None for that of the first argument."""

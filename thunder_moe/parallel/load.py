@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_moe.formats.checks import require_module
+
 __all__ = ["ExpertLoad", "add_buffers", "expert_load", "record"]
 
 _RECENT, _DROPPED = "_recent_load", "_dropped_tokens"
@@ -50,6 +52,7 @@ def expert_load(model: nn.Module, *, all_ranks: bool = False) -> dict[str, Exper
     Raises:
         ValueError: no module of the model is expert-parallel, or records its load.
     """
+    require_module(model)
     loads = {}
     for name, module in model.named_modules():
         if _RECENT not in module._buffers:

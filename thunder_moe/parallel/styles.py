@@ -62,11 +62,11 @@ class ExpertParallel(ParallelStyle):
         load_steps: int = 16,
     ) -> None:
         super().__init__()
-        known = issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in EXCHANGES
+        known = issubclass(exchange, Exchange) if isinstance(exchange, type) else exchange in tuple(EXCHANGES)
         if not known:
             raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)} or a subclass of Exchange")
         for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
-            if value is not None and (not isinstance(value, int) or value < least):
+            if (value is not None or name != "capacity") and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
         self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 

@@ -1,5 +1,5 @@
 """`ThunderMoeConfig`: how ``from_pretrained(..., quantization_config=)`` quantizes a 16-bit checkpoint while it loads.
-Made by users, and by transformers from a dictionary; read by on_load. Calls nothing of the package.
+Made by users, and by transformers from a dictionary; read by on_load; calls formats.
 """
 
 from __future__ import annotations
@@ -10,6 +10,10 @@ from typing import Any
 
 from torch import nn
 
+from thunder_moe.formats.layouts import MODULE_LAYOUTS
+from thunder_moe.formats.nvfp4 import SCALE_SEARCHES
+from thunder_moe.formats.registry import FORMATS
+
 try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 except ImportError as error:
@@ -18,6 +22,7 @@ except ImportError as error:
 __all__ = ["ON_LOAD", "ThunderMoeConfig"]
 
 ON_LOAD = "thunder_moe_on_load"  # its name among transformers' methods
+_LAYOUTS = ("auto", *MODULE_LAYOUTS)
 _Filter = Callable[[nn.Module, str], bool]
 
 
@@ -43,7 +48,7 @@ class ThunderMoeConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: another `quant_method`.
+        ValueError: another `quant_method`, format, scale_search or layout than there are.
     """
 
     def __init__(
@@ -68,6 +73,14 @@ class ThunderMoeConfig(QuantizationConfigMixin):
             raise TypeError(
                 f"format: got {format!r}, wanted the name of a format, or a dictionary of names of modules and formats"
             )
+        of_names = () if isinstance(format, str) else tuple(name for name in format.values() if name is not None)
+        for name in (format,) if isinstance(format, str) else of_names:
+            if name not in tuple(FORMATS):
+                raise ValueError(f"format: got {name!r}, wanted one of {tuple(FORMATS)}")
+        if scale_search is not None and scale_search not in SCALE_SEARCHES:
+            raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
         self.format: str | dict[str, str | None] = format if isinstance(format, str) else dict(format)
         self.scale_search, self.layout = scale_search, layout
 

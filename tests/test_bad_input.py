@@ -1,0 +1,123 @@
+"""Bad input to what users call: an error at once that names the argument, what it was and what is wanted.
+Called by pytest; calls the public functions and classes. Each module's own tests have the cases of its own arithmetic.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_moe
+from thunder_moe import (
+    GroupedLinear,
+    GroupedMLP,
+    GroupedSwiGLU,
+    Llama4MoE,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SwiGLU,
+    mxfp8,
+    nvfp4,
+    quantize_,
+)
+from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
+from thunder_moe.parallel import ExpertParallel, expert_load
+
+WEIGHT = nvfp4.quantize(torch.ones(2, 32, 32))
+IN_MXFP8 = mxfp8.quantize(torch.ones(2, 32, 32))
+ROWS = torch.ones(4, 32, dtype=torch.bfloat16)
+ENDS = torch.tensor([2, 4], dtype=torch.int32)
+IDS, SCORES = torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+
+
+def model():
+    return nn.ModuleDict({"experts": GroupedSwiGLU(2, 32, 32)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["quantize_", "dequantize_", "to_layout_", "refresh_", "prepare_qat_", "finish_qat_"]
+    + ["use_lora_", "merge_lora_", "unmerge_lora_", "remove_lora_", "add_lora_"],
+)
+@pytest.mark.parametrize("given", [None, {}, torch.ones(2)], ids=["None", "dict", "tensor"])
+def test_a_model_is_a_module(name, given):
+    more = dict(use_lora_=("default",), add_lora_=(4, 8)).get(name, ())
+    with pytest.raises(TypeError, match=rf"^model: got {type(given).__name__}, wanted a torch\.nn\.Module$"):
+        getattr(thunder_moe, name)(given, *more)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: expert_load(None), TypeError, "model: got NoneType"),
+        (lambda: quantize_(model(), filter="experts"), TypeError, "filter: got 'experts', wanted a function"),
+        (lambda: thunder_moe.prepare_qat_(model(), filter=["experts"]), TypeError, "filter: got"),
+        (lambda: ThunderMoeConfig(format="nvfp5"), ValueError, "format: got 'nvfp5', wanted one of"),
+        (lambda: ThunderMoeConfig(format={"*": "nvfp5"}), ValueError, "format: got 'nvfp5'"),
+        (lambda: ThunderMoeConfig(format={"*": 4}), ValueError, "format: got 4"),
+        (lambda: ThunderMoeConfig(scale_search="msee"), ValueError, "scale_search: got 'msee', wanted None or one of"),
+        (lambda: ThunderMoeConfig(layout=None), ValueError, "layout: got None, wanted one of"),
+        (lambda: ExpertParallel(chunks=None), ValueError, "chunks: got None, wanted an integer"),
+        (lambda: ExpertParallel(exchange=["all_gather"]), ValueError, r"exchange: got \['all_gather'\]"),
+    ],
+)
+def test_options_of_models(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nvfp4.quantize([1.0]), TypeError, "weight: got list, wanted a tensor"),
+        (lambda: mxfp8.quantize(None), TypeError, "weight: got NoneType"),
+        (lambda: nvfp4.quantize(torch.ones(1, 2, 32, device="meta")), ValueError, "weight: got .* on meta, wanted a d"),
+        (lambda: mxfp8.quantize(torch.ones(1, 2, 32).to_sparse()), ValueError, "weight: got .*, wanted a dense tensor"),
+        (lambda: nvfp4.dequantize(IN_MXFP8), TypeError, "weight: got MXFP8Weight, wanted an NVFP4Weight"),
+        (lambda: mxfp8.dequantize(WEIGHT), TypeError, "weight: got NVFP4Weight, wanted an MXFP8Weight"),
+        (lambda: nvfp4.dequantize(torch.ones(2)), TypeError, "weight: got Tensor"),
+        (lambda: nvfp4.fake_quantize(None), TypeError, "weight: got None, wanted a tensor"),
+        (lambda: Llama4MoE(None), TypeError, "config: got NoneType, wanted a Llama4MoEConfig"),
+        (lambda: SwiGLU(0, 32), ValueError, "hidden_size: got 0, wanted an integer"),
+        (lambda: GroupedSwiGLU(2, 64.0, 32), ValueError, "hidden_size: got 64.0"),
+        (lambda: GroupedMLP(2, 32, None), ValueError, "intermediate_size: got None"),
+        (lambda: GroupedMLP(2, 32, 32, activation="silu"), TypeError, "activation: got str, wanted a module"),
+        (lambda: GroupedLinear(2, 32, 32, dtype=torch.complex64), ValueError, "dtype: got torch.complex64"),
+        (lambda: SwiGLU(32, 32, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
+        (lambda: ScaledSwiGLU(alpha="x"), TypeError, "alpha: got str, wanted a number"),
+        (lambda: ScaledSwiGLU(limit="x"), TypeError, "limit: got str, wanted a number"),
+        (lambda: ScaledSwiGLU(up_shift=float("nan")), ValueError, "alpha, up_shift: got 1.0 and nan"),
+        (lambda: ScaledSwiGLU()(torch.ones(2, 4, dtype=torch.int64)), ValueError, "y: got torch.int64"),
+        (lambda: ScaledSReLU()(torch.ones(2, 4, dtype=torch.bool)), ValueError, "y: got torch.bool"),
+    ],
+)
+def test_weights_and_modules(call, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
+
+
+OPERANDS = dict(
+    activation=ROWS,
+    fp4_weight=WEIGHT.qdata.mT,
+    weight_scaling_factor=WEIGHT.scale,
+    weight_global_scale=WEIGHT.global_scale,
+    offsets=ENDS,
+)
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_an_operand_that_is_none(name):
+    with pytest.raises(TypeError, match=f"^{name}: got None, wanted a tensor$"):
+        thunder_moe.f16a_nvfp4weight_scaled_grouped_mm(**OPERANDS | {name: None})
+
+
+@pytest.mark.parametrize("name", ["gate_up_layout", "down_layout"])
+def test_an_unknown_layout_is_that_of_its_weight(name):
+    weights = WEIGHT.qdata.mT, WEIGHT.scale, WEIGHT.global_scale
+    with pytest.raises(ValueError, match=f"^{name}: got 'tiled', wanted one of"):
+        thunder_moe.f16a_nvfp4weight_moe_experts(ROWS, IDS, SCORES, *weights, *weights, **{name: "tiled"})
+
+
+def test_an_unknown_inner_compiler():
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"options\['thunder_moe.inner'\]: got int, wanted the name of a compiler"):
+        torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": 3})(torch.ones(2))
