@@ -21,7 +21,7 @@ _SENSITIVITY = (
     "Measures what a Hugging Face model loses on a text with each block of experts alone in NVFP4 and in MXFP8, and"
     " prints a table; writes OUTPUT.json and OUTPUT.png. With --budget it chooses the format of each block with the"
     " least sum of losses whose model fits, by dynamic programming (exact, if losses of blocks add up), and measures"
-    " that choice; OUTPUT.json is then what quantize_ (format=load_formats(FILE)) and `convert --formats FILE` take."
+    " that choice; OUTPUT.json is then what quantize_(format=load_formats(FILE)) and `convert --formats FILE` take."
 )
 
 

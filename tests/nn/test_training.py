@@ -791,7 +791,7 @@ def test_bad_input():
         (lambda: ScaledSwiGLU(limit=0), "limit: got 0, wanted a positive number"),
         (lambda: ScaledSwiGLU(limit=-1.0), "limit: got -1.0"),
         (lambda: GroupedMLP(2, 4, 6, activation=ScaledSwiGLU(4)), "intermediate_size: got 6, wanted a multiple of"),
-        (lambda: GroupedMLP(2, 4, 0), "out_features: got 0"),
+        (lambda: GroupedMLP(2, 4, 0), "intermediate_size: got 0"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
