@@ -378,10 +378,9 @@ def test_bad_options(saved):
         )
         refused(here, match, config=ThunderMoeConfig(**{option: ["lm_head", "layers.*"]}))
     refused(here, "found no experts of transformers", config=ThunderMoeConfig(filter="lm_head"))
-    refused(here, "scale_search: got 'best', wanted", config=ThunderMoeConfig(scale_search="best"))
-    refused(here, "layout: got 'swizzled', wanted", config=ThunderMoeConfig(layout="swizzled"))
-    refused(here, "format: got 'int4', wanted", config=ThunderMoeConfig(format="int4"))
-    refused(here, "format: got 'int4' for 'model.layers.0", config=ThunderMoeConfig(format={"*": "int4"}))
+    for option in (dict(scale_search="best"), dict(layout="swizzled"), dict(format="int4"), dict(format={"*": "int4"})):
+        with pytest.raises(ValueError, match=rf"{next(iter(option))}: got '\w+', wanted"):
+            ThunderMoeConfig(**option)
     refused(here, r"format: 'layers\.\*' is the name of no", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
     with pytest.raises(TypeError, match="format: got 8, wanted the name of a format, or a dictionary"):
         ThunderMoeConfig(format=8)
