@@ -23,7 +23,6 @@ from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_fra
 from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.safety import is_hidden_training_forward
-from thunder_moe.formats.checks import require_type
 
 __all__ = ["thunder_moe_backend"]
 
@@ -71,7 +70,8 @@ def thunder_moe_backend(
     if attention and inner == "thunder":
         raise ValueError("options['thunder_moe.attention']: got True with the inner compiler 'thunder', which has none")
     owner = _owner(sys._getframe(1))
-    require_type("options['thunder_moe.inner']", inner, str, "the name of a compiler")
+    if not isinstance(inner, str) and not callable(inner):
+        raise TypeError(f"options['thunder_moe.inner']: got {inner!r}, wanted the name of a compiler")
     if inner not in ("inductor", "thunder"):
         torch._dynamo.lookup_backend(inner)  # an unknown name fails here
     if inner == "thunder":
