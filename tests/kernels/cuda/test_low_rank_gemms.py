@@ -2,6 +2,8 @@
 Called by pytest, with -m gpu on a GPU; judged by float64 products.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from emulated_gemms import TILED_CONFIGS, make
@@ -132,6 +134,30 @@ def test_where_no_kernel_does_both(device, monkeypatch, rank):
     out = training.grouped_mm_low_rank(x, weight.to_layout("linear"), offsets, inner, b)
     wanted = expected(*(each.cpu() for each in (x, exact, inner, b)))
     assert relative_error(out[: ENDS[-1]].cpu(), wanted) < 2 * KERNEL_TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("of_gemm", "rank", "wanted"),
+    [
+        ((18, 2, 2, 1, 1), 16, (18, 1, 3, 1, 1)),
+        ((10, 2, 3, 1, 2), 8, (10, 1, 4, 1, 2)),
+        ((8, 2, 3, 1, 2), 64, (8, 2, 3, 1, 2)),
+        ((24, 1, 3, 1, 1), 48, (24, 1, 3, 1, 1)),
+        ((24, 1, 3, 1, 1), 56, (22, 1, 3, 1, 1)),
+        ((12, 1, 4, 1, 2), 64, (10, 1, 4, 1, 2)),
+        ((24, 1, 2, 1, 1), 64, (24, 1, 2, 1, 1)),
+    ],
+)
+def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_gemm, rank, wanted):
+    """ptxas serialises the products of the GEMM's own configurations, with an adapter beside them."""
+    weight, _, x, inner, b = operands("cpu", torch.bfloat16, 64, 128, rank)
+    offsets, seen = torch.tensor(ENDS, dtype=torch.int32), []
+    plan = SimpleNamespace(config=GemmConfig("tiled_wgmma", *of_gemm))
+    launched = SimpleNamespace(add=lambda *args: None)
+    monkeypatch.setattr(low_rank, "plan_gemm", lambda *args: plan)
+    monkeypatch.setattr(low_rank, "low_rank_launch", lambda *args: seen.append(args[9]) or launched)
+    low_rank.grouped_mm(x, weight, offsets, inner, b)
+    assert seen == [GemmConfig("tiled_wgmma", *wanted)]
 
 
 @pytest.mark.parametrize("transposed", [False, True])

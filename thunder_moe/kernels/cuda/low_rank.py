@@ -7,6 +7,7 @@ Legend: M rows, E experts, N output and K input features, R rank.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from thunder_moe.kernels.cuda.linear import MAX_EXPERTS, serves_rank
 from thunder_moe.kernels.cuda.plan import GemmPlan, plan_gemm
 from thunder_moe.kernels.cuda.prepared import GemmLaunch, dgrad_launch
 
-__all__ = ["GATHER", "LowRankGemmLaunch", "dgrad", "gather", "grouped_mm"]
+__all__ = ["DGRAD", "GATHER", "LowRankGemmLaunch", "dgrad", "for_adapter", "gather", "grouped_mm"]
 
 GATHER = (COMMON, *(COMMON.with_name(name) for name in ("ptx.cuh", "linear.cuh", "gather_low_rank.cu")))
 DGRAD = COMMON.with_name("tiled_dgrad.cu")
@@ -30,6 +31,9 @@ _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
 _ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
 _TILE_ROWS, _STAGE_K, _STAGES = 128, 64, (4, 3)  # kTileRows, kStageK; as many as shared memory holds
 _TILES_BYTES = 8208  # of `ExpertTiles`, static shared memory
+# Where registers do not suffice, ptxas serialises the products (its warning C7512): with two blocks of weight rows and
+# ten of tokens or more, and at ranks above 48 with more blocks of tokens than these, by warpgroups along N.
+_MOST_TOKENS, _HIGH_RANK = {3: 22, 4: 10}, 48
 
 
 class LowRankGemmLaunch(GemmLaunch):
@@ -92,6 +96,7 @@ def grouped_mm(
     plan = plan_gemm(m, experts, n, k, False, False, False, rows.dtype, TILED, *facts, "nvfp4", config)
     if plan.config.kernel != "tiled_wgmma" or plan.config.stream_k:
         return None
+    config = config or for_adapter(plan.config, rank)
     per_row = weight.global_scale.ndim == 2
     run = low_rank_launch(m, experts, n, k, rank, rows.dtype, per_row, rows.device, facts, config)
     rows, inner, b = (_aligned(each.detach()) for each in (rows, inner, b))
@@ -112,7 +117,7 @@ def dgrad(
         return None
     tiled, per_row = weight.layout == TILED, weight.global_scale.ndim == 2
     if tiled and not per_row and (config or m / experts >= _ROWS_IN_REGISTERS):
-        config = config or _DGRAD_CONFIG
+        config = config or for_adapter(_DGRAD_CONFIG, rank)
         of_tiles = low_rank_launch(m, experts, k, n, rank, grad.dtype, per_row, grad.device, facts, config, True)
         grad, outer, b = (_aligned(each.detach()) for each in (grad, outer, a.mT))
         return of_tiles.add(grad, backend._tensors(weight, TILED), offsets.contiguous(), outer, b)
@@ -120,6 +125,16 @@ def dgrad(
     grad, outer, a = (_aligned(each.detach()) for each in (grad, outer, a))
     out: Tensor = run(grad, *backend._tensors(weight, weight.layout), offsets.contiguous(), outer, a)
     return out
+
+
+def for_adapter(config: GemmConfig, rank: int) -> GemmConfig:
+    """The configuration of a GEMM by wgmma, or one like it whose sums leave registers for an adapter."""
+    tokens, rows, groups = config.token_blocks, config.row_blocks, config.warps_n
+    if rows > 1 and tokens >= 10:
+        rows, groups = 1, 4 if tokens <= 12 else 3
+    if rank > _HIGH_RANK:
+        tokens = min(tokens, _MOST_TOKENS.get(groups, tokens))
+    return replace(config, token_blocks=tokens, row_blocks=rows, warps_n=groups)
 
 
 def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor] | None:
