@@ -30,7 +30,7 @@ __all__ = [
 
 
 class RewriteWarning(UserWarning):
-    """A compilation in which no expert GEMM was rewritten to NVFP4."""
+    """A compilation in which no expert GEMM was rewritten."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def record(
         names.setdefault(entry.reason, []).append(entry.gemm.weight or "a weight")
     why = "; ".join(f"{_some(weights)}: {reason}" for reason, weights in names.items())
     why = why or "the graph has no call of torch.nn.functional.grouped_mm"
-    warnings.warn(f"thunder_moe rewrote no expert GEMM to NVFP4: {why}", RewriteWarning, stacklevel=2)
+    warnings.warn(f"thunder_moe rewrote no expert GEMM: {why}", RewriteWarning, stacklevel=2)
 
 
 def _some(names: list[str]) -> str:

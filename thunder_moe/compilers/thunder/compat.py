@@ -250,7 +250,7 @@ def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
 
     if checkpointed:
         warnings.warn(
-            "thunder_moe rewrote no expert GEMM to NVFP4: thunderfx leaves those of torch.utils.checkpoint, and their "
+            "thunder_moe rewrote no expert GEMM: thunderfx leaves those of torch.utils.checkpoint, and their "
             'whole graph, to inductor; use the backend\'s own "thunder_moe.inner", or thunder.jit',
             RewriteWarning,
             stacklevel=3,
