@@ -47,6 +47,7 @@ from thunder_moe.integrations.vllm.configs import (
     ThunderModelOptNvFp4Config,
 )
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
+from thunder_moe.integrations.vllm.linears import ThunderMxFp8Scheme, ThunderNvfp4Scheme
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -281,6 +282,17 @@ class TestCompressedTensors:
         (line,) = said
         assert f"{format.upper()} experts do not run" in line
         assert "GptOssRoutedExperts knows vLLM's classes by name" in line
+
+
+@pytest.mark.parametrize(
+    ("scheme", "features"), [(ThunderNvfp4Scheme(True, "mlp.down_proj"), 24), (ThunderMxFp8Scheme("mlp.down_proj"), 48)]
+)
+def test_dense_layers_whose_share_of_a_rank_is_no_whole_blocks(scheme, features):
+    with pytest.raises(ValueError, match=f"'mlp.down_proj': got {features} input features on this rank, wanted"):
+        scheme.create_weights(
+            torch.nn.Module(), output_partition_sizes=[64], input_size_per_partition=features,
+            params_dtype=torch.float32, weight_loader=None,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

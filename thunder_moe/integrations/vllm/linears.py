@@ -240,8 +240,11 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
         self.use_a16, self.layer_name, self.group_size = use_a16, layer_name, 16
         self.kernel = _NoKernel()
 
-    def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
-        super().create_weights(layer, *args, **options)
+    def create_weights(
+        self, layer: Any, output_partition_sizes: list[int], input_size_per_partition: int, *args: Any, **options: Any
+    ) -> None:
+        _check_blocks(self.layer_name, input_size_per_partition, NVFP4)
+        super().create_weights(layer, output_partition_sizes, input_size_per_partition, *args, **options)
         mark_unloaded(layer, "weight_scale", "weight_global_scale")
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -271,6 +274,7 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
         """As vLLM's, without a kernel of vLLM's."""
         layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype
         n, k = sum(output_partition_sizes), input_size_per_partition
+        _check_blocks(self.layer_name, k, MXFP8)
         layer.output_size_per_partition, layer.input_size_per_partition = n, k
         for name, kind, width, dtype in (
             ("weight", ModelWeightParameter, k, MXFP8.code_dtypes[0]),
@@ -292,6 +296,16 @@ class _NoKernel:
 
     def input_quant_key(self) -> None:
         return None
+
+
+def _check_blocks(layer_name: str, k: int, format: BlockFormat) -> None:
+    """Raises a ValueError for input features of a rank that blocks of scales do not fit, as vLLM's methods for ModelOpt
+    do."""
+    if k % format.block_size:
+        raise ValueError(
+            f"{layer_name!r}: got {k} input features on this rank, wanted a multiple of {format.block_size}:"
+            " take another --tensor-parallel-size"
+        )
 
 
 def _name(layer: Any) -> str:
