@@ -2,6 +2,7 @@
 Called by pytest where PEFT is installed (the extra "test" has it); judged by PEFT itself on the dequantized model.
 """
 
+import io
 import itertools
 import json
 import warnings
@@ -344,6 +345,37 @@ def test_filling_an_adapter(tmp_path):
     merge_lora_(other)
     with pytest.raises(ValueError, match="are merged in .*, wanted unmerge_lora_ before"):
         load_lora_(other, tmp_path, "second")
+
+
+def test_merged_experts_are_refused_before_anything_changes(tmp_path):
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    merge_lora_(model.get_base_model())
+    merged = model(tokens()).logits
+    calls = (
+        lambda: model.save_pretrained(tmp_path / "saved"),
+        lambda: model.set_adapter("default"),
+        lambda: model.add_adapter("other", peft.LoraConfig(r=2, **BOTH)),
+        lambda: model.delete_adapter("default"),
+        model.disable_adapter_layers,
+        model.merge_and_unload,
+        model.unload,
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="are merged in .*, wanted unmerge_lora_ before"):
+            call()
+    assert list(model.peft_config) == ["default"]
+    assert not (tmp_path / "saved").exists()
+    assert torch.equal(model(tokens()).logits, merged)
+
+
+def test_pickles():
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    loaded.disable_adapter_layers()
+    assert torch.equal(loaded(tokens()).logits, quantized()(tokens()).logits)
 
 
 class Texts(torch.utils.data.Dataset):

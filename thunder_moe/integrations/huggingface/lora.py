@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,7 +39,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     targets,
 )
 from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, use
-from thunder_moe.lora import add_lora_, lora_linears, use_lora_
+from thunder_moe.lora import add_lora_, lora_linears, refuse_merged, use_lora_
 
 try:
     import peft
@@ -136,6 +136,7 @@ class _WithExperts:
             raise ValueError(
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
+        refuse_merged(lora_linears(cast("nn.Module", self)))
         parent: Any = super()
         embedding = dict(save_embedding_layers=save_embedding_layers, is_main_process=is_main_process)
         parent.save_pretrained(str(save_directory), True, selected_adapters, **embedding, **kwargs)
@@ -194,6 +195,15 @@ class _WithExperts:
 @functools.cache
 def _class_of(wrapped: Any, extra: Any) -> Any:
     return type(f"{wrapped.__name__}WithExperts", (extra, wrapped), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of `_class_of`, by which pickles know them."""
+    of_peft = getattr(peft, name.removesuffix("WithExperts"), None) if name.endswith("WithExperts") else None
+    if not isinstance(of_peft, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    kind: Any = of_peft
+    return _class_of(kind, _WithExperts if issubclass(of_peft, peft.PeftModel) else TunerWithExperts)
 
 
 def _wrap(model: Any, config: Any, adapter_name: str) -> Any:

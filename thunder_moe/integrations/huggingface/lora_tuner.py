@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.lora import lora_linears, lora_parameters, merge_lora_, remove_lora_, use_lora_
+from thunder_moe.lora import lora_linears, lora_parameters, merge_lora_, refuse_merged, remove_lora_, use_lora_
 
 __all__ = ["TunerWithExperts", "kept_", "use"]
 
@@ -25,9 +25,10 @@ class TunerWithExperts:
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """As PEFT's; the experts switch, too."""
+        tuner: Any = self
+        refuse_merged(lora_linears(tuner.model))
         parent: Any = super()
         parent.set_adapter(adapter_name, inference_mode)
-        tuner: Any = self
         use(tuner.model, adapter_name, not inference_mode)
         if self.experts_disabled and lora_linears(tuner.model):
             use_lora_(tuner.model, None)
@@ -35,6 +36,7 @@ class TunerWithExperts:
     def delete_adapter(self, adapter_name: str) -> None:
         """As PEFT's; the experts lose theirs, too."""
         tuner: Any = self
+        refuse_merged(lora_linears(tuner.model))
         before, trainable = tuner.active_adapters, any(p.requires_grad for p in tuner.model.parameters())
         parent: Any = super()
         parent.delete_adapter(adapter_name)
@@ -47,18 +49,20 @@ class TunerWithExperts:
 
     def disable_adapter_layers(self) -> None:
         """As PEFT's; those of experts, too."""
+        tuner: Any = self
+        refuse_merged(lora_linears(tuner.model))
         parent: Any = super()
         parent.disable_adapter_layers()
-        tuner: Any = self
         self.experts_disabled = True
         if lora_linears(tuner.model):
             use_lora_(tuner.model, None)
 
     def enable_adapter_layers(self) -> None:
         """As PEFT's; those of experts, too."""
+        tuner: Any = self
+        refuse_merged(lora_linears(tuner.model))
         parent: Any = super()
         parent.enable_adapter_layers()
-        tuner: Any = self
         self.experts_disabled = False
         known = names_of(tuner.model)
         if known:
@@ -102,6 +106,7 @@ class TunerWithExperts:
     ) -> Any:  # fmt: skip
         """As PEFT's `merge_and_unload` and `unload`; adapters of experts are merged into their 4-bit weights, or go."""
         tuner: Any = self
+        refuse_merged(lora_linears(tuner.model))
         names = [each for each in adapter_names or tuner.active_adapters if each in names_of(tuner.model)]
         if merge and names:
             errors = merge_lora_(tuner.model, names)
