@@ -128,11 +128,13 @@ def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Call
         cond=_eager_cond if eager else torch.cond, noisy=_noisy,
     )  # fmt: skip
     exec(compile(source, filename, "exec"), names)
-    with device():
-        model = names["Model"]()
-    run = Run(model, compile_(model), program.sizes, refresh_)
-    if eager:
-        run.function = _Checked(model)
+
+    def make() -> tuple[nn.Module, Callable]:
+        with device():
+            model = names["Model"]()
+        return model, _Checked(model) if eager else compile_(model)
+
+    run = Run(*make(), program.sizes, refresh_, make)
     try:
         names["drive"](run)
     except _INVALID:

@@ -6,6 +6,7 @@ Called by execution and by the runner; calls nothing: programs are lists of stat
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -176,6 +177,7 @@ class Generator:
             rows = self.plain(body, rows)
         body.append(Statement(f"out.append({rows})"))
         self.drive()
+        self.other_module()
         return self.program
 
     def segment(self, body: list[Statement], rows: str) -> str:
@@ -714,6 +716,23 @@ class Generator:
             mode = self.random.choice(modes) if self.chance(0.6) else mode
             rows = counts[self.chance(0.15)]
             steps.append(Statement(f'run.call("{mode}", {self.shuffled(rows)}, {number})'))
+
+    def other_module(self) -> None:
+        """Has some programs go on with another module of their class; two weights of the first may share memory, which
+        those of the other do not."""
+        chosen, steps = random.Random(f"other module {self.program.seed}"), self.program.steps
+        if chosen.random() > 0.15:
+            return
+        self.program.features.add("other module")
+        steps.insert(chosen.randrange(1, len(steps)), Statement("m = run.other()"))
+        pairs = [
+            (a, b) for a, b in itertools.combinations(self.weights, 2)
+            if (a.n, a.k, a.transposed) == (b.n, b.k, b.transposed)
+        ]  # fmt: skip
+        if pairs and "weights" not in self.hazards and "flat buffer" not in self.program.features:
+            first, second = chosen.choice(pairs)
+            steps.insert(0, Statement(f"m.{second.name}.data = m.{first.name}.data"))
+            self.program.features.add("shared memory")
 
     def rows(self) -> tuple[int, ...]:
         kind = self.random.choice(("ragged", "ragged", "even", "one expert", "one row"))

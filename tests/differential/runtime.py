@@ -95,12 +95,19 @@ class Run:
         function: the model itself, or what a compiler made of it.
         sizes: (experts, features of the input).
         refresh: tells the compiler of weights that have changed unseen.
+        another: makes another module of the same class, and its callable.
     """
 
     def __init__(
-        self, model: nn.Module, function: Callable, sizes: tuple[int, int], refresh: Callable[[nn.Module], Any]
+        self,
+        model: nn.Module,
+        function: Callable,
+        sizes: tuple[int, int],
+        refresh: Callable[[nn.Module], Any],
+        another: Callable[[], tuple[nn.Module, Callable]] | None = None,
     ) -> None:
         self.model, self.function, self.refresh = model, function, refresh
+        self._another, self._other = another, None
         self.experts, self.features = sizes
         self.calls: list[Call] = []
 
@@ -151,6 +158,12 @@ class Run:
                 return
         graded = leaves | parameters
         record.tensors |= {f"grad {n}": v.grad.clone() for n, v in graded.items() if v.grad is not None}
+
+    def other(self) -> nn.Module:
+        """Goes on with another module of the same class, which compiled graphs may serve, too; then with the first."""
+        other = self._other or self._another()
+        (self.model, self.function), self._other = other, (self.model, self.function)
+        return self.model
 
     def step(self, optimizer: str, *weights: Tensor, factor: float, **options) -> None:
         """A step of an optimizer that multiplies weights by a factor, exactly."""
