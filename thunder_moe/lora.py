@@ -323,6 +323,8 @@ def _obstacle(module: Any) -> str | None:
     """Why a linear can get no adapter; None when it can."""
     if type(module) not in (*_WITH_LORA, *_BASE):
         return f"it is a {type(module).__name__}"
+    if vars(module).get("_cut") is not None:  # parallel.shards
+        return "parallelize_module has cut its weight over ranks, where adapters are not supported"
     reason = impure(module)
     if reason is None and not has_own_forward(module):
         reason = "its forward is wrapped or replaced"

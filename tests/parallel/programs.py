@@ -14,6 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint
 
 from thunder_moe import (
@@ -388,6 +390,47 @@ def recomputed(meshes):
         (load,) = expert_load(moe).values()
         found.append(((load.tokens[:, 0] >= 0).sum().item(), load.dropped.item()))
     return found
+
+
+def trained(meshes, style):
+    """Steps of AdamW with clipped gradients as docs/distributed.md has them -> the largest error of norms and
+    parameters beside one process. Under EP, DistributedDataParallel averages what all ranks have whole."""
+    mesh, expert = meshes.two, style == "expert"
+    whole = torch.nn.Sequential(torch.nn.Linear(H, H), layer())
+    model = copy.deepcopy(whole)
+    parallelize_module(model[1], mesh, ExpertParallel() if expert else TensorParallel())
+    run = model
+    if expert:
+        own = [name for name, _ in model.named_parameters() if "routed_experts" in name]
+        own += [name for name, _ in model.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
+        run = DistributedDataParallel(model, process_group=mesh.get_group())
+    parts = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    wholes = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    optimizers = [
+        torch.optim.AdamW([{"params": parts}, {"params": wholes}], lr=1e-2, foreach=True),
+        torch.optim.AdamW(whole.parameters(), lr=1e-2),
+    ]
+    x = torch.randn(1, 10, H)
+    mine = x.tensor_split(2, 1)[mesh.get_local_rank()] if expert else x
+    errors = []
+    for _ in range(2):
+        (run(mine).square().mean()).backward()
+        whole(x).square().mean().backward()
+        if expert:  # a sum over the ranks, whose losses are means of half the tokens each
+            for parameter in parts:
+                parameter.grad /= mesh.size()
+        norms = get_total_norm([p.grad for p in parts]).full_tensor(), get_total_norm([p.grad for p in wholes])
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        for parameters in (parts, wholes):
+            clip_grads_with_norm_(parameters, 1e-3, norm)
+        errors.append(error(norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e-3)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
+        errors.append(error(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter, reference))
+    return max(errors)
 
 
 def compiled(meshes, style, quantized, train):

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from thunder_moe import GroupedMLP, Llama4MoE, Llama4MoEConfig, quantize_
-from thunder_moe.parallel import ExpertParallel
+from thunder_moe import GroupedMLP, GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, add_lora_, quantize_
+from thunder_moe.parallel import ExpertParallel, TensorParallel
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,58 @@ def test_buffers_of_the_caller(mesh):
         experts.down_proj(torch.randn(4, 32), offsets, out=torch.empty(4, 32))
 
 
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([0, 2, 1, 3], "never decrease"),
+        ([-1, 0, 1, 1], "at least 0"),
+        ([0, 1, 2, 5], "last row end of 5, .* 4 rows of x"),
+    ],
+)
+def test_offsets_as_one_process_has_them(mesh, ends, message):
+    experts = parallelize_module(GroupedSwiGLU(4, 32, 32), mesh, ExpertParallel(capacity=4))
+    with pytest.raises(ValueError, match=f"offsets: got .*{message}"):
+        experts(torch.randn(4, 32), torch.tensor(ends, dtype=torch.int32))
+
+
 def test_quantize_names_the_cut(mesh, caplog):
     moe = Llama4MoE(Llama4MoEConfig(32, 32, 4))
     parallelize_module(moe, mesh, ExpertParallel())
     with caplog.at_level("WARNING"), pytest.raises(ValueError, match="is cut over ranks"):
         quantize_(torch.nn.Sequential(moe))
+
+
+@pytest.mark.parametrize("style", [ExpertParallel(), TensorParallel()], ids=["expert", "tensor"])
+def test_adapters_name_the_cut(mesh, style, caplog):
+    moe = parallelize_module(quantize_(Llama4MoE(Llama4MoEConfig(32, 32, 4))), mesh, style)
+    with caplog.at_level("WARNING"), pytest.raises(ValueError, match="cut its weight over ranks, where adapters"):
+        add_lora_(moe, 2, 2.0)
+
+
+def moe_layer():
+    return Llama4MoE(Llama4MoEConfig(32, 32, 4)), (torch.randn(1, 3, 32),)
+
+
+def experts_alone():
+    return GroupedSwiGLU(4, 32, 32), (torch.randn(2, 32), torch.tensor([1, 1, 2, 2], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("style", [ExpertParallel(), TensorParallel()], ids=["expert", "tensor"])
+@pytest.mark.parametrize("build", [moe_layer, experts_alone])
+def test_ddp_that_gives_all_ranks_the_experts_of_the_first(mesh, build, style):
+    block, inputs = build()
+    model = torch.nn.ModuleDict(dict(block=block, dense=torch.nn.Linear(32, 32)))
+    model.forward = lambda *inputs: model.block(*inputs)
+    parallelize_module(quantize_(model).block, mesh, style)
+    parameters = [name for name, _ in model.named_parameters() if "shared_expert" in name]  # DTensors of TensorParallel
+    buffers = [name for name, _ in model.named_buffers()]
+    leave_out = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    leave_out(model, parameters)
+    wrapped = DistributedDataParallel(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"has put the first rank's experts into the {type(model.block).__name__}"):
+            wrapped(*inputs)
+    leave_out(model, parameters + buffers)
+    allowed = DistributedDataParallel(model)
+    allowed(*inputs)
+    assert allowed(*inputs).shape == inputs[0].shape

@@ -90,6 +90,11 @@ def test_a_recomputed_forward_is_no_step_of_its_own(run):
         assert plain[1] > 0
 
 
+@pytest.mark.parametrize("style", ["expert", "tensor"])
+def test_optimizers_and_clipped_gradients(run, style):
+    assert max(run(programs.trained, style)) < 1e-4  # AdamW divides by small gradients
+
+
 COMPILED = [("exact", False, True), ("exact", True, False), ("capacity", True, True), ("gather, capacity", True, False)]
 SAVED = [
     (2, "expert", True, "auto"),
@@ -178,8 +183,10 @@ def test_symmetric_memory_wants_gpus(run):
         (dict(exchange="pigeons"), "exchange: got 'pigeons', wanted one of"),
         (dict(exchange=dict), "exchange: got <class 'dict'>, wanted one of .* or a subclass of Exchange"),
         (dict(capacity=0), "capacity: got 0"),
+        (dict(capacity=True), "capacity: got True"),
         (dict(chunks=0), "chunks: got 0"),
         (dict(load_steps=-1), "load_steps: got -1"),
+        (dict(load_steps=None), "load_steps: got None"),
     ],
 )
 def test_arguments(arguments, message):

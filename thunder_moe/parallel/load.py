@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
 
-__all__ = ["ExpertLoad", "add_buffers", "expert_load", "record"]
+__all__ = ["ExpertLoad", "add_buffers", "expert_load", "own_buffers", "record"]
 
 _RECENT, _DROPPED = "_recent_load", "_dropped_tokens"
 
@@ -79,6 +79,11 @@ def add_buffers(module: nn.Module, steps: int, experts: int, device: torch.devic
     ends = torch.full((steps, experts), -1, dtype=torch.int32, device=device)
     module.register_buffer(_RECENT, ends, persistent=False)
     module.register_buffer(_DROPPED, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+
+
+def own_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of `add_buffers` that a module has."""
+    return [buffer for name, buffer in module._buffers.items() if name in (_RECENT, _DROPPED) and buffer is not None]
 
 
 @torch.no_grad()

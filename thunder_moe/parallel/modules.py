@@ -11,13 +11,16 @@ Legend: T tokens, A = top_k, M rows sorted by expert, E experts, H hidden_size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from thunder_moe.kernels.expert_rows import expert_rows
 from thunder_moe.nn import (
@@ -30,10 +33,12 @@ from thunder_moe.nn import (
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.quantized import weights_to_fuse
 from thunder_moe.ops import route, router  # noqa: F401  (registers the operators)
+from thunder_moe.ops.checks import check_offset_values
 from thunder_moe.ops.experts import moe_experts
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.parallel.exchange import Exchange, Sent, wait
-from thunder_moe.parallel.load import record
+from thunder_moe.parallel.load import own_buffers, record
+from thunder_moe.parallel.shards import cut_of
 from thunder_moe.routing import expert_of_row, live_rows
 
 __all__ = ["EXPERT_PARALLEL", "EXPERT_TENSOR_PARALLEL", "TENSOR_PARALLEL"]
@@ -51,6 +56,9 @@ class _ExpertParallelRows(nn.Module):
         wanted = self.exchange.ranks * self.exchange.experts
         if offsets.shape != (wanted,):
             raise ValueError(f"offsets: got shape {tuple(offsets.shape)}, wanted ({wanted},), those of all experts")
+        if not torch.compiler.is_compiling():
+            check_offset_values(offsets, x.shape[0], "x")
+        _refuse_broadcast(self, self.exchange.mesh)
         expert_M = torch.where(live_rows(offsets, x.shape[0])[:, 0], expert_of_row(offsets, x.shape[0]), -1)
         sent = self.exchange.start(x, expert_M[:, None], None if scales is None else scales[:, None])
         rows, ids, weights = sent.receive()
@@ -95,6 +103,7 @@ class ExpertParallelLlama4MoE(Llama4MoE):
 
     def run_spread(self, x_TH: Tensor, logits: Callable[[], Tensor]) -> Tensor:
         """(T, H) -> (T, H): routed experts and the shared one; `logits` gives the router's (T, E)."""
+        _refuse_broadcast(self, self.exchange.mesh)
         rows = autocast_rows(x_TH).tensor_split(self.chunks)
         early = [self.exchange.send(part) for part in rows]  # travels while the router chooses
         scores_TA, ids_TA, *_ = torch.ops.thunder_moe.moe_router(
@@ -140,6 +149,7 @@ class _TensorParallelRows(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, scales: Tensor | None = None, **buffers: Any) -> Tensor:
         if buffers:
             raise ValueError(f"{' and '.join(buffers)}: got it with experts on several ranks, wanted none of it")
+        _refuse_broadcast(self, self.mesh)
         own: Any = super()
         x = _enter(x, self.mesh)
         given = () if scales is None else (_enter(scales, self.mesh),)
@@ -170,6 +180,7 @@ class TensorParallelLlama4MoE(Llama4MoE):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TH = self.tokens_of(hidden_states)
+        _refuse_broadcast(self, self.mesh)
         # The router is whole on each rank; its logits and the tokens get gradients of all ranks' parts.
         logits_TE, x_TH = _enter(self.router(x_TH), self.mesh), _enter(x_TH, self.mesh)
         out_TH = self.run_experts_by(logits_TE, x_TH)
@@ -186,6 +197,7 @@ class ExpertTensorParallelLlama4MoE(ExpertParallelLlama4MoE):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x_TH = self.tokens_of(hidden_states)
+        _refuse_broadcast(self, self.mesh)
         logits_TE, x_TH = _enter(self.router(x_TH), self.mesh), _enter(x_TH, self.mesh)
         return _sum_of_ranks(self.run_spread(x_TH, lambda: logits_TE), self.mesh).reshape(hidden_states.shape)
 
@@ -204,6 +216,30 @@ class ExpertTensorParallelNVFP4GroupedSwiGLU(_TensorParallelRows, ExpertParallel
 
 class ExpertTensorParallelNVFP4GroupedMLP(_TensorParallelRows, ExpertParallelNVFP4GroupedMLP):
     """`NVFP4GroupedMLP` with a part of experts and of intermediate features on each rank."""
+
+
+def _refuse_broadcast(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Raises a ValueError where torch's DistributedDataParallel has given all ranks of a mesh the first one's buffers,
+    packed weights among them, as it does without a word when it wraps a model (nccl; gloo knows no 8-bit floats)."""
+    if torch.compiler.is_compiling():
+        return
+    ddp: Any = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None:
+        return
+    known = vars(ddp).setdefault("_thunder_moe_known", set())  # in it the modules live as long as it
+    if (id(module), id(mesh)) in known:
+        return
+    groups = (dist.get_process_group_ranks(group) for group in (ddp.process_group, mesh.get_group()))
+    if len(set.intersection(*map(set, groups))) > 1:
+        parts = [child.buffers(recurse=False) for child in module.modules() if cut_of(child) is not None]
+        own = {id(buffer) for buffer in chain(own_buffers(module), *parts)}
+        if any(id(buffer) in own for buffer in ddp.modules_buffers):
+            raise ValueError(
+                f"model: DistributedDataParallel has put the first rank's experts into the {type(module).__name__} of"
+                " every rank, wanted their parameters and buffers left out when the model is wrapped:"
+                " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)"
+            )
+    known.add((id(module), id(mesh)))
 
 
 def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:

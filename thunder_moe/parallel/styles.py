@@ -66,7 +66,8 @@ class ExpertParallel(ParallelStyle):
         if not known:
             raise ValueError(f"exchange: got {exchange!r}, wanted one of {tuple(EXCHANGES)} or a subclass of Exchange")
         for name, value, least in (("capacity", capacity, 1), ("chunks", chunks, 1), ("load_steps", load_steps, 0)):
-            if (value is not None or name != "capacity") and (not isinstance(value, int) or value < least):
+            exact = name == "capacity" and value is None
+            if not exact and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{name}: got {value!r}, wanted an integer of at least {least}")
         self.exchange, self.capacity, self.chunks, self.load_steps = exchange, capacity, chunks, load_steps
 
