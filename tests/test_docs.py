@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Blocks that need a GPU, a download, or a package that `pip install -e '.[test]'` does not install.
 NOT_RUN = {
-    "distributed.md": 1,
+    "distributed.md": 2,
     "finetuning.md": 2,
     "huggingface.md": 1,
     "number_format.md": 2,
