@@ -116,7 +116,10 @@ def _runner(
             thawed = trains and rewritten.is_thawed(given)
             if thawed:
                 rewritten.declare_thawed(given)
-            if thawed or (hidden and rewritten.watched) or rewritten.writes_read(given):
+            shares = rewritten.writes_read(given)
+            if shares:
+                rewritten.declare_shared()
+            if thawed or shares or (hidden and rewritten.watched):
                 rewritten.declare_trained(given, hidden=hidden)
                 return in_16_bit(*given)
         inputs = rewritten.inputs(given)

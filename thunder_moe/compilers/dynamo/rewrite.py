@@ -140,6 +140,15 @@ class Rewritten:
         weights = (weight for pack in self.packs for weight in _given(pack.weights, given))
         return any(not self.written.isdisjoint(owners.get(weight.untyped_storage()._cdata, ())) for weight in weights)
 
+    @staticmethod
+    def declare_shared() -> None:
+        """Warns of what `writes_read` found."""
+        warn_once(
+            "shared",
+            "an input that a compiled graph changes in place shares its memory with a packed weight, or with another"
+            " input where it did not when the graph was compiled: such calls run in 16 bits",
+        )
+
     def is_thawed(self, given: Sequence[Any]) -> bool:
         """Whether a packed weight that was frozen requires a gradient now. Dynamo before torch 2.13 does not look at
         parameters again while their module has the same ones."""
