@@ -28,6 +28,7 @@ LAYERS = {
     "thunder_moe.weight_cache": 4,
     "thunder_moe.compilers": 5,
     "thunder_moe.lora": 6,
+    "thunder_moe.lora_merge": 6,
     "thunder_moe.replaceable": 6,
     "thunder_moe.grouped_experts": 6,
     "thunder_moe.dense_linears": 6,

@@ -25,11 +25,10 @@ from thunder_moe.lora import (
     add_lora_,
     lora_linears,
     lora_parameters,
-    merge_lora_,
     remove_lora_,
-    unmerge_lora_,
     use_lora_,
 )
+from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
 from thunder_moe.nn import NVFP4GroupedLinear
 
 E, H, INNER = 4, 48, 32

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
     from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
-    from thunder_moe.lora import add_lora_, merge_lora_, remove_lora_, unmerge_lora_, use_lora_
+    from thunder_moe.lora import add_lora_, remove_lora_, use_lora_
+    from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
     from thunder_moe.nn import (
         GroupedLinear,
         GroupedMLP,
@@ -56,7 +57,8 @@ _HOMES = {
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
-    "lora": ("add_lora_", "merge_lora_", "remove_lora_", "unmerge_lora_", "use_lora_"),
+    "lora": ("add_lora_", "remove_lora_", "use_lora_"),
+    "lora_merge": ("merge_lora_", "unmerge_lora_"),
     "nn": (
         "GroupedLinear",
         "GroupedMLP",

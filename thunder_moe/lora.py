@@ -1,23 +1,19 @@
-"""LoRA on experts, quantized or not, and quantized dense layers: add_lora_(model) -> train -> merge_lora_ or keep
-beside; use_lora_ switches adapters.
-Called by users and integrations.huggingface.lora; calls nn.lora for the modules, quantize to merge into 16 bits.
+"""LoRA on experts, quantized or not, and quantized dense layers: add_lora_(model) -> train -> lora_merge.merge_lora_ or
+keep beside; use_lora_ switches adapters.
+Called by users, lora_merge and integrations.huggingface.lora; calls nn.lora for the modules.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require_module
-from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.registry import dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.kernels.select import lay_out, quantize_to
 from thunder_moe.nn import (
     GroupedLinear,
     GroupedMLP,
@@ -28,7 +24,6 @@ from thunder_moe.nn import (
 )
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.lora import (
-    LoRADense,
     LoRAGroupedLinear,
     LoRALinear,
     LoRASpec,
@@ -36,19 +31,25 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinear,
     NVFP4LoRALinearPart,
 )
-from thunder_moe.quantize import Filter, dequantize_with_
+from thunder_moe.quantize import Filter
 from thunder_moe.replaceable import has_hook, has_own_forward, impure
 
 __all__ = [
+    "STATE",
+    "Model",
     "add_lora_",
+    "is_adaptable",
     "is_dense",
     "lora_linears",
     "lora_parameters",
-    "merge_lora_",
     "refuse_merged",
     "remove_lora_",
-    "unmerge_lora_",
+    "require_lora",
+    "require_names",
+    "set_class",
+    "strip",
     "use_lora_",
+    "weight_of",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,7 +61,7 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
-_STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
+STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
 _SHARES = (None, "A", "B")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -167,8 +168,8 @@ def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
         ValueError: a name that no linear has or that is there twice, or merged adapters; the model is unchanged then.
     """
     wanted = (adapters,) if isinstance(adapters, str) else tuple(adapters or ())
-    linears = _require_lora(model)
-    _require_names(linears, wanted)
+    linears = require_lora(model)
+    require_names(linears, wanted)
     refuse_merged(linears)
     for linear in linears.values():
         linear.lora_active = tuple(name for name in wanted if name in linear.lora_specs)
@@ -208,9 +209,9 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
     Raises:
         ValueError: no adapters, or none of that name; one adapter is to go while any is merged.
     """
-    linears = _require_lora(model)
+    linears = require_lora(model)
     if adapter is not None:
-        _require_names(linears, (adapter,))
+        require_names(linears, (adapter,))
         refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
@@ -218,87 +219,7 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
                 del linear.lora_specs[name], linear.lora_A[name], linear.lora_B[name]
         linear.lora_active = tuple(name for name in linear.lora_active if name in linear.lora_specs)
         if not linear.lora_specs:
-            _strip(linear)
-    return model
-
-
-@torch.no_grad()
-def merge_lora_(
-    model: nn.Module, adapters: str | Sequence[str] | None = None, *, dequantize: bool = False
-) -> dict[str, float]:
-    """Puts adapters into the weights of the experts, in place, so that they cost nothing any more.
-
-    A quantized weight is decoded, added to in float32 and rounded to its format again: the rounding is new, and may be
-    larger than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both
-    stay. Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
-
-    Args:
-        model: one with adapters.
-        adapters: names; the active ones when None. With `dequantize` the others are removed.
-        dequantize: 4-bit modules become 16-bit ones with the sum, as by `dequantize_` (all of the model): rounded once,
-            to the dtype that the weight had. This cannot be undone.
-
-    Returns:
-        For each linear by qualified name the error of the merged weight: its distance to the exact sum divided by the
-        size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
-
-    Raises:
-        ValueError: no adapters, a name that is unknown or there twice, adapters that are merged already, NaN or Inf in
-            an adapter or in a sum in the weight's dtype; with `dequantize`, a linear with adapters that cannot be
-            replaced (it has hooks, say). The model is unchanged then.
-    """
-    linears = _require_lora(model)
-    wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
-    _require_names(linears, wanted or ())
-    refuse_merged(linears)
-    chosen = {
-        name: tuple(each for each in (linear.lora_active if wanted is None else wanted) if each in linear.lora_specs)
-        for name, linear in linears.items()
-    }
-    if not any(chosen.values()):
-        raise ValueError("adapters: got none, and none is active, wanted names of adapters")
-    _refuse_tied(model, linears)
-    errors: dict[str, float] = {}
-    undo = [_undo_of(linear) for linear in linears.values()]
-    try:
-        dense = _ready_to_restore(linears, chosen, errors) if dequantize else {}
-        for name, linear in linears.items():
-            if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
-                errors[name] = _merge(linear, chosen[name], name)
-        for name, error in errors.items():
-            if not math.isfinite(error):
-                raise _not_finite(name, chosen[name])
-        if dequantize:
-            packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
-            if packed:
-                dequantize_with_(model, packed)
-            for name, total in dense.items():
-                restored: Any = model.get_submodule(name)
-                restored.weight.copy_(total[0])
-            for linear in linears.values():
-                if isinstance(linear, LoRAGroupedLinear):
-                    _strip(linear)
-    except BaseException:
-        for back in undo:
-            back()
-        raise
-    for name, error in errors.items():
-        _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
-    return errors
-
-
-@torch.no_grad()
-def unmerge_lora_(model: Model) -> Model:
-    """The inverse of `merge_lora_` without `dequantize`: the weights from before, exactly, and the adapters active.
-
-    Raises:
-        ValueError: nothing is merged.
-    """
-    linears = {name: linear for name, linear in _require_lora(model).items() if linear.lora_merged}
-    if not linears:
-        raise ValueError("model: has no merged adapters, nothing to unmerge")
-    for linear in linears.values():
-        _unmerge(linear)
+            strip(linear)
     return model
 
 
@@ -330,13 +251,13 @@ def _obstacle(module: Any) -> str | None:
         reason = "its forward is wrapped or replaced"
     if reason is None and (getattr(module, "process_part", None) or (0,))[0]:
         reason = "processes share its features: adapters are for whole linears, or whole experts of each process"
-    tensor = _tensor(module)
+    tensor = weight_of(module)
     if reason is None and tensor.device.type == "meta":
         reason = "its weight is on the meta device (offloaded, or not loaded yet)"
     return reason
 
 
-def _tensor(module: Any) -> Tensor:
+def weight_of(module: Any) -> Tensor:
     """One of the weight's; of a part that of its stack."""
     if isinstance(module, NVFP4LinearPart):
         return module.stack.qdata
@@ -357,28 +278,30 @@ def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
 
 
 def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
-    if not isinstance(module, LoRALinear):
-        _set_class(module, _WITH_LORA[type(module)])
-        module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
-    experts, n, k, rank = module.num_experts, module.out_features, module.in_features, spec.rank
-    tensor = _tensor(module)
+    experts = getattr(module, "num_experts", 1)  # a dense layer is one expert
+    n, k, rank = module.out_features, module.in_features, spec.rank
+    tensor = weight_of(module)
     options: dict[str, Any] = dict(dtype=dtype, device=tensor.device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
     b = torch.zeros(1 if share == "B" else experts, n, rank, **options)
+    if not isinstance(module, LoRALinear):
+        set_class(module, _WITH_LORA[type(module)])
+        module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
+        module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
 
 
-def _strip(linear: Any) -> None:
+def strip(linear: Any) -> None:
     """Makes a linear one of its base class again."""
     base = _BASE[type(linear)]
-    for name in _STATE:
+    for name in STATE:
         delattr(linear, name)
-    _set_class(linear, base)
+    set_class(linear, base)
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Gives a module another class, and its hooks of accelerate the forward of that."""
     if not has_hook(module):
         module.__class__ = cls
         return
@@ -388,7 +311,8 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
         module.__class__ = cls
 
 
-def _require_lora(model: nn.Module) -> dict[str, Any]:
+def require_lora(model: nn.Module) -> dict[str, Any]:
+    """`lora_linears`; ValueError where there are none."""
     require_module(model)
     linears = lora_linears(model)
     if not linears:
@@ -396,7 +320,8 @@ def _require_lora(model: nn.Module) -> dict[str, Any]:
     return linears
 
 
-def _require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
+def require_names(linears: dict[str, Any], wanted: Sequence[str]) -> None:
+    """ValueError for a name of an adapter that none of the linears has, or that is there twice."""
     known = {name for linear in linears.values() for name in linear.lora_specs}
     for name in wanted:
         if name not in known:
@@ -410,135 +335,3 @@ def refuse_merged(linears: dict[str, Any]) -> None:
     for name, linear in linears.items():
         if linear.lora_merged:
             raise ValueError(f"model: {list(linear.lora_merged)} are merged in {name}, wanted unmerge_lora_ before")
-
-
-def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
-    """ValueError where a weight is another module's too, which would change with it."""
-    owners: dict[int, str] = {}
-    for name, module in model.named_modules():
-        if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # those share one by intent
-            other = owners.setdefault(_tensor(module).data_ptr(), name)
-            if other != name and (name in linears or other in linears):
-                raise ValueError(f"model: {other} and {name} share a weight, wanted weights of their own to merge into")
-
-
-def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-    """float32 (E, N, K): the weight plus some adapters, and what these add."""
-    if not isinstance(linear, GroupedLinear):
-        weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
-    else:
-        weight = linear.weight.detach().float()
-    delta = linear.lora_delta(names) if names else torch.zeros_like(weight)
-    return weight + delta, delta
-
-
-def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
-    total, delta = _sum(linear, names)
-    if not total.isfinite().all():
-        raise _not_finite(where, names)
-    if not isinstance(linear, GroupedLinear):
-        weight = linear.packed_weight.to_layout(LINEAR)
-        # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
-        own = (tensor.detach() for tensor in weight.tensors())
-        copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
-        linear.lora_unmerged = weight.with_tensors(copied)
-        parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
-        format = weight.format.name
-        rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
-        merged = PackedWeight.concatenate(*rounded)
-        _set_weight(linear, merged)
-        total -= dequantize(merged, torch.float32)
-    else:
-        linear.lora_unmerged = linear.weight.detach().clone()
-        linear.weight.copy_(total)
-        total -= linear.weight.float()
-    linear.lora_active, linear.lora_merged = (), names
-    return _ratio(total, delta)
-
-
-def _not_finite(where: str, names: tuple[str, ...]) -> ValueError:
-    return ValueError(
-        f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
-    )
-
-
-def _unmerge(linear: Any) -> None:
-    before = linear.lora_unmerged
-    if not isinstance(linear, GroupedLinear):
-        _set_weight(linear, before)
-    else:
-        linear.weight.copy_(before)
-    linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
-
-
-def _undo_of(linear: Any) -> Callable[[], None]:
-    """Gives a linear, nothing of which is merged, its class, weight and adapters back."""
-    lora, active = type(linear), linear.lora_active
-    known = {name: getattr(linear, name) for name in _STATE}
-
-    def undo() -> None:
-        if isinstance(linear, LoRALinear):
-            if linear.lora_merged:
-                _unmerge(linear)
-        else:
-            _set_class(linear, lora)
-            for name, value in known.items():
-                setattr(linear, name, value)
-        linear.lora_active = active
-        if isinstance(linear, NVFP4LoRAGroupedLinear):
-            linear.lora_to_restore = False
-
-    return undo
-
-
-def _ready_to_restore(
-    linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
-) -> dict[str, Tensor]:
-    """Makes 4-bit linears ready for `dequantize_`; the float32 sums of dense ones, whose adapters it takes."""
-    dense = {}
-    for name, linear in linears.items():
-        if isinstance(linear, LoRADense):
-            dense[name], delta = _sum(linear, chosen[name])
-            _strip(linear)
-            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
-        elif isinstance(linear, NVFP4LoRAGroupedLinear):
-            linear.lora_active, linear.lora_to_restore = chosen[name], True
-            errors[name] = _restore_error(linear)
-    return dense
-
-
-def _set_weight(linear: Any, weight: PackedWeight) -> None:
-    """Gives a quantized linear another weight in layout "linear"; a part its rows of the stack's."""
-    owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
-    weight = weight.to(owner.qdata.device)
-    if owner is not linear:
-        whole, rows = owner.packed_weight.to_layout(LINEAR), linear._rows
-        qdata, bits = (tensor.view(torch.uint8).clone() for tensor in (whole.qdata, whole.scale))
-        qdata[:, rows], bits[:, rows] = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
-        tensors = [qdata.view(whole.qdata.dtype), bits.view(whole.scale.dtype)]
-        if isinstance(whole, NVFP4Weight) and isinstance(weight, NVFP4Weight):
-            scales = whole.row_global_scale().clone()
-            scales[:, rows] = weight.row_global_scale()
-            alike = bool((scales == scales[:, :1]).all())
-            tensors.append(scales[:, 0].clone() if alike else scales)
-        weight = whole.with_tensors(tensors)
-    owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
-
-
-def _dtype_of(linear: Any) -> torch.dtype:
-    """Of the 16-bit weight that a dense layer stands for."""
-    dtypes = (linear.stack if isinstance(linear, NVFP4LinearPart) else linear).weight_dtypes
-    dtype: torch.dtype = dtypes[linear.index if isinstance(linear, NVFP4LinearPart) else 0]
-    return dtype
-
-
-def _restore_error(linear: Any) -> float:
-    total, delta = _sum(linear, linear.lora_active)
-    parts = zip(total.chunk(len(linear.weight_dtypes), 1), linear.weight_dtypes, strict=True)
-    rounded = torch.cat([part.to(dtype).float() for part, dtype in parts], 1)
-    return _ratio(total - rounded, delta)
-
-
-def _ratio(error: Tensor, delta: Tensor) -> float:
-    size = float(delta.norm())
-    return float(error.norm()) / size if size else 0.0

@@ -12,7 +12,8 @@ from tiny_models import ARCHITECTURES, tiny_model, tokens
 from thunder_moe import dequantize_, quantize_, rewrite_report
 from thunder_moe.compilers.eligibility import GroupedGemm
 from thunder_moe.formats.gate_up import interleave
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, merge_lora_, remove_lora_, unmerge_lora_
+from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
+from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
 
 
 def adapted(name, dtype=torch.float32, format="nvfp4", **options):

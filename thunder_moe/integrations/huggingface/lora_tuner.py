@@ -1,5 +1,5 @@
 """What PEFT's LoraModel does with adapters of 4-bit experts: switching, disabling, deleting, merging, refusing.
-Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora.
+Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora and lora_merge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from thunder_moe.lora import lora_linears, lora_parameters, merge_lora_, refuse_merged, remove_lora_, use_lora_
+from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
+from thunder_moe.lora_merge import merge_lora_
 
 __all__ = ["TunerWithExperts", "kept_", "use"]
 

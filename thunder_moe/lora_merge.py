@@ -1,0 +1,249 @@
+"""Merging of LoRA adapters of experts, quantized or not, and quantized dense layers: in place, or into 16-bit modules.
+Called by users and integrations.huggingface.lora_tuner; calls lora for the adapters, quantize to merge into 16 bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.registry import dequantize
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.kernels.select import lay_out, quantize_to
+from thunder_moe.lora import (
+    STATE,
+    Model,
+    is_adaptable,
+    refuse_merged,
+    require_lora,
+    require_names,
+    set_class,
+    strip,
+    weight_of,
+)
+from thunder_moe.nn import GroupedLinear
+from thunder_moe.nn.linear import NVFP4LinearPart
+from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4LoRAGroupedLinear
+from thunder_moe.quantize import dequantize_with_
+
+__all__ = ["merge_lora_", "unmerge_lora_"]
+
+_LOGGER = logging.getLogger("thunder_moe")
+
+
+@torch.no_grad()
+def merge_lora_(
+    model: nn.Module, adapters: str | Sequence[str] | None = None, *, dequantize: bool = False
+) -> dict[str, float]:
+    """Puts adapters into the weights of the experts, in place, so that they cost nothing any more.
+
+    A quantized weight is decoded, added to in float32 and rounded to its format again: the rounding is new, and may be
+    larger than what an adapter adds. `unmerge_lora_` gives back the weights from before, bit for bit; until then both
+    stay. Meanwhile a state dict has the merged weights without the merged adapters, and none can be loaded.
+
+    Args:
+        model: one with adapters.
+        adapters: names; the active ones when None. With `dequantize` the others are removed.
+        dequantize: 4-bit modules become 16-bit ones with the sum, as by `dequantize_` (all of the model): rounded once,
+            to the dtype that the weight had. This cannot be undone.
+
+    Returns:
+        For each linear by qualified name the error of the merged weight: its distance to the exact sum divided by the
+        size of what the adapters add (Frobenius norms). At 1 the rounding is as large as the adapters.
+
+    Raises:
+        ValueError: no adapters, a name that is unknown or there twice, adapters that are merged already, NaN or Inf in
+            an adapter or in a sum in the weight's dtype; with `dequantize`, a linear with adapters that cannot be
+            replaced (it has hooks, say). The model is unchanged then.
+    """
+    linears = require_lora(model)
+    wanted = (adapters,) if isinstance(adapters, str) else None if adapters is None else tuple(adapters)
+    require_names(linears, wanted or ())
+    refuse_merged(linears)
+    chosen = {
+        name: tuple(each for each in (linear.lora_active if wanted is None else wanted) if each in linear.lora_specs)
+        for name, linear in linears.items()
+    }
+    if not any(chosen.values()):
+        raise ValueError("adapters: got none, and none is active, wanted names of adapters")
+    _refuse_tied(model, linears)
+    errors: dict[str, float] = {}
+    undo = [_undo_of(linear) for linear in linears.values()]
+    try:
+        dense = _ready_to_restore(linears, chosen, errors) if dequantize else {}
+        for name, linear in linears.items():
+            if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
+                errors[name] = _merge(linear, chosen[name], name)
+        for name, error in errors.items():
+            if not math.isfinite(error):
+                raise _not_finite(name, chosen[name])
+        if dequantize:
+            packed = {name: linear for name, linear in linears.items() if not isinstance(linear, GroupedLinear)}
+            if packed:
+                dequantize_with_(model, packed)
+            for name, total in dense.items():
+                restored: Any = model.get_submodule(name)
+                restored.weight.copy_(total[0])
+            for linear in linears.values():
+                if isinstance(linear, LoRAGroupedLinear):
+                    strip(linear)
+    except BaseException:
+        for back in undo:
+            back()
+        raise
+    for name, error in errors.items():
+        _LOGGER.info("merged %s of %s: the rounding is %.2g times what they add", chosen[name], name, error)
+    return errors
+
+
+@torch.no_grad()
+def unmerge_lora_(model: Model) -> Model:
+    """The inverse of `merge_lora_` without `dequantize`: the weights from before, exactly, and the adapters active.
+
+    Raises:
+        ValueError: nothing is merged.
+    """
+    linears = {name: linear for name, linear in require_lora(model).items() if linear.lora_merged}
+    if not linears:
+        raise ValueError("model: has no merged adapters, nothing to unmerge")
+    for linear in linears.values():
+        _unmerge(linear)
+    return model
+
+
+def _refuse_tied(model: nn.Module, linears: dict[str, Any]) -> None:
+    """ValueError where a weight is another module's too, which would change with it."""
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        if is_adaptable(module) and not isinstance(module, NVFP4LinearPart):  # those share one by intent
+            other = owners.setdefault(weight_of(module).data_ptr(), name)
+            if other != name and (name in linears or other in linears):
+                raise ValueError(f"model: {other} and {name} share a weight, wanted weights of their own to merge into")
+
+
+def _sum(linear: Any, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
+    """float32 (E, N, K): the weight plus some adapters, and what these add."""
+    if not isinstance(linear, GroupedLinear):
+        weight = dequantize(linear.packed_weight.to_layout(LINEAR), torch.float32)
+    else:
+        weight = linear.weight.detach().float()
+    delta = linear.lora_delta(names) if names else torch.zeros_like(weight)
+    return weight + delta, delta
+
+
+def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
+    total, delta = _sum(linear, names)
+    if not total.isfinite().all():
+        raise _not_finite(where, names)
+    if not isinstance(linear, GroupedLinear):
+        weight = linear.packed_weight.to_layout(LINEAR)
+        # Aliases: the module's own tensors are going to have the merged bytes. A part's are the stack's, which stay.
+        own = (tensor.detach() for tensor in weight.tensors())
+        copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
+        linear.lora_unmerged = weight.with_tensors(copied)
+        parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
+        format = weight.format.name
+        rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
+        merged = PackedWeight.concatenate(*rounded)
+        _set_weight(linear, merged)
+        total -= dequantize(merged, torch.float32)
+    else:
+        linear.lora_unmerged = linear.weight.detach().clone()
+        linear.weight.copy_(total)
+        total -= linear.weight.float()
+    linear.lora_active, linear.lora_merged = (), names
+    return _ratio(total, delta)
+
+
+def _not_finite(where: str, names: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        f"adapters: the weight of {where} plus {list(names)} has NaN or Inf in its dtype, wanted finite values"
+    )
+
+
+def _unmerge(linear: Any) -> None:
+    before = linear.lora_unmerged
+    if not isinstance(linear, GroupedLinear):
+        _set_weight(linear, before)
+    else:
+        linear.weight.copy_(before)
+    linear.lora_active, linear.lora_merged, linear.lora_unmerged = linear.lora_merged, (), None
+
+
+def _undo_of(linear: Any) -> Callable[[], None]:
+    """Gives a linear, nothing of which is merged, its class, weight and adapters back."""
+    lora, active = type(linear), linear.lora_active
+    known = {name: getattr(linear, name) for name in STATE}
+
+    def undo() -> None:
+        if isinstance(linear, LoRALinear):
+            if linear.lora_merged:
+                _unmerge(linear)
+        else:
+            set_class(linear, lora)
+            for name, value in known.items():
+                setattr(linear, name, value)
+        linear.lora_active = active
+        if isinstance(linear, NVFP4LoRAGroupedLinear):
+            linear.lora_to_restore = False
+
+    return undo
+
+
+def _ready_to_restore(
+    linears: dict[str, Any], chosen: dict[str, tuple[str, ...]], errors: dict[str, float]
+) -> dict[str, Tensor]:
+    """Makes 4-bit linears ready for `dequantize_`; the float32 sums of dense ones, whose adapters it takes."""
+    dense = {}
+    for name, linear in linears.items():
+        if isinstance(linear, LoRADense):
+            dense[name], delta = _sum(linear, chosen[name])
+            strip(linear)
+            errors[name] = _ratio(dense[name] - dense[name].to(_dtype_of(linear)).float(), delta)
+        elif isinstance(linear, NVFP4LoRAGroupedLinear):
+            linear.lora_active, linear.lora_to_restore = chosen[name], True
+            errors[name] = _restore_error(linear)
+    return dense
+
+
+def _set_weight(linear: Any, weight: PackedWeight) -> None:
+    """Gives a quantized linear another weight in layout "linear"; a part its rows of the stack's."""
+    owner = linear.stack if isinstance(linear, NVFP4LinearPart) else linear
+    weight = weight.to(owner.qdata.device)
+    if owner is not linear:
+        whole, rows = owner.packed_weight.to_layout(LINEAR), linear._rows
+        qdata, bits = (tensor.view(torch.uint8).clone() for tensor in (whole.qdata, whole.scale))
+        qdata[:, rows], bits[:, rows] = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
+        tensors = [qdata.view(whole.qdata.dtype), bits.view(whole.scale.dtype)]
+        if isinstance(whole, NVFP4Weight) and isinstance(weight, NVFP4Weight):
+            scales = whole.row_global_scale().clone()
+            scales[:, rows] = weight.row_global_scale()
+            alike = bool((scales == scales[:, :1]).all())
+            tensors.append(scales[:, 0].clone() if alike else scales)
+        weight = whole.with_tensors(tensors)
+    owner.set_weight(lay_out(weight, "auto" if owner.auto_layout else owner.layout))
+
+
+def _dtype_of(linear: Any) -> torch.dtype:
+    """Of the 16-bit weight that a dense layer stands for."""
+    dtypes = (linear.stack if isinstance(linear, NVFP4LinearPart) else linear).weight_dtypes
+    dtype: torch.dtype = dtypes[linear.index if isinstance(linear, NVFP4LinearPart) else 0]
+    return dtype
+
+
+def _restore_error(linear: Any) -> float:
+    total, delta = _sum(linear, linear.lora_active)
+    parts = zip(total.chunk(len(linear.weight_dtypes), 1), linear.weight_dtypes, strict=True)
+    rounded = torch.cat([part.to(dtype).float() for part, dtype in parts], 1)
+    return _ratio(total - rounded, delta)
+
+
+def _ratio(error: Tensor, delta: Tensor) -> float:
+    size = float(delta.norm())
+    return float(error.norm()) / size if size else 0.0
