@@ -205,7 +205,7 @@ class _Column:
 
 
 def _loader(path: Path) -> str:
-    """Registers a loader that dequantizes an NVFP4 checkpoint, and writes beside it the settings of a 16-bit one."""
+    """Registers a loader that dequantizes a checkpoint, and writes beside it the settings of a 16-bit one."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -215,7 +215,7 @@ def _loader(path: Path) -> str:
     plain.mkdir(exist_ok=True)
     (plain / "config.json").write_text(json.dumps(config))
 
-    @register_model_loader("dequantized_nvfp4")
+    @register_model_loader("dequantized")
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         def __init__(self, load_config: Any) -> None:
             super().__init__(dataclasses.replace(load_config, load_format="safetensors"))
@@ -223,14 +223,17 @@ def _loader(path: Path) -> str:
         def load_weights(self, model: Any, model_config: Any) -> None:
             model.load_weights(_dequantized(path))
 
-    return "dequantized_nvfp4"
+    return "dequantized"
 
 
 def _dequantized(path: Path) -> Any:
     """Names and 16-bit tensors of a checkpoint of save_checkpoint."""
     from safetensors import safe_open
 
-    from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
+    from thunder_moe.formats.mxfp8 import MXFP8Weight
+    from thunder_moe.formats.nvfp4 import NVFP4Weight
+    from thunder_moe.formats.registry import dequantize
+    from thunder_moe.formats.weight import PackedWeight
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for file in sorted(path.glob("*.safetensors")):
@@ -241,7 +244,12 @@ def _dequantized(path: Path) -> Any:
                     continue
                 tensor = tensors.get_tensor(name)
                 if f"{name}_scale" in names:
-                    scale, scale_2 = tensors.get_tensor(f"{name}_scale"), tensors.get_tensor(f"{name}_scale_2")
-                    weight = NVFP4Weight(tensor[None], scale[None], scale_2.reshape(1))
+                    scale = tensors.get_tensor(f"{name}_scale")[None]
+                    weight: PackedWeight
+                    if f"{name}_scale_2" in names:
+                        scale_2 = tensors.get_tensor(f"{name}_scale_2").reshape(1)
+                        weight = NVFP4Weight(tensor[None], scale, scale_2)
+                    else:
+                        weight = MXFP8Weight(tensor[None], scale.view(torch.float8_e8m0fnu))
                     tensor = dequantize(weight, torch.bfloat16)[0]
                 yield name, tensor

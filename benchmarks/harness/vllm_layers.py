@@ -1,14 +1,15 @@
-"""A routed MoE layer as vLLM builds it (router, experts, weighted sum), its experts run by vLLM's kernels or by ours.
-Called by suites/serving.py, suites/adapters.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
+"""Layers as vLLM builds them, routed MoE (router, experts, weighted sum) and dense, run by vLLM's kernels or by ours.
+Called by suites/serving.py, adapters.py, linear.py and tests/gpu; calls vLLM, which must be installed, and the plugin.
 
-Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size, S adapters, R their rank.
+Legend: T tokens, A = top_k, E experts of this rank, H hidden_size, I intermediate_size, S adapters, R their rank,
+N output features and K input features of a dense layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,26 @@ from vllm.forward_context import set_forward_context
 from vllm.lora.layers import FusedMoEWithLoRA, LoRAMapping
 from vllm.lora.punica_wrapper import get_punica_wrapper
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config, ModelOptNvFp4Config, resolve
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.worker.workspace import init_workspace_manager
 
 from benchmarks.harness.served import COLUMNS, ServedLayer
-from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize
-from thunder_moe.integrations.vllm.configs import ThunderModelOptNvFp4Config
+from thunder_moe.formats.block_format import NVFP4, BlockFormat
+from thunder_moe.formats.registry import dequantize_expert
+from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.integrations.vllm.configs import ThunderModelOptMxFp8Config, ThunderModelOptNvFp4Config
+from thunder_moe.integrations.vllm.experts import FIELDS
+from thunder_moe.integrations.vllm.linears import ModelOptThunderLinearMethod, ModelOptThunderMxFp8LinearMethod
 
-__all__ = ["VERSION", "Adapter", "VLLMLayer", "VLLMLoRALayer", "one_process", "oracle"]
+__all__ = ["VERSION", "Adapter", "VLLMLayer", "VLLMLinear", "VLLMLoRALayer", "one_process", "oracle"]
 
 VERSION = vllm.__version__
+_DENSE = {
+    "nvfp4": ("W4A16_NVFP4", ModelOptThunderLinearMethod),
+    "mxfp8": ("MXFP8", ModelOptThunderMxFp8LinearMethod),
+}
 
 
 @contextlib.contextmanager
@@ -57,8 +68,9 @@ class VLLMLayer:
     """A layer of vLLM in bfloat16, with given weights."""
 
     def __init__(
-        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight,
+        self, layer: ServedLayer, column: str, gate_up: PackedWeight, down: PackedWeight,
         correction: Tensor | None = None, lora: LoRAConfig | None = None,
+        before: Callable[[Any], object] | None = None,
     ) -> None:  # fmt: skip
         """Builds it and lets vLLM prepare the weights for the kernels.
 
@@ -69,6 +81,7 @@ class VLLMLayer:
             down: (E, H, I), likewise.
             correction: float32 (experts of all ranks,), where the layer has one.
             lora: vLLM's settings of adapters, None for a server without.
+            before: what is done to vLLM's RoutedExperts between loading and that.
 
         Raises:
             ValueError, NotImplementedError: vLLM's, where the kernel cannot run the layer.
@@ -79,10 +92,7 @@ class VLLMLayer:
             parallel_config=ParallelConfig(enable_expert_parallel=layer.ranks > 1),
             lora_config=lora,
         )
-        quant_config = None
-        if quantized:
-            kind = ThunderModelOptNvFp4Config if column == "thunder_moe" else ModelOptNvFp4Config
-            quant_config = kind("W4A16_NVFP4", is_checkpoint_nvfp4_serialized=True)
+        quant_config = _quant_config(gate_up.format, column == "thunder_moe") if quantized else None
         device = gate_up.device
         with set_current_vllm_config(self.config), device:
             self.runner = FusedMoEFactory(
@@ -98,6 +108,8 @@ class VLLMLayer:
                 for name, weight in (("w13_weight", gate_up), ("w2_weight", down)):
                     getattr(experts, name).data.copy_(_in_bf16(weight))
             self.method = experts.quant_method
+            if before is not None:
+                before(experts)
             self.method.process_weights_after_loading(experts)
             self.method = experts.quant_method
 
@@ -122,6 +134,47 @@ class VLLMLayer:
         return weights, ids
 
 
+class VLLMLinear:
+    """A dense layer of vLLM in bfloat16, with a given weight."""
+
+    def __init__(self, weight: PackedWeight, ours: bool = False) -> None:
+        """Builds it and lets vLLM prepare the weight for the kernel.
+
+        Args:
+            weight: (1, N, K) in layout "linear".
+            ours: the plugin's method runs it, else the kernel that vLLM chooses.
+
+        Raises:
+            ValueError: vLLM's, where it has no kernel.
+        """
+        _, n, k = weight.shape
+        self.config = VllmConfig()
+        quant_config = _quant_config(weight.format, False)
+        if ours:
+            algorithm, method = _DENSE[weight.format.name]
+            quant_config.get_quant_method = lambda layer, prefix: method(*resolve(algorithm, quant_config, prefix))
+        with set_current_vllm_config(self.config), weight.device, set_default_torch_dtype(torch.bfloat16):
+            self.layer = ReplicatedLinear(
+                k, n, bias=False, params_dtype=torch.bfloat16, quant_config=quant_config, return_bias=False,
+                prefix="model.layers.0.mlp.linear",
+            )  # fmt: skip
+            for field, tensor in zip(FIELDS[weight.format], weight.tensors(), strict=True):
+                _copy(getattr(self.layer, field).data, tensor)
+            self.layer.quant_method.process_weights_after_loading(self.layer)
+
+    @property
+    def kernel(self) -> str:
+        """The class that runs it."""
+        method = self.layer.quant_method
+        return type(method if method.kernel is None else method.kernel).__name__
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(M, K) -> (M, N)"""
+        with set_current_vllm_config(self.config):
+            out: Tensor = self.layer(x)
+        return out
+
+
 class Adapter(NamedTuple):
     """An adapter of all experts, each tensor for gate, down and up, as vLLM's layer takes them.
 
@@ -138,7 +191,7 @@ class VLLMLoRALayer(VLLMLayer):
     """A layer with adapters, as `--enable-lora` wraps it."""
 
     def __init__(
-        self, layer: ServedLayer, column: str, gate_up: NVFP4Weight, down: NVFP4Weight, adapters: Sequence[Adapter],
+        self, layer: ServedLayer, column: str, gate_up: PackedWeight, down: PackedWeight, adapters: Sequence[Adapter],
         tokens: int,
     ) -> None:  # fmt: skip
         """As `VLLMLayer`.
@@ -175,27 +228,44 @@ class VLLMLoRALayer(VLLMLayer):
         return out
 
 
-def _fill(experts: Any, gate_up: NVFP4Weight, down: NVFP4Weight) -> None:
+def _quant_config(format: BlockFormat, ours: bool) -> Any:
+    """The configuration of a ModelOpt checkpoint in a number format, the plugin's or vLLM's."""
+    if format is NVFP4:
+        kind = ThunderModelOptNvFp4Config if ours else ModelOptNvFp4Config
+        return kind("W4A16_NVFP4", is_checkpoint_nvfp4_serialized=True)
+    return (ThunderModelOptMxFp8Config if ours else ModelOptMxFp8Config)(True, None, [])
+
+
+def _fill(experts: Any, gate_up: PackedWeight, down: PackedWeight) -> None:
     """Writes what a loader would: ModelOpt's tensors."""
     for name, weight in (("w13", gate_up), ("w2", down)):
-        getattr(experts, f"{name}_weight").data.copy_(weight.qdata)
-        getattr(experts, f"{name}_weight_scale").data.view(torch.uint8).copy_(weight.scale.view(torch.uint8))
-        scales = getattr(experts, f"{name}_weight_scale_2").data
-        scales.copy_(weight.global_scale.reshape(-1, *[1] * (scales.ndim - 1)).expand_as(scales))
-        getattr(experts, f"{name}_input_scale").data.fill_(1.0)
+        for field, tensor in zip(FIELDS[weight.format], weight.tensors(), strict=True):
+            _copy(getattr(experts, f"{name}_{field}").data, tensor)
+        if weight.format is NVFP4:
+            getattr(experts, f"{name}_input_scale").data.fill_(1.0)
 
 
-def _in_bf16(weight: NVFP4Weight) -> Tensor:
-    return torch.stack([dequantize(_expert(weight, e), torch.bfloat16)[0] for e in range(weight.shape[0])])
+def _copy(into: Tensor, tensor: Tensor) -> None:
+    """A field of a weight, into a parameter of vLLM's."""
+    if tensor.itemsize == 1:  # vLLM has E8M0 as bytes
+        into.view(torch.uint8).copy_(tensor.view(torch.uint8).view(into.shape))
+    else:
+        into.copy_(tensor.reshape(-1, *[1] * (into.ndim - 1)).expand_as(into))
 
 
-def _expert(weight: NVFP4Weight, expert: int) -> NVFP4Weight:
-    qdata, scale, global_scale = (tensor[expert : expert + 1] for tensor in weight.tensors())
-    return NVFP4Weight(qdata, scale, global_scale)
+def _in_bf16(weight: PackedWeight) -> Tensor:
+    return torch.stack([_expert(weight, expert, torch.bfloat16) for expert in range(weight.shape[0])])
+
+
+def _expert(weight: PackedWeight, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(N, K)"""
+    out = torch.empty(weight.shape[1:], dtype=dtype, device=weight.device)
+    dequantize_expert(weight, expert, out)
+    return out
 
 
 def oracle(
-    hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: NVFP4Weight, down: NVFP4Weight, on_input: bool,
+    hidden_states: Tensor, weights: Tensor, ids: Tensor, gate_up: PackedWeight, down: PackedWeight, on_input: bool,
     adapters: Sequence[Adapter] = (), slots: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """fp32, an expert and an adapter at a time: (T, H), (T, A), (T, A) of this rank's E experts or others -> (T, H).
@@ -213,7 +283,7 @@ def oracle(
     out = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
     of_token = torch.tensor(slots or [-1] * len(hidden_states), device=hidden_states.device)
     for expert in range(gate_up.shape[0]):
-        first, second = (dequantize(_expert(weight, expert), torch.float32)[0] for weight in (gate_up, down))
+        first, second = (_expert(weight, expert) for weight in (gate_up, down))
         for adapter in range(-1, len(adapters)):
             token, slot = ((ids == expert) & (of_token == adapter)[:, None]).nonzero(as_tuple=True)
             if not len(token):

@@ -1,4 +1,4 @@
-"""Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 checkpoint: its kernels for the experts beside ours.
+"""Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 or MXFP8 checkpoint: its experts' kernels beside ours.
 Called by `python -m benchmarks engine`, which needs vLLM; calls transformers, benchmarks/harness/engines.py and vLLM.
 
 The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`; the bf16 column reads its
@@ -27,6 +27,7 @@ from benchmarks.harness.engines import MODELS, Engine
 from benchmarks.harness.report import comma_list, one_of, parser, plot_lines, positive, save, table
 from benchmarks.harness.served import COLUMNS
 from benchmarks.harness.timing import describe
+from thunder_moe.formats.registry import FORMATS
 
 STEM = "engine"
 OURS = "thunder_moe"
@@ -52,6 +53,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         SystemExit: bad arguments.
     """
     args = _arguments(argv)
+    stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = []
             for row in _measure(engines, args):  # a run that ends early leaves what it has measured
                 rows.append(row)
-                path = save(STEM, args.device, rows, args.output, **more)
+                path = save(stem, args.device, rows, args.output, **more)
         finally:
             for engine in engines.values():
                 engine.end()
@@ -103,7 +105,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     for row in rows:
         for column, rate in row["tokens_per_second"].items():
             panels.setdefault(row["step"], {}).setdefault(column, []).append((row["tokens"], rate))
-    title = f"vLLM's engine, {args.layers} layers of {args.model}, {describe(args.device)}"
+    title = f"vLLM's engine, {args.layers} layers of {args.model}, {args.format.upper()}, {describe(args.device)}"
     print(
         plot_lines(
             path.with_suffix(".png"), panels, x="tokens of a step", y="tokens per second", reference=None, title=title
@@ -116,6 +118,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("engine", __doc__ or "", shapes=False)
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
     result.add_argument("--model", type=one_of(MODELS), default=next(iter(MODELS)), help="default: %(default)s")
+    result.add_argument(
+        "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
+    )
     result.add_argument("--layers", type=positive, default=16, help="of the model (default: %(default)s)")
     result.add_argument("--batches", type=comma_list(positive), default=[1, 8, 32], help="default: %(default)s")
     result.add_argument(
@@ -156,7 +161,7 @@ def _write(path: Path, prompts: list[list[int]], args: argparse.Namespace) -> tu
             model = Qwen3MoeForCausalLM(config).train(False)
     finally:
         torch.set_default_dtype(default)
-    save_checkpoint(quantize_(model), path)
+    save_checkpoint(quantize_(model, format=args.format), path)
     ids = torch.tensor(prompts, device=args.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,

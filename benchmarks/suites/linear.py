@@ -3,9 +3,9 @@ Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cu
 
 The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is
 that of a call in a row of calls, each with other weights (so many that no cache holds them), as the layers of a model
-follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--tune` times all configurations of the
-CUDA kernels that are worth it, and writes the fastest of each layer and number of rows to configs.json; each result is
-compared with bf16 before.
+follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--vllm` adds the kernel that vLLM itself
+chooses, in a layer of its own. `--tune` times all configurations of the CUDA kernels that are worth it, and writes the
+fastest of each layer and number of rows to configs.json; each result is compared with bf16 before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
 
-STEM, BASELINE = "linear", "bf16"
+STEM, BASELINE, VLLM = "linear", "bf16", "vLLM"
 ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 TOLERANCE = 1e-2  # both sides round to bf16
 Call = Callable[[], Any]
@@ -80,18 +80,30 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         The rows of the JSON.
 
     Raises:
+        ImportError: with --vllm, vLLM is not installed.
         RuntimeError: a kernel computes something wrong.
         SystemExit: bad arguments.
     """
     args = _arguments(argv)
+    if not args.vllm:
+        return _run(args)
+    from benchmarks.harness.vllm_layers import one_process
+
+    with torch.no_grad(), one_process(args.device):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
+    more: dict[str, Any] = {"tolerance": TOLERANCE}
     for name in tqdm(args.layers, unit="layer"):
         n, k = LAYERS[name]
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=args.device).mul_(k**-0.5)
         packed = select.lay_out(select.quantize_to(args.format, weight[None]), "auto")
         weights, packs = _copies(weight), [packed.with_tensors(copy) for copy in _copies(*packed.tensors())]
         exact = _exact(packed)
+        layers = _vllm_layers(packed, more) if args.vllm else []
         for count in args.rows:
             x = torch.randn(count, k, dtype=torch.bfloat16, device=args.device)
             expected = x.float() @ exact.t()
@@ -105,6 +117,9 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 BASELINE: [functools.partial(F.linear, x, *one) for one in weights],
                 args.format: operators,
             }
+            if layers:
+                calls[VLLM] = [functools.partial(layer, x) for layer in layers]
+                _check(calls[VLLM][0](), expected, more["kernel"])
             timings = _interleaved(calls, args)
             rows.append({"layer": name, "rows": count, **timed(timings, BASELINE)})
         if args.tune is not None:  # after each layer, so that a run that is stopped has written what it has measured
@@ -113,7 +128,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         print(f"wrote {args.tune}")
         return entries
     stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
-    path = save(stem, args.device, rows, args.output, tolerance=TOLERANCE)
+    stem = f"{stem}_vllm" if args.vllm else stem
+    path = save(stem, args.device, rows, args.output, **more)
     image = plot(
         path,
         rows,
@@ -134,9 +150,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
     )
+    result.add_argument("--vllm", action="store_true", help="time vLLM's own choice of a kernel, too")
     result.add_argument("--tune", type=writable_file, metavar="FILE", help="file of configurations to write (CUDA)")
     args = result.parse_args(argv)
     args.layers = args.layers or list(LAYERS if args.device.type == "cuda" else CPU_LAYERS)
+    if args.vllm and args.tune is not None:
+        result.error("argument --tune: not with --vllm")
     if args.tune is not None and args.device.type != "cuda":
         result.error("argument --tune: got a CPU, wanted --device cuda")
     return args
@@ -146,6 +165,16 @@ def _copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The tensors and copies of them, together more than a cache holds."""
     count = COLD_BYTES // sum(tensor.nbytes for tensor in tensors) + 1
     return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]
+
+
+def _vllm_layers(packed: PackedWeight, more: dict[str, Any]) -> list[Callable[[Tensor], Any]]:
+    """Layers of vLLM with the weight and copies of it; `more` gets vLLM's version and the name of its kernel."""
+    from benchmarks.harness.vllm_layers import VERSION, VLLMLinear
+
+    linear = packed.to_layout("linear")
+    layers = [VLLMLinear(linear) for _ in range(COLD_BYTES // linear.nbytes + 1)]
+    more.update(vllm=VERSION, kernel=layers[0].kernel)
+    return list(layers)
 
 
 def _operator(x: Tensor, pack: PackedWeight) -> Tensor:

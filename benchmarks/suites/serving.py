@@ -1,4 +1,4 @@
-"""Times vLLM's routed MoE layer, router to weighted sum, with each of vLLM's kernels for NVFP4 experts and with ours.
+"""Times vLLM's routed MoE layer, router to weighted sum, with vLLM's kernels for NVFP4 or MXFP8 experts and with ours.
 Called by `python -m benchmarks serving`, which needs vLLM; calls benchmarks/harness.
 
     thunder_moe   the plugin's experts
@@ -26,7 +26,9 @@ from tqdm import tqdm
 from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
 from benchmarks.harness.served import COLUMNS, LAYERS, ServedLayer
 from benchmarks.harness.timing import describe, measure
-from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.registry import FORMATS
+from thunder_moe.formats.weight import WEIGHTS, PackedWeight
+from thunder_moe.kernels.select import quantize_to
 
 STEM = "serving"
 OURS = "thunder_moe"
@@ -53,13 +55,14 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     args = _arguments(argv)
     from benchmarks.harness.vllm_layers import VERSION, VLLMLayer, one_process  # needs vLLM
 
+    stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
     rows: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
     kernels: dict[str, set[str]] = {}
     with torch.no_grad(), one_process(args.device), tqdm(total=len(args.layers) * len(args.tokens), unit="row") as bar:
         for name in args.layers:
             layer = LAYERS[name]
-            gate_up, down, correction = random_weights(layer, args.device)
+            gate_up, down, correction = random_weights(layer, args.device, args.format)
             built = {}
             for column in args.columns:
                 bar.set_description(f"{name}: building {column}")
@@ -88,20 +91,19 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 "summary": _means(rows, args.tokens),
                 "notes": list(notes),
             }
-            path = save(STEM, args.device, rows, args.output, **more)
+            path = save(stem, args.device, rows, args.output, **more)
+    baseline = args.baseline if any(args.baseline in row["seconds"] for row in rows) else OURS
     image = plot(
         path,
         rows,
         "tokens",
         panel=lambda row: row["layer"],
         label=lambda column, row: column,
-        baseline=args.baseline,
-        title=f"A routed MoE layer of vLLM {VERSION}, {describe(args.device)}",
+        baseline=baseline,
+        title=f"A routed MoE layer of vLLM {VERSION}, {args.format.upper()} experts, {describe(args.device)}",
     )
-    print(table(rows, ("layer", "tokens"), args.baseline))
-    print(
-        "", table(_means(rows, args.tokens), ("tokens",), args.baseline, of="geometric means over the layers"), sep="\n"
-    )
+    print(table(rows, ("layer", "tokens"), baseline))
+    print("", table(_means(rows, args.tokens), ("tokens",), baseline, of="geometric means over the layers"), sep="\n")
     print(*notes, path, image, sep="\n")
     return rows
 
@@ -110,6 +112,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result = parser("serving", __doc__ or "", shapes=False)
     result.add_argument("--layers", type=comma_list(one_of(LAYERS)), default=list(LAYERS), help="default: all")
     result.add_argument("--columns", type=comma_list(one_of(COLUMNS)), default=list(COLUMNS), help="default: all")
+    result.add_argument(
+        "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
+    )
     result.add_argument("--tokens", type=comma_list(positive), default=TOKENS, help="default: %(default)s")
     result.add_argument("--verbose", action="store_true", help="print each row when it is measured")
     args = result.parse_args(argv)
@@ -119,19 +124,25 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def random_weights(layer: ServedLayer, device: torch.device) -> tuple[NVFP4Weight, NVFP4Weight, Tensor | None]:
-    """Random gate_up (E, 2I, H) with one global scale per expert, as vLLM's kernels need it, down and a correction."""
+def random_weights(
+    layer: ServedLayer, device: torch.device, format: str = "nvfp4"
+) -> tuple[PackedWeight, PackedWeight, Tensor | None]:
+    """Random gate_up (E, 2I, H), in NVFP4 with one global scale per expert, as vLLM's kernels need it, down and a
+    correction."""
     generator = torch.Generator(device).manual_seed(0)
     experts, h, i = layer.local_experts, layer.hidden_size, layer.intermediate_size
 
-    def packed(n: int, k: int) -> NVFP4Weight:
+    def packed(n: int, k: int) -> PackedWeight:
         parts = []
         for _ in range(experts):  # one at a time: 16-bit weights of a layer take gigabytes
             weight = torch.randn(1, n, k, dtype=torch.bfloat16, device=device, generator=generator)
-            parts.append(quantize(weight.mul_(k**-0.5)).tensors())
-        qdata, scale, global_scale = (list(tensors) for tensors in zip(*parts, strict=True))
-        scales = torch.cat([each.view(torch.uint8) for each in scale]).view(torch.float8_e4m3fn)
-        return NVFP4Weight(torch.cat(qdata), scales, torch.cat(global_scale))
+            parts.append(quantize_to(format, weight.mul_(k**-0.5)).tensors())
+        tensors = []
+        for own in zip(*parts, strict=True):  # torch concatenates no E8M0
+            bits = [each.view(torch.uint8) if each.itemsize == 1 else each for each in own]
+            tensors.append(torch.cat(bits).view(own[0].dtype))
+        whole: PackedWeight = WEIGHTS[format](*tensors, "linear")
+        return whole
 
     correction = None
     if layer.corrected:
@@ -143,7 +154,7 @@ def _row(
     layer: ServedLayer,
     tokens: int,
     built: dict[str, Any],
-    weights: tuple[NVFP4Weight, NVFP4Weight],
+    weights: tuple[PackedWeight, PackedWeight],
     args: argparse.Namespace,
     notes: dict[str, None],
 ) -> dict[str, Any]:
