@@ -1,12 +1,13 @@
-"""The vLLM plugin's experts in vLLM's own MoE layer and kernel on a GPU, against the oracle: eager, CUDA graphs, EPLB.
+"""The vLLM plugin's layers in vLLM's own on a GPU, against the oracle: eager, CUDA graphs, EPLB, other weights.
 Called by pytest with -m gpu, where a CUDA build of vLLM can be imported; calls benchmarks/harness/vllm_layers.py.
 """
 
+import gc
 from importlib.util import find_spec
 
 import pytest
 import torch
-from oracle import dequantize, moe_experts, relative_error
+from oracle import dequantize, dequantize_mxfp8, moe_experts, relative_error
 
 from benchmarks.harness.served import ServedLayer
 
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.gpu
 
 E, A, H, I = 16, 4, 512, 256  # noqa: E741
 TOLERANCE = 8e-3  # of a whole layer in bf16
+FORMATS = {"nvfp4": dequantize, "mxfp8": dequantize_mxfp8}
+
+
+@pytest.fixture(params=FORMATS)
+def format(request):
+    """The number format of the experts."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -30,18 +38,16 @@ def layers():
         yield vllm_layers
 
 
-def packed(experts, n, k):
-    from thunder_moe.formats.nvfp4 import quantize
-
-    return quantize(torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5)
-
-
-def made(layers, ranks=1, intermediate=I, **routing):
+def made(layers, format, ranks=1, intermediate=I, before=None, **routing):
     """(vLLM's layer with our experts, float32 gate_up (E, 2I, H), down (E, H, I) on the CPU)"""
+    from thunder_moe.kernels.select import quantize_to
+
     sizes = ServedLayer("test", H, intermediate, E * ranks, A, ranks=ranks, routing=routing)
-    weights = packed(E, 2 * intermediate, H), packed(E, H, intermediate)
-    dense = [dequantize(*(tensor.cpu() for tensor in weight.tensors())) for weight in weights]
-    layer = layers.VLLMLayer(sizes, "thunder_moe", *weights)
+    shapes = (E, 2 * intermediate, H), (E, H, intermediate)
+    dense = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[2] ** -0.5 for shape in shapes]
+    weights = [quantize_to(format, weight) for weight in dense]
+    dense = [FORMATS[format](*(tensor.cpu() for tensor in weight.tensors())) for weight in weights]
+    layer = layers.VLLMLayer(sizes, "thunder_moe", *weights, before=before)
     assert layer.kernel == "ThunderExperts"
     return layer, dense
 
@@ -51,24 +57,57 @@ def inputs(tokens, experts=E):
     return hidden, torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16)
 
 
-def expected(layer, dense, hidden, logits, first=0):
+def expected(layer, dense, hidden, logits, **options):
     weights, ids = (tensor.cpu() for tensor in layer.chosen(hidden, logits))
-    return moe_experts(hidden.cpu(), ids - first, weights, *dense)
+    return moe_experts(hidden.cpu(), ids, weights, *dense, **options)
 
 
-@pytest.mark.parametrize("intermediate", [I, 48])
+@pytest.mark.parametrize("intermediate", [I, 96])  # 96: blocks of scales fit, tiles of 64 x 64 do not
 @pytest.mark.parametrize("tokens", [1, 3, 37, 300])
-def test_layer(layers, tokens, intermediate):
-    layer, dense = made(layers, intermediate=intermediate)
+def test_layer(layers, format, tokens, intermediate):
+    layer, dense = made(layers, format, intermediate=intermediate)
     hidden, logits = inputs(tokens)
     out = layer(hidden.clone(), logits)
     assert relative_error(out.cpu(), expected(layer, dense, hidden, logits)) < TOLERANCE
 
 
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize(
+    ("routing", "options"),
+    [
+        (dict(swiglu_limit=0.5), dict(limit=0.5)),
+        (
+            dict(activation="swigluoai_uninterleave", swiglu_limit=0.7, swiglu_alpha=1.702, swiglu_beta=1.0),
+            dict(limit=0.7, alpha=1.702, up_shift=1.0),
+        ),
+    ],
+    ids=["clamped", "swigluoai"],
+)
+def test_clamped_activations(layers, format, tokens, routing, options):
+    layer, dense = made(layers, format, **routing)
+    hidden, logits = inputs(tokens)
+    out = layer(hidden.clone(), logits)
+    wanted = expected(layer, dense, hidden, logits, **options)
+    assert relative_error(out.cpu(), wanted) < TOLERANCE
+    assert relative_error(wanted, expected(layer, dense, hidden, logits)) > 10 * TOLERANCE  # it makes a difference
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_router_weights_on_the_input(layers, format, tokens):
+    """Llama 4's layers, of one expert per token here as there."""
+    layer, dense = made(layers, format, apply_router_weight_on_input=True, renormalize=False)
+    hidden, logits = inputs(tokens)
+    weights, ids = (tensor.cpu()[:, :1].contiguous() for tensor in layer.chosen(hidden, logits))
+    experts = layer.runner.routed_experts
+    out = layer.method.apply(experts, hidden, weights.cuda(), ids.cuda(), None, None)
+    wanted = moe_experts(hidden.cpu(), ids, weights, *dense, weight_on_input=True)
+    assert relative_error(out.cpu(), wanted) < TOLERANCE
+
+
 @pytest.mark.parametrize("tokens", [1, 64])
-def test_expert_map(layers, tokens):
+def test_expert_map(layers, format, tokens):
     """The first of two ranks: experts E to 2E - 1 are another's."""
-    layer, dense = made(layers, ranks=2)
+    layer, dense = made(layers, format, ranks=2)
     assert int((layer.runner.routed_experts.expert_map < 0).sum()) == E
     hidden, logits = inputs(tokens, 2 * E)
     out = layer(hidden.clone(), logits)
@@ -76,9 +115,9 @@ def test_expert_map(layers, tokens):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ids_of_no_expert(layers, ranks):
+def test_ids_of_no_expert(layers, format, ranks):
     """Padded tokens of all-to-all exchanges have ids of -1."""
-    layer, dense = made(layers, ranks=ranks)
+    layer, dense = made(layers, format, ranks=ranks)
     hidden, logits = inputs(37, E * ranks)
     weights, ids = layer.chosen(hidden, logits)
     ids[::3] = -1
@@ -91,9 +130,9 @@ def test_ids_of_no_expert(layers, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 8, 64, 300])
-def test_cuda_graph(layers, tokens, ranks):
+def test_cuda_graph(layers, format, tokens, ranks):
     """Replayed with other inputs it gives the bits that a plain call gives."""
-    layer, dense = made(layers, ranks=ranks)
+    layer, dense = made(layers, format, ranks=ranks)
     hidden, logits = inputs(tokens, E * ranks)
     for _ in range(2):
         layer(hidden, logits)
@@ -111,9 +150,9 @@ def test_cuda_graph(layers, tokens, ranks):
         assert relative_error(got.cpu(), expected(layer, dense, *new)) < TOLERANCE
 
 
-def test_graph_sees_moved_experts(layers):
+def test_graph_sees_moved_experts(layers, format):
     """EPLB writes experts into the parameters that a captured graph reads; the logits of the experts move along."""
-    layer, _ = made(layers)
+    layer, _ = made(layers, format)
     hidden, logits = inputs(37)
     layer(hidden, logits)
     torch.cuda.synchronize()
@@ -125,10 +164,104 @@ def test_graph_sees_moved_experts(layers):
     order = torch.randperm(E, device="cuda")
     for parameter in layer.runner.routed_experts.parameters():
         view = parameter.data.view(E, -1)  # contiguous and expert-major, as EPLB needs it
-        view = view.view(torch.uint8) if view.dtype == torch.float8_e4m3fn else view
+        view = view.view(torch.uint8) if view.itemsize == 1 else view
         view.copy_(view[order].clone())
     graph.replay()
     assert not torch.equal(out, before)
     logits.copy_(logits[:, order].clone())
     graph.replay()
     assert relative_error(out.cpu(), before.cpu()) < 1e-3  # equal logits may be chosen, and summed, in another order
+
+
+def reload(layer, gate_up, down):
+    """What vLLM's reload_weights does to a layer, expert by expert as checkpoints have them."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from thunder_moe.integrations.vllm.experts import FIELDS
+
+    experts = layer.runner.routed_experts
+    with set_current_vllm_config(layer.config), torch.device("cuda"):
+        layerwise.initialize_layerwise_reload(experts)
+        for name, weight in (("w13", gate_up), ("w2", down)):
+            for field, tensor in zip(FIELDS[weight.format], weight.tensors(), strict=True):
+                parameter = getattr(experts, f"{name}_{field}")
+                for expert, part in enumerate(tensor):
+                    part = part.view(parameter.dtype) if part.itemsize == 1 else part
+                    shards = ("w1", "w3") if name == "w13" else ("w2",)
+                    parts = part.chunk(len(shards)) if part.ndim else [part] * len(shards)
+                    for shard, own in zip(shards, parts, strict=True):
+                        parameter.weight_loader(parameter, own, f"{name}_{field}", shard_id=shard, expert_id=expert)
+        layerwise.finalize_layerwise_reload(experts, None)
+
+
+def test_other_weights_in_a_graph(layers, format):
+    """vLLM's reload puts other weights into the memory that a captured graph reads, and nothing keeps the old ones."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from thunder_moe.kernels.select import quantize_to
+
+    layer, dense = made(layers, format, before=layerwise.record_metadata_for_reloading)
+    shapes = (E, 2 * I, H), (E, H, I)
+    random = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[2] ** -0.5 for shape in shapes]
+    others = [quantize_to(format, weight) for weight in random]
+    experts = layer.runner.routed_experts
+    hidden, logits = inputs(37)
+    layer(hidden, logits)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(hidden, logits)
+    places = {name: parameter.data_ptr() for name, parameter in experts.named_parameters()}
+    used = torch.cuda.memory_allocated()
+    reload(layer, *others)
+    gc.collect()
+    assert places == {name: parameter.data_ptr() for name, parameter in experts.named_parameters()}
+    assert torch.cuda.memory_allocated() <= used + 4096
+    graph.replay()
+    new = [FORMATS[format](*(tensor.cpu() for tensor in weight.tensors())) for weight in others]
+    assert relative_error(out.cpu(), expected(layer, new, hidden, logits)) < TOLERANCE
+    assert relative_error(out.cpu(), expected(layer, dense, hidden, logits)) > 0.5
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_biases_and_rows_in_turns(layers, format, tokens):
+    """GPT-OSS: rows of gate and up alternate in the checkpoint."""
+    biases = torch.randn(E, 2 * I), torch.randn(E, H)
+    turns = torch.arange(2 * I).view(2, I).t().flatten()
+
+    def fill(experts):
+        for name in ("w13_weight", "w13_weight_scale"):
+            data = getattr(experts, name).data.view(torch.uint8)
+            data.copy_(data[:, turns].clone())
+        experts.w13_bias.data.copy_(biases[0][:, turns])
+        experts.w2_bias.data.copy_(biases[1])
+
+    layer, dense = made(layers, format, before=fill, activation="swigluoai", has_bias=True)
+    hidden, logits = inputs(tokens)
+    wanted = expected(
+        layer, dense, hidden, logits, gate_up_bias=biases[0].bfloat16().float(),
+        down_bias=biases[1].bfloat16().float(), limit=7.0, alpha=1.702, up_shift=1.0,
+    )  # fmt: skip
+    assert relative_error(layer(hidden.clone(), logits).cpu(), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [1, 37, 300])
+@pytest.mark.parametrize("features", [(256, 512), (96, 544)])
+def test_dense_layer(layers, format, rows, features):
+    """The method of dense layers, which `why_not_dense` gives no layer on CUDA, in a graph."""
+    from thunder_moe.kernels.select import quantize_to
+
+    n, k = features
+    weight = quantize_to(format, torch.randn(1, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5)
+    layer = layers.VLLMLinear(weight, ours=True)
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    wanted = x.float().cpu() @ FORMATS[format](*(tensor.cpu() for tensor in weight.tensors()))[0].t()
+    assert relative_error(out.cpu(), wanted) < TOLERANCE

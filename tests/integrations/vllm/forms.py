@@ -62,6 +62,15 @@ def compressed_tensors_mxfp8(tensors: Tensors, config: dict) -> Tensors:
     return tensors
 
 
+def minimax_mxfp8(tensors: Tensors, config: dict) -> Tensors:
+    """The method "mxfp8" of what is MXFP8 in ModelOpt's form, with names that all of vLLM's models load."""
+    config["quantization_config"] = {
+        "quant_method": "mxfp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [1, 32],
+        "scale_fmt": "ue8m0", "ignored_layers": config["quantization_config"]["ignore"],
+    }  # fmt: skip
+    return tensors
+
+
 def nvfp4(tensors: Tensors, config: dict) -> Tensors:
     """ModelOpt's NVFP4: with scales of 4-bit activations, which 16-bit activations have no use for."""
     config["quantization_config"]["quant_algo"] = "NVFP4"

@@ -89,13 +89,28 @@ def attention_in_nvfp4(path, _):
     return "nvfp4" if "self_attn" in path else "mxfp8"
 
 
-@pytest.mark.parametrize("form", ["alone", "compressed_tensors", pytest.param("mixed", marks=pytest.mark.slow)])
+SLOW_FORMS = [pytest.param(form, marks=pytest.mark.slow) for form in ("minimax", "mixed")]
+
+
+@pytest.mark.parametrize("form", ["alone", "compressed_tensors", *SLOW_FORMS])
 def test_mxfp8(form, tmp_path):
-    """Experts and dense layers, in ModelOpt's form and in that of compressed-tensors; in one checkpoint with NVFP4."""
+    """Experts and dense layers, in ModelOpt's form and in that of compressed-tensors and of MiniMax; in one checkpoint
+    with NVFP4."""
     format = attention_in_nvfp4 if form == "mixed" else "mxfp8"
     path = export("qwen3_moe", tmp_path / "export", dense=True, format=format)
     if form == "compressed_tensors":
         path = forms.rewrite(path, tmp_path / "form", forms.compressed_tensors_mxfp8)
+    elif form == "minimax":
+        path = forms.rewrite(path, tmp_path / "form", forms.minimax_mxfp8)
+    with watched_loading() as made, engine(path) as llm:
+        assert their_tokens(llm) == our_tokens(path)
+        sleep_and_wake_up(llm, made)
+        assert their_tokens(llm) == our_tokens(path)
+
+
+def test_mxfp8_with_biases(tmp_path):
+    """GPT-OSS as `convert` and save_checkpoint write it: the experts of a projection in one tensor."""
+    path = export("gpt_oss", tmp_path / "export", format="mxfp8")
     with watched_loading() as made, engine(path) as llm:
         assert their_tokens(llm) == our_tokens(path)
         sleep_and_wake_up(llm, made)

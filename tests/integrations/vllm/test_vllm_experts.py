@@ -38,8 +38,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from thunder_moe.formats import mxfp8
+from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.integrations.vllm import methods, plugin
+from thunder_moe.integrations.vllm import experts, gpt_oss, methods, plugin
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.configs import (
     ThunderCompressedTensorsConfig,
@@ -242,14 +243,45 @@ class TestMxFp8:
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
-        [(dict(intermediate_size=48), "no multiple of 32"), (dict(has_bias=True), "MXFP8 with biases")],
+        [(dict(intermediate_size=48), "no multiple of 32"), (dict(moe_backend="marlin"), "marlin was asked for")],
     )
     def test_refusals(self, changes, reason, monkeypatch):
         said = []
         monkeypatch.setattr(methods.logger, "warning_once", lambda *args: said.append(args[0] % args[1:]))
+        monkeypatch.setattr(ModelOptMxFp8FusedMoE, "__init__", lambda self, **_: None)
         assert type(methods.mxfp8_method(self.CONFIG, moe_config(**changes))) is ModelOptMxFp8FusedMoE
         assert "MXFP8 experts do not run" in said[0]
         assert reason in said[0]
+
+    @pytest.mark.parametrize(("name", "offset"), [("w13_weight_scale", 0), ("w2_weight_scale", 1)])
+    def test_scales_that_cuda_kernels_read_as_nan(self, name, offset, monkeypatch):
+        (method, largest), (_, layer) = self.made(), self.made()
+        monkeypatch.setattr(methods.current_platform, "is_cuda", lambda: True)
+        getattr(largest.fill(), name).data[2, 1, 0] = 166
+        method.process_weights_after_loading(largest)
+        getattr(layer.fill(), name).data[2, 1, 0] = 167 + offset
+        message = rf"{name} of 'model.*: got a scale of 2\*\*{40 + offset}, .* up to 2\*\*39"
+        with pytest.raises(ValueError, match=message):
+            method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("format", [NVFP4, MXFP8], ids=lambda format: format.name)
+def test_claims_on_cuda(format, monkeypatch):
+    """Both formats alike: Ampere and Hopper, 16-bit activations, where the kernels can be compiled."""
+    capability, asked = [9, 0], []
+    platform = dict(is_cpu=False, is_cuda=True, get_device_capability=capability)
+    platform = SimpleNamespace(**{name: lambda value=value: value for name, value in platform.items()})
+    monkeypatch.setattr(experts, "current_platform", platform)
+    monkeypatch.setattr(experts, "runs_on_cuda", lambda device, name: asked.append(name) or len(asked) < 3)
+    config = moe_config(in_dtype=torch.bfloat16)
+    assert why_not(config, format=format) is None
+    capability[:] = 8, 0
+    assert why_not(config, format=format) is None
+    assert asked == [format.name] * 2
+    assert "cannot be compiled" in why_not(config, format=format)
+    assert "torch.float32" in why_not(moe_config(), format=format)
+    capability[:] = 10, 0
+    assert "device" in why_not(config, format=format)
 
 
 class TestCompressedTensors:
@@ -338,13 +370,18 @@ def test_clamped_activations(activation, options):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_biases_and_rows_in_turns(rank):
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_biases_and_rows_in_turns(format, rank):
     """GPT-OSS: rows of gate and up alternate; the biases of down are added once, not by each tensor-parallel rank."""
     parallel = FusedMoEParallelConfig.make_no_parallel()
     parallel.tp_size, parallel.tp_rank = 2, rank
     config = moe_config(parallel, activation=MoEActivation.SWIGLUOAI, has_bias=True, intermediate_size=2 * I)
-    method = methods.modelopt_method(quant_config(), config)
-    layer = Layer(config, method)
+    if format == "nvfp4":
+        method = methods.modelopt_method(quant_config(), config)
+        layer = Layer(config, method)
+    else:
+        method = methods.mxfp8_method(TestMxFp8.CONFIG, config)
+        layer = MxFp8Layer(config, method).fill()
     biases = torch.randn(E, 2 * I), torch.randn(E, H)
     turns = torch.arange(2 * I).view(2, I).t().flatten()
     for name in ("w13_weight", "w13_weight_scale"):
@@ -646,6 +683,20 @@ class TestSwitch:
         self.monkeypatch.setenv(plugin.SWITCH, "yes")
         with pytest.raises(ValueError, match="THUNDER_MOE_VLLM: got 'yes'"):
             plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "shape", "fits"),
+    [("w13", (E, 2, 128), True), ("w2", (E, 3, 64), True), ("w13", (E, 64, 4), False), ("w2", (E, 96, 2), False)],
+)
+def test_blocks_along_the_wrong_dimension(parameter, shape, fits):
+    """GPT-OSS in MXFP8 as nvidia-modelopt writes it: 64 features, experts of 96, of which a rank has 48."""
+    weight = torch.empty(E, 96, 64) if parameter == "w13" else torch.empty(E, 64, 48)
+    if fits:
+        gpt_oss._check_blocks("x", torch.empty(shape), weight, parameter)
+        return
+    with pytest.raises(ValueError, match=r"x: got shape \(8, .*wanted a scale for each 32 along in_features"):
+        gpt_oss._check_blocks("x", torch.empty(shape), weight, parameter)
 
 
 def test_the_entry_point_registers():

@@ -9,15 +9,16 @@ import socket
 import pytest
 from exports import PROMPTS, engine, export, our_tokens, their_tokens
 
-GPT_OSS = pytest.param("gpt_oss", marks=pytest.mark.slow)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", "nvfp4"), ("gpt_oss", "mxfp8"))]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", GPT_OSS])
+@pytest.mark.parametrize(("name", "format"), [("qwen3_moe", "nvfp4"), *SLOW])
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "tp2+ep2"])
-def test_two_ranks(expert_parallel, name, tmp_path):
+def test_two_ranks(expert_parallel, name, format, tmp_path):
     """Gate and up are cut apart by rows, down by columns; or each rank has half of the experts. Dense layers are cut by
     rows or columns, those of q, k and v one by one."""
-    path = export(name, tmp_path / "export", dense=True)
+    sizes = dict(intermediate_size=64) if format == "mxfp8" else {}  # blocks of 32 on each rank
+    path = export(name, tmp_path / "export", dense=True, format=format, **sizes)
     with engine(path, tensor_parallel_size=2, enable_expert_parallel=expert_parallel) as llm:
         assert their_tokens(llm) == our_tokens(path)
 

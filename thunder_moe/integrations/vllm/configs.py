@@ -129,7 +129,8 @@ def _with_float32(dtypes: list[torch.dtype]) -> list[torch.dtype]:
 def register_configs() -> None:
     """Puts them in the place of vLLM's own; what is not ours they leave to the classes that they extend."""
     register_quantization_config("modelopt_fp4")(ThunderModelOptNvFp4Config)
-    register_quantization_config("modelopt_mxfp8")(ThunderModelOptMxFp8Config)
+    for name in ("modelopt_mxfp8", "mxfp8"):  # the second is what MiniMax's releases say of the same form
+        register_quantization_config(name)(ThunderModelOptMxFp8Config)
     register_quantization_config("modelopt_mixed")(ThunderModelOptMixedPrecisionConfig)
     register_quantization_config("compressed-tensors")(ThunderCompressedTensorsConfig)
     register_linear_methods()

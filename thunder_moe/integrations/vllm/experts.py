@@ -57,8 +57,7 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
 
     Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
     that do not hold whole blocks of scales on each rank, LoRA, batch invariance, padding, exchanges of tokens that were
-    not tested, elastic expert parallelism, and a moe_backend that the user has named. MXFP8 on CUDA, where vLLM has
-    kernels beside which ours were not measured, and with biases, whose only model vLLM reads no MXFP8 of (GPT-OSS).
+    not tested, elastic expert parallelism, and a moe_backend that the user has named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
@@ -84,17 +83,13 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
         return f"{moe_config.activation} with biases"
     if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
         return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
-    if format is MXFP8 and moe_config.has_bias:
-        return "MXFP8 with biases"
-    if format is MXFP8 and not current_platform.is_cpu():
-        return "vLLM has kernels for MXFP8 on GPUs, beside which these were not measured"
     config = get_current_vllm_config_or_none()
     if config is not None and config.parallel_config.enable_elastic_ep:
         return "--enable-elastic-ep makes experts anew, from other classes' arguments"
     tested = parallel.use_ag_rs_all2all_kernels or parallel.use_batched_activation_format
     if parallel.use_passthrough_all2all or (parallel.use_all2all_kernels and not tested):
         return f"--all2all-backend {parallel.all2all_backend} is untested"
-    if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda")):
+    if current_platform.is_cuda() and not runs_on_cuda(torch.device("cuda"), format.name):
         return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
     return None
 

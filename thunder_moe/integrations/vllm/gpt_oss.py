@@ -1,8 +1,8 @@
-"""vLLM's GPT-OSS with a reader of NVFP4 experts, which vLLM's own has none of.
+"""vLLM's GPT-OSS with a reader of NVFP4 and MXFP8 experts, which vLLM's own has none of.
 Called by vLLM, with whose registry of models plugin registers it; extends vLLM's model class.
 
 A checkpoint in the form of ModelOpt has all experts of a projection in one tensor, K before N, gate and up in turns:
-`experts.gate_up_proj`, `_weight_scale`, `_weight_scale_2` and `_bias`, and those of `down_proj`.
+`experts.gate_up_proj`, `_weight_scale`, in NVFP4 `_weight_scale_2`, and `_bias`, and those of `down_proj`.
 
 vLLM 0.32 copies attention's sinks past the loaders of parameters, so that a reload would leave the old ones, or after a
 sleep of level 2 nothing: they go to the loader here.
@@ -21,11 +21,13 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
+from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.integrations.vllm.experts import SWIGLUOAI_FORM
-from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod
+from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod
 
 __all__ = ["ThunderGptOssForCausalLM"]
 
+_METHODS = (ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod)
 _SINKS = re.compile(r"^(.*)\.self_attn\.sinks$")
 _EXPERTS = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>\w*)$")
 _PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -40,7 +42,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
         experts = {
             name.removesuffix(".routed_experts"): module
             for name, module in self.named_modules()
-            if isinstance(getattr(module, "quant_method", None), ModelOptThunderMoEMethod)
+            if isinstance(getattr(module, "quant_method", None), _METHODS)
         }
         if experts:
             self._check_activation()
@@ -84,11 +86,13 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
                 continue
             path, projection, field = found.groups()
             parameter = _PARAMETERS[projection]
+            if field == "_weight_scale" and isinstance(layer.quant_method, ModelOptThunderMxFp8MoEMethod):
+                _check_blocks(name, tensor, getattr(layer, f"{parameter}_weight"), parameter)
             if field in _FIELDS:
                 for expert, part in enumerate(tensor.unbind()):
                     yield f"{path}.{expert}.{parameter}_{_FIELDS[field]}", part
-            elif field == "_weight_scale_2":  # vLLM's loader of this model drops it
-                target = getattr(layer, f"{parameter}_weight_scale_2")
+            elif field == "_weight_scale_2" and isinstance(layer.quant_method, ModelOptThunderMoEMethod):
+                target = getattr(layer, f"{parameter}_weight_scale_2")  # vLLM's loader of this model drops it
                 for expert, part in enumerate(tensor.expand(layer.global_num_experts).unbind()):
                     for shard in _SHARDS[projection]:
                         target.weight_loader(
@@ -98,5 +102,17 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
                 loaded.add(f"{path}.routed_experts.{parameter}_weight_scale_2")
             elif field != "_input_scale":  # of 4-bit activations, which there are none of
                 raise ValueError(
-                    f"{name}: wanted the fields of NVFP4 experts, '', {', '.join(_FIELDS)[2:]} or _weight_scale_2"
+                    f"{name}: wanted the fields of NVFP4 or MXFP8 experts, '', {', '.join(_FIELDS)[2:]} or"
+                    " _weight_scale_2"
                 )
+
+
+def _check_blocks(name: str, scale: Tensor, weight: Tensor, parameter: str) -> None:
+    """Raises a ValueError where the blocks of an MXFP8 weight's scales (E, K / 32, N) lie along N, as nvidia-modelopt
+    0.47 writes those of fused experts. `weight`: this rank's (E, N, K); the ranks share I, which is gate_up's N."""
+    along_k = scale.shape[1] * MXFP8.block_size == weight.shape[2]
+    if not (along_k if parameter == "w13" else scale.shape[2] == weight.shape[1]):
+        raise ValueError(
+            f"{name}: got shape {tuple(scale.shape)}, wanted a scale for each {MXFP8.block_size} along in_features, as"
+            " `python -m thunder_moe convert` writes them from the 16-bit model"
+        )

@@ -1,4 +1,4 @@
-"""vLLM's methods for the experts of NVFP4 checkpoints, with our kernels: they take what vLLM's loaders have read.
+"""vLLM's methods for the experts of NVFP4 and MXFP8 checkpoints, with our kernels: they take what vLLM's loaders have read.
 Called by configs; calls experts to run, and vLLM's own method where `experts.why_not` gives a reason.
 
 Legend: E experts of this rank, I intermediate_size of this rank, H hidden_size.
@@ -34,8 +34,11 @@ from vllm.model_executor.layers.quantization.modelopt import (
     ModelOptNvFp4FusedMoE,
 )
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
+from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.mxfp8 import E8M0_NAN
+from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
@@ -145,7 +148,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return ("w13_bias", "w2_bias") if self.moe.has_bias else ()
 
     def _create_biases(self, layer: Any, dtype: torch.dtype, **attributes: Any) -> None:
-        """w13_bias (E, 2I) and w2_bias (E, H), which vLLM's NVFP4 methods have none of."""
+        """w13_bias (E, 2I) and w2_bias (E, H), which vLLM's NVFP4 and MXFP8 methods have none of."""
         for name in self._biases:
             experts, features = getattr(layer, f"{name.removesuffix('bias')}weight_scale").shape[:2]
             bias = torch.nn.Parameter(torch.full((experts, features), torch.nan, dtype=dtype), requires_grad=False)
@@ -271,10 +274,13 @@ class _MxFp8Method(_ThunderMethod):
 
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
+        self._create_biases(layer, options["params_dtype"], weight_loader=options.get("weight_loader"))
         mark_unloaded(layer, *self._PARAMETERS)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS)
+        require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS, *self._biases)
+        if current_platform.is_cuda():
+            _require_decoded_scales(layer, "w13_weight_scale", "w2_weight_scale")
         self._build(layer, None, None)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -286,6 +292,17 @@ class _MxFp8Method(_ThunderMethod):
             gemm1_beta=getattr(layer, "swiglu_beta", None),
             gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
         )
+
+
+def _require_decoded_scales(layer: Any, *names: str) -> None:
+    """Raises a ValueError for E8M0 scales that the CUDA kernels read as NaN: they decode weights times 2**-32."""
+    for name in names:
+        largest = int(getattr(layer, name).data.max())
+        if largest + SCALE_OFFSET >= E8M0_NAN:
+            raise ValueError(
+                f"{name} of {layer.layer_name!r}: got a scale of 2**{largest - 127}, the CUDA kernels of thunder_moe"
+                f" take those up to 2**{E8M0_NAN - 1 - SCALE_OFFSET - 127}; THUNDER_MOE_VLLM=0 has vLLM's own run them"
+            )
 
 
 class ModelOptThunderMxFp8MoEMethod(_MxFp8Method, ModelOptMxFp8FusedMoE):  # type: ignore[misc]

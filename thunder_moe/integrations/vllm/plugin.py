@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: tells vLLM of this package's experts of NVFP4 checkpoints.
+"""The entry point `vllm.general_plugins`: tells vLLM of this package's experts of NVFP4 and MXFP8 checkpoints.
 Called by vLLM in each of its processes; calls configs, which imports vLLM's layers.
 """
 
@@ -27,12 +27,13 @@ def register() -> None:
     if switch not in ("", "0", "1"):
         raise ValueError(f"{SWITCH}: got {switch!r}, wanted 0 (off), 1 (on with every version of vLLM) or nothing")
     if switch == "0":
-        logger.info("NVFP4 experts run on vLLM's own kernels: %s=0.", SWITCH)
+        logger.info("NVFP4 and MXFP8 experts run on vLLM's own kernels: %s=0.", SWITCH)
         return
     version = _vllm_version()
     if switch != "1" and not version.startswith(TESTED):
         logger.warning(
-            "NVFP4 experts run on vLLM's own kernels: thunder_moe was tested with vLLM %s*, this is %s; %s=1 tries it.",
+            "NVFP4 and MXFP8 experts run on vLLM's own kernels: thunder_moe was tested with vLLM %s*, this is %s; %s=1"
+            " tries it.",
             "*, ".join(TESTED), version, SWITCH,
         )  # fmt: skip
         return
