@@ -1,4 +1,4 @@
-"""vLLM's methods for the experts of NVFP4 and MXFP8 checkpoints, with our kernels: they take what vLLM's loaders have read.
+"""vLLM's methods for the experts of NVFP4 and MXFP8 checkpoints, with our kernels: they take what vLLM has loaded.
 Called by configs; calls experts to run, and vLLM's own method where `experts.why_not` gives a reason.
 
 Legend: E experts of this rank, I intermediate_size of this rank, H hidden_size.
