@@ -265,3 +265,47 @@ def test_dense_layer(layers, format, rows, features):
     graph.replay()
     wanted = x.float().cpu() @ FORMATS[format](*(tensor.cpu() for tensor in weight.tensors()))[0].t()
     assert relative_error(out.cpu(), wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [5, 600])  # products by row, and by blocks of rows that are sorted
+def test_adapters(layers, format, tokens):
+    """Tokens with one of two adapters, or none, in a batch; other adapters of the same tokens in the same graph."""
+    from thunder_moe.kernels.select import quantize_to
+
+    rank = 16
+    shapes = (E, 2 * I, H), (E, H, I)
+    random = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) * shape[2] ** -0.5 for shape in shapes]
+    weights = [quantize_to(format, weight) for weight in random]
+    dense = [FORMATS[format](*(tensor.cpu() for tensor in weight.tensors())) for weight in weights]
+
+    def matrix(n, k):
+        return (torch.randn(E, n, k, device="cuda") * k**-0.5).bfloat16()
+
+    adapters = [
+        layers.Adapter(
+            (matrix(rank, H), matrix(rank, I), matrix(rank, H)), (matrix(I, rank), matrix(H, rank), matrix(I, rank))
+        )
+        for _ in range(2)
+    ]
+    layer = layers.VLLMLoRALayer(ServedLayer("test", H, I, E, A), "thunder_moe", *weights, adapters, tokens)
+    assert layer.kernel == "ThunderLoRAExperts"
+    merged = {-1: dense}
+    for slot, (a, b) in enumerate(adapters):
+        gate, down, up = (second.float().cpu() @ first.float().cpu() for first, second in zip(a, b, strict=True))
+        merged[slot] = dense[0] + torch.cat([gate, up], 1), dense[1] + down
+    hidden, logits = inputs(tokens)
+    graph = torch.cuda.CUDAGraph()
+    for turn in range(2):
+        slots = [(7 * token + turn) % 3 - 1 for token in range(tokens)]
+        layer.choose(slots)
+        if turn == 0:
+            layer(hidden.clone(), logits)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = layer(hidden, logits)
+        graph.replay()
+        weights_of, ids = (tensor.cpu() for tensor in layer.chosen(hidden, logits))
+        for slot, both in merged.items():
+            own = [token for token in range(tokens) if slots[token] == slot]
+            wanted = moe_experts(hidden.cpu()[own], ids[own], weights_of[own], *both)
+            assert relative_error(out.cpu()[own], wanted) < TOLERANCE
