@@ -217,7 +217,7 @@ def test_other_weights_in_a_graph(layers, format):
     reload(layer, *others)
     gc.collect()
     assert places == {name: parameter.data_ptr() for name, parameter in experts.named_parameters()}
-    assert torch.cuda.memory_allocated() <= used + 4096
+    assert torch.cuda.memory_allocated() < used + others[1].nbytes // 2  # nobody has kept a copy
     graph.replay()
     new = [FORMATS[format](*(tensor.cpu() for tensor in weight.tensors())) for weight in others]
     assert relative_error(out.cpu(), expected(layer, new, hidden, logits)) < TOLERANCE
@@ -225,6 +225,7 @@ def test_other_weights_in_a_graph(layers, format):
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("format", ["nvfp4"])  # MXFP8 with biases is left to vLLM on GPUs
 def test_biases_and_rows_in_turns(layers, format, tokens):
     """GPT-OSS: rows of gate and up alternate in the checkpoint."""
     biases = torch.randn(E, 2 * I), torch.randn(E, H)

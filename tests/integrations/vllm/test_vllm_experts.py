@@ -272,12 +272,15 @@ def test_claims_on_cuda(format, monkeypatch):
     platform = dict(is_cpu=False, is_cuda=True, get_device_capability=capability)
     platform = SimpleNamespace(**{name: lambda value=value: value for name, value in platform.items()})
     monkeypatch.setattr(experts, "current_platform", platform)
-    monkeypatch.setattr(experts, "runs_on_cuda", lambda device, name: asked.append(name) or len(asked) < 3)
+    monkeypatch.setattr(experts, "runs_on_cuda", lambda device, name: asked.append(name) or "compiled" not in asked)
     config = moe_config(in_dtype=torch.bfloat16)
     assert why_not(config, format=format) is None
     capability[:] = 8, 0
     assert why_not(config, format=format) is None
     assert asked == [format.name] * 2
+    biased = why_not(moe_config(in_dtype=torch.bfloat16, has_bias=True), format=format)
+    assert "biases" in biased if format is MXFP8 else biased is None
+    asked.append("compiled")
     assert "cannot be compiled" in why_not(config, format=format)
     assert "torch.float32" in why_not(moe_config(), format=format)
     capability[:] = 10, 0
@@ -697,6 +700,17 @@ def test_blocks_along_the_wrong_dimension(parameter, shape, fits):
         return
     with pytest.raises(ValueError, match=r"x: got shape \(8, .*wanted a scale for each 32 along in_features"):
         gpt_oss._check_blocks("x", torch.empty(shape), weight, parameter)
+
+
+@pytest.mark.parametrize("kind", [ModelOptNvFp4FusedMoE, ModelOptMxFp8FusedMoE])
+def test_gpt_oss_without_its_biases(kind):
+    """vLLM's loader of the model would drop them where its own methods run the experts."""
+    model = gpt_oss.ThunderGptOssForCausalLM.__new__(gpt_oss.ThunderGptOssForCausalLM)
+    torch.nn.Module.__init__(model)
+    model.experts = torch.nn.Module()
+    model.experts.quant_method = kind.__new__(kind)
+    with pytest.raises(ValueError, match=f"experts: vLLM's own {kind.__name__} would leave out the biases"):
+        model.load_weights([])
 
 
 def test_the_entry_point_registers():

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8FusedMoE, ModelOptNvFp4FusedMoE
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
@@ -28,6 +29,7 @@ from thunder_moe.integrations.vllm.methods import ModelOptThunderMoEMethod, Mode
 __all__ = ["ThunderGptOssForCausalLM"]
 
 _METHODS = (ModelOptThunderMoEMethod, ModelOptThunderMxFp8MoEMethod)
+_VLLMS = (ModelOptNvFp4FusedMoE, ModelOptMxFp8FusedMoE)
 _SINKS = re.compile(r"^(.*)\.self_attn\.sinks$")
 _EXPERTS = re.compile(r"^(?P<experts>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)(?P<field>\w*)$")
 _PARAMETERS = {"gate_up_proj": "w13", "down_proj": "w2"}
@@ -39,6 +41,7 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
     """vLLM's class; where its experts run on our kernels, their tensors go to vLLM's loader one expert at a time."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        self._refuse_vllms_methods()
         experts = {
             name.removesuffix(".routed_experts"): module
             for name, module in self.named_modules()
@@ -50,6 +53,17 @@ class ThunderGptOssForCausalLM(GptOssForCausalLM):  # type: ignore[misc]
         weights = self._without_sinks(weights, loaded)
         names: set[str] = super().load_weights(self._one_by_one(weights, experts, loaded))
         return names | loaded
+
+    def _refuse_vllms_methods(self) -> None:
+        """Raises a ValueError where vLLM's own methods were to run NVFP4 or MXFP8 experts: they make no biases, and its
+        loader drops those, and scales, without a word."""
+        for name, module in self.named_modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, _VLLMS) and not isinstance(method, _METHODS):
+                raise ValueError(
+                    f"{name}: vLLM's own {type(method).__name__} would leave out the biases of GPT-OSS; the log says"
+                    " why the kernels of thunder_moe do not run these experts"
+                )
 
     def _without_sinks(self, weights: Iterable[tuple[str, Tensor]], loaded: set[str]) -> Iterator[tuple[str, Tensor]]:
         """The rest of the names and tensors; this rank's heads of attention's sinks are loaded."""
