@@ -24,8 +24,10 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
+static const char* dynamic_shared = nullptr;
 #define DYNAMIC_SHARED(type, name)                                 \
   alignas(16) static type name[(227 << 10) / sizeof(type)];        \
+  dynamic_shared = reinterpret_cast<const char*>(name);            \
   if (first_of_block()) std::memset(name, 0xFF, sizeof(name)) /* NaNs */
 // That of each block of a cluster; the kernel's first statement, which starts the other blocks.
 #define CLUSTER_SHARED(type, name, blocks)                                             \
@@ -587,7 +589,14 @@ static void named_barrier_sync(int id, int threads) {
 
 static float load_l2(const float* p) { return *p; }
 static void store_word(uint32_t* p, uint32_t word) { *p = word; }
-static void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) { *static_cast<uint4*>(p) = make_uint4(a, b, c, d); }
+static void store16(void* p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const char* const to = static_cast<const char*>(p);
+  if (dynamic_shared != nullptr && to >= dynamic_shared && to < dynamic_shared + (227 << 10)) {
+    std::fprintf(stderr, "cuda_emulator: st.global to shared memory\n");
+    std::abort();
+  }
+  *static_cast<uint4*>(p) = make_uint4(a, b, c, d);
+}
 static uint32_t load_word(const uint32_t* p) {
   if (*p == 0) yield();  // who waits for another word lets others run
   return *p;
