@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -430,6 +431,26 @@ def trained(meshes, style):
             optimizer.zero_grad()
     for parameter, reference in zip(model.parameters(), whole.parameters(), strict=True):
         errors.append(error(parameter.full_tensor() if isinstance(parameter, DTensor) else parameter, reference))
+    return max(errors)
+
+
+def sharded_otherwise(meshes, quantized):
+    """Experts over one dimension of a mesh, all parameters over the other by `fully_shard` -> the largest error of the
+    output and of the experts' gradients, which are means over that dimension."""
+    whole = layer(quantized)
+    moe = parallelize_module(copy.deepcopy(whole), meshes.grid["of"], ExpertParallel())
+    fully_shard(moe, mesh=meshes.grid["half"])
+    x = torch.randn(4, 5, H)
+    results = []
+    for run, own in ((whole, x), (moe, x[meshes.rank : meshes.rank + 1])):
+        out = run(own)
+        out.square().sum().backward()
+        results.append(out)
+    errors = [error(results[1], results[0][meshes.rank : meshes.rank + 1])]
+    for (name, parameter), reference in zip(moe.named_parameters(), whole.parameters(), strict=True):
+        if "routed" in name:
+            errors.append(error(parameter.grad.full_tensor() * 2, reference.grad))
+    assert len(errors) == 1 + 3 * (not quantized)
     return max(errors)
 
 

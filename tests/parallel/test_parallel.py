@@ -95,6 +95,11 @@ def test_optimizers_and_clipped_gradients(run, style):
     assert max(run(programs.trained, style)) < 1e-4  # AdamW divides by small gradients
 
 
+@pytest.mark.parametrize("quantized", [False, "mxfp8"])
+def test_fully_shard_over_another_dimension(run, quantized):
+    assert max(run(programs.sharded_otherwise, quantized)) < TOLERANCE
+
+
 COMPILED = [("exact", False, True), ("exact", True, False), ("capacity", True, True), ("gather, capacity", True, False)]
 SAVED = [
     (2, "expert", True, "auto"),
