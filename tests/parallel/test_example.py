@@ -1,4 +1,4 @@
-"""examples/expert_parallel.py as users start it, on two processes.
+"""examples/expert_parallel.py as users start it, on two processes, and what torchrun makes of a rank that raises.
 Called by pytest; calls torchrun.
 """
 
@@ -12,17 +12,45 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def torchrun(script, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.slow
 def test_example():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/expert_parallel.py"]
-    command += ["--hidden", "64", "--intermediate", "64", "--experts", "4", "--tokens", "8"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    sizes = ["--hidden", "64", "--intermediate", "64", "--experts", "4", "--tokens", "8"]
+    run = torchrun("examples/expert_parallel.py", *sizes)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert lines[0] == "2 ranks on cpu"
     forms = ["one rank", "EP, exact sizes", "EP, no synchronisation", "EP, all-gather", "TP"]
     assert [form for line in lines[2:] for form in forms if f"  {form}  " in line] == 2 * forms
+
+
+RAISES = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from thunder_moe import Llama4MoE, Llama4MoEConfig
+from thunder_moe.parallel import ExpertParallel
+
+dist.init_process_group("gloo")  # its timeout is half an hour
+style = ExpertParallel(exchange="all_gather", capacity=3)
+layer = parallelize_module(Llama4MoE(Llama4MoEConfig(16, 16, 2)), init_device_mesh("cpu", (2,)), style)
+while True:
+    layer(torch.randn(1, 3 + dist.get_rank(), 16))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_ends_the_others(tmp_path):
+    (tmp_path / "raises.py").write_text(RAISES)
+    run = torchrun(str(tmp_path / "raises.py"))
+    assert run.returncode == 1
+    assert "wanted at most capacity = 3 tokens" in run.stderr
 
 
 @pytest.mark.slow
