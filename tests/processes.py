@@ -1,4 +1,4 @@
-"""`Ranks`: processes of a gloo group that live as long as the tests of a file, so that each test of several processes
+"""`Ranks`: processes of a group that live as long as the tests of a file, so that each test of several processes
 takes what its functions take. The fixture `ranks` of conftest.py gives those of a size.
 Called by tests; calls multiprocessing's fork server, which imports torch once for all of them.
 """
@@ -17,26 +17,30 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch.distributed.tensor", "thunder_moe.parallel", "thunder_moe.integrations.huggingface.checkpoint"]
 )
+_SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork of a process that asked for its devices
 COLLECTIVE = 120.0  # seconds that a collective takes at most: a rank may compile while the others wait
 _GRACE = 3.0  # seconds that the others have once one has failed
 
 
 class Ranks:
-    """A group of processes on this machine.
+    """A group of processes on this machine; with "nccl", each has the GPU of its rank.
 
     ``ranks(function, *args)`` calls ``function(*args)`` in each and returns the results by rank. The function is of a
     module that can be imported; arguments and results are pickled. Calls leave no state in the group's processes but
     what the function leaves there. A call that fails in one ends them all: the others may wait for it in a collective.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
+        context = _CONTEXT if backend == "gloo" else _SPAWN
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
         for rank in range(size):
-            pipe, far = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(far, rank, size, store, list(sys.path)), daemon=True)
+            pipe, far = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(far, rank, size, store, backend, list(sys.path)), daemon=True
+            )
             process.start()
             far.close()
             self._pipes.append(pipe)
@@ -94,7 +98,7 @@ class Ranks:
         self._folder.cleanup()
 
 
-def _serve(pipe, rank: int, size: int, store: str, path: list[str]) -> None:
+def _serve(pipe, rank: int, size: int, store: str, backend: str, path: list[str]) -> None:
     """The life of a process: calls what it is sent, until the other end closes."""
     sys.path[:] = path
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
@@ -102,8 +106,15 @@ def _serve(pipe, rank: int, size: int, store: str, path: list[str]) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    device = None
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not needed, and some hosts do not survive it
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     timeout = datetime.timedelta(seconds=COLLECTIVE)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout, device_id=device
+    )
     while True:
         try:
             sys.path[:], function, args = pipe.recv()
