@@ -83,21 +83,38 @@ def require_whole_reload(layer: Any, layer_name: str) -> None:
         )
 
 
+NO_RELOAD = {
+    "--enable-lora": "loads no experts then, and would go on with the old ones, or with what sleep of level 2 has left",
+    "--enable-eplb": "loads experts where they were first, and would route to where EPLB has moved them",
+}
+
+
 class _NotReloaded(LayerReloadingInfo):  # type: ignore[misc]
     """What vLLM knows of a layer, so that it asks here when a reload begins."""
 
+    option = ""
+
     def can_load(self) -> bool:
         raise ValueError(
-            "reload_weights with --enable-lora: vLLM 0.32 loads no experts then, and would go on with the old"
-            " ones, or with what sleep of level 2 has left; start vLLM with the weights, or without --enable-lora"
+            f"reload_weights with {self.option}: vLLM 0.32 {NO_RELOAD[self.option]}; start vLLM with the weights, or"
+            f" without {self.option}"
         )
 
 
-def refuse_reload(layer: Any) -> None:
-    """Makes a reload of this layer an error, as of experts with adapters: vLLM looks for `base_layer.` in the names of
-    a checkpoint's tensors, and does not process what has been loaded."""
+def refuse_reload(layer: Any, option: str) -> None:
+    """Makes a reload of this layer's experts an error: vLLM would compute with wrong weights.
+
+    With adapters it looks for `base_layer.` in the names of a checkpoint's tensors, and does not process what has been
+    loaded. With EPLB it loads experts where they were first, and nothing here tells which of them are on their way.
+
+    Args:
+        layer: vLLM's layer.
+        option: of vLLM, a key of `NO_RELOAD`.
+    """
     info = get_layerwise_info(layer)
-    LAYERWISE_INFO[layer] = _NotReloaded(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
+    refusing = _NotReloaded(restore_metadata=info.restore_metadata, restore_device=info.restore_device)
+    refusing.option = option
+    LAYERWISE_INFO[layer] = refusing
 
 
 def replace(layer: Any, layer_name: str, name: str, tensor: Tensor) -> None:

@@ -199,7 +199,9 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
         experts.take_weights(layer, gate_up_layout, down_layout, self._format)
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
         if self.moe.is_lora_enabled:
-            refuse_reload(layer)
+            refuse_reload(layer, "--enable-lora")
+        elif self.moe.moe_parallel_config.enable_eplb:
+            refuse_reload(layer, "--enable-eplb")
 
     def _make_experts(self, prepare_finalize: Any) -> ThunderExperts:
         kind = _experts_class(self.moe)
