@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 @contextlib.contextmanager
@@ -36,7 +37,8 @@ def watched_loading() -> Iterator[list[Tensor]]:
 
 
 def _storages() -> dict[int, Tensor]:
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    # No fake tensors, which have no memory and which whatever was compiled before may have left.
+    tensors = [each for each in gc.get_objects() if type(each) is Tensor or issubclass(type(each), Parameter)]
     plain = [each for each in tensors if each.device.type == "cpu" and each.layout == torch.strided]
     return {each.untyped_storage().data_ptr(): each for each in plain if each.untyped_storage().nbytes()}
 
