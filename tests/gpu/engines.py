@@ -1,0 +1,115 @@
+"""Tiny checkpoints, vLLM engines on them and the numbers that they have to give.
+Called by the tests of vLLM's engine beside it; calls save_checkpoint, load_checkpoint and vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thunder_moe import load_checkpoint, quantize_, save_checkpoint, use_backend
+
+PROMPTS = [[(7 * i + 3 * j + 1) % 500 for j in range(17)] for i in range(4)]
+NEW = 12
+TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above the mean; on a CPU bf16 is 0.05 off
+# A router's near tie: the second and third logit are less than this share of the first one apart. There bf16 may choose
+# another expert than fp32, and log probabilities are up to 0.3 off.
+TIE = 0.02
+
+
+def written(path: Path, seed: int) -> Path:
+    """A checkpoint of 3 layers with 16 experts, 2 of which run for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
+        num_hidden_layers=3, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
+        initializer_range=0.06, dtype="bfloat16",
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    return save_checkpoint(quantize_(model), path)
+
+
+@contextlib.contextmanager
+def engine(path: Path, **options: Any) -> Iterator[Any]:
+    """vLLM's LLM of a checkpoint in bf16, in this process but for ranks, which decodes in CUDA graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        patch.setenv("THUNDER_MOE_VLLM", "1")
+        if find_spec("flashinfer") is None:
+            patch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        from vllm import LLM
+        from vllm.distributed import cleanup_dist_env_and_memory
+        from vllm.model_executor.models import registry
+
+        patch.setattr(registry, "_run_in_subprocess", lambda function: function())  # one import of vLLM less
+        defaults: dict[str, Any] = dict(
+            skip_tokenizer_init=True, seed=0, dtype="bfloat16", max_model_len=128, max_num_seqs=8,
+            max_num_batched_tokens=256, enable_prefix_caching=False, attention_backend="TRITON_ATTN",
+            kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.1,
+            compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2, 4, 8]),
+        )  # fmt: skip
+        llm = LLM(str(path), **{**defaults, **options})
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def generated(llm: Any, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens of each prompt, and their log probabilities."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=NEW, min_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    out = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+    tokens = [list(request.outputs[0].token_ids) for request in out]
+    values = [
+        [position[token].logprob for token, position in zip(own, request.outputs[0].logprobs, strict=True)]
+        for own, request in zip(tokens, out, strict=True)
+    ]
+    return tokens, values
+
+
+@torch.no_grad()
+def check(path: Path, tokens: list[list[int]], values: list[list[float]]) -> None:
+    """The log probabilities are those of load_checkpoint in fp32, and the tokens its best ones, wherever no router has
+    a near tie; at most half of all tokens have one."""
+    model = load_checkpoint(path, dtype=torch.float32).eval()
+    routers: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, out: routers.append(out[0].reshape(-1, 16)))
+    held, total = 0, 0
+    for prompt, new, given in zip(PROMPTS, tokens, values, strict=True):
+        routers.clear()
+        with use_backend("reference"):
+            logits = model(torch.tensor([prompt + new]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best = torch.stack(routers).topk(3).values  # [layers, tokens, 3]
+        apart = ((best[..., 1] - best[..., 2]) / best[..., 0].abs()).amin(0)[len(prompt) - 1 : -1] > TIE
+        wanted = logits.log_softmax(-1)
+        own = wanted.gather(1, torch.tensor(new)[:, None])[:, 0]
+        error = (own - torch.tensor(given)).abs()
+        assert error[apart].max() < TOLERANCE, (error, apart)
+        assert (wanted.amax(-1) - own)[apart].max() < TOLERANCE
+        held, total = held + int(apart.sum()), total + len(new)
+    assert held > total / 2
+
+
+def experts_of(model: torch.nn.Module) -> set[str]:
+    """The classes that run the model's experts."""
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    return {type(method.moe_kernel.fused_experts).__name__ for method in methods if hasattr(method, "moe_kernel")}
