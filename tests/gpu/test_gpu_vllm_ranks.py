@@ -1,4 +1,4 @@
-"""vLLM's engine on two GPUs with the plugin's experts: tensor, expert and data parallel.
+"""vLLM's engine on two GPUs with the plugin's experts: tensor, expert and data parallel, experts that EPLB moves.
 Called by pytest with -m gpu, where a CUDA build of vLLM can be imported; calls engines; vLLM starts a process per rank.
 """
 
@@ -43,6 +43,32 @@ def test_two_ranks(expert_parallel, checkpoint):
     with engine(checkpoint, **options) as llm:
         assert llm.apply_model(experts_of) == [{"ThunderExperts"}] * 2
         check(checkpoint, *generated(llm))
+
+
+def places(worker):
+    """(layers, places): the expert at each place of the ranks."""
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    return state.physical_to_logical_map.tolist()
+
+
+def test_eplb(checkpoint):
+    """Experts, two of them with replicas, move between the ranks while captured graphs read them."""
+    config = dict(window_size=8, step_interval=16, num_redundant_experts=2, use_async=False)
+    options = dict(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, eplb_config=config, **NCCL)
+    seen = []
+    with engine(checkpoint, **options) as llm:
+        assert llm.apply_model(experts_of) == [{"ThunderExperts"}] * 2
+        for _ in range(6):
+            check(checkpoint, *generated(llm))
+            one, other = llm.collective_rpc(places)
+            assert one == other
+            seen.append(one)
+        with pytest.raises(Exception, match="reload_weights with --enable-eplb"):
+            llm.collective_rpc("reload_weights")
+    first = [*range(16), 0, 1]
+    for layer in range(3):  # in each layer each rank got experts that it had not
+        for own in (slice(9), slice(9, 18)):
+            assert any(set(now[layer][own]) - set(first[own]) for now in seen)
 
 
 def test_data_parallel(checkpoint):

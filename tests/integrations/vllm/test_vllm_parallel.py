@@ -7,6 +7,7 @@ import os
 import socket
 
 import pytest
+from cpu_eplb import Platform
 from exports import PROMPTS, engine, export, our_tokens, their_tokens
 
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", "nvfp4"), ("gpt_oss", "mxfp8"))]
@@ -21,6 +22,35 @@ def test_two_ranks(expert_parallel, name, format, tmp_path):
     path = export(name, tmp_path / "export", dense=True, format=format, **sizes)
     with engine(path, tensor_parallel_size=2, enable_expert_parallel=expert_parallel) as llm:
         assert their_tokens(llm) == our_tokens(path)
+
+
+def places(worker):
+    """(layers, places): the expert at each place of the ranks."""
+    (state,) = worker.model_runner.eplb_state.model_states.values()
+    return state.physical_to_logical_map.tolist()
+
+
+@pytest.mark.slow
+def test_eplb(tmp_path, monkeypatch):
+    """Experts, two of them with replicas, move between the ranks at every fifth step: the same tokens."""
+    monkeypatch.setattr("vllm.config.parallel.current_platform", Platform())
+    path = export("qwen3_moe", tmp_path / "export")
+    config = dict(window_size=5, step_interval=5, num_redundant_experts=2, use_async=False, communicator="torch_nccl")
+    options = dict(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, eplb_config=config)
+    seen = []
+    with engine(path, worker_cls="cpu_eplb.BalancingWorker", distributed_executor_backend="mp", **options) as llm:
+        for _ in range(3):
+            assert their_tokens(llm) == our_tokens(path)
+            one, other = llm.collective_rpc(places)
+            assert one == other
+            seen.append(one)
+        with pytest.raises(Exception, match="reload_weights with --enable-eplb"):
+            llm.collective_rpc("reload_weights")
+    experts = len(seen[0][0]) - 2
+    first, half = [*range(experts), 0, 1], len(seen[0][0]) // 2
+    for layer in range(len(seen[0])):  # in each layer each rank got experts that it had not
+        for own in (slice(half), slice(half, None)):
+            assert any(set(now[layer][own]) - set(first[own]) for now in seen)
 
 
 @pytest.mark.slow
