@@ -1,5 +1,5 @@
 """Shared fixtures: seeds, routings with their edge rows, operator checks that know float8, a count of quantizations, a
-GPU's preference of layouts.
+GPU's preference of layouts, an order of ties.
 Called by pytest; imports thunder_moe, which makes `import thunder` work in all tests on torch >= 2.13.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,24 @@ def tiles(monkeypatch):
 
     monkeypatch.setattr(select, "preferred_layout", preferred)
     return asked
+
+
+def _topk(values, k, dim=-1, largest=True, sorted=True):
+    ordered, indices = torch.sort(values, dim=dim, descending=largest, stable=True)
+    return ordered.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()
+
+
+@pytest.fixture(scope="module")
+def ties_have_an_order():
+    """torch.topk on CPUs takes the first of equal values, as this package's router does; torch leaves that open.
+
+    In a 16-bit model the logits of two experts are often equal: of which tokens depends on how a CPU rounds before.
+    """
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*other operators may also be overridden")
+            library.impl("topk", _topk, "CPU")
+        yield
 
 
 @pytest.fixture(scope="module")
