@@ -1,6 +1,6 @@
 """`Ranks`: processes of a group that live as long as the tests of a file, so that each test of several processes
 takes what its functions take. The fixture `ranks` of conftest.py gives those of a size.
-Called by tests; calls multiprocessing's fork server, which imports torch once for all of them.
+Called by tests; calls multiprocessing's fork server `FORKS`, which imports torch once for all of them.
 """
 
 import datetime
@@ -13,12 +13,22 @@ import traceback
 from multiprocessing.connection import wait
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch.distributed.tensor", "thunder_moe.parallel", "thunder_moe.integrations.huggingface.checkpoint"]
+# A process has one fork server, so that what all of its tests' processes import is listed here.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "torch.distributed.tensor",
+        "thunder_moe.parallel",
+        "thunder_moe.integrations.huggingface.checkpoint",
+        "thunder_moe.__main__",
+        "pytest",
+        "checkpoint_files",
+    ]
 )
 _SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork of a process that asked for its devices
-COLLECTIVE = 120.0  # seconds that a collective takes at most: a rank may compile while the others wait
+# A rank may compile while the others wait, and the first call imports, on a machine with much else to do.
+COLLECTIVE = 300.0  # seconds that a collective takes at most
+CALL = 600.0
 _GRACE = 3.0  # seconds that the others have once one has failed
 
 
@@ -32,7 +42,7 @@ class Ranks:
 
     def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
-        context = _CONTEXT if backend == "gloo" else _SPAWN
+        context = FORKS if backend == "gloo" else _SPAWN
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
@@ -46,7 +56,7 @@ class Ranks:
             self._pipes.append(pipe)
             self._processes.append(process)
 
-    def __call__(self, function, *args, timeout: float = 180.0) -> list:
+    def __call__(self, function, *args, timeout: float = CALL) -> list:
         self.start(function, *args)
         answers: list = [None] * self.size
         missing = dict(zip(self._pipes, range(self.size), strict=True))
@@ -70,7 +80,7 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((list(sys.path), function, args))
 
-    def result(self, rank: int, timeout: float = 180.0):
+    def result(self, rank: int, timeout: float = CALL):
         if not self._pipes[rank].poll(timeout):
             raise AssertionError(f"rank {rank} gave no answer in {timeout} s")
         kind, what = self._receive(rank)

@@ -4,7 +4,6 @@ Called by pytest.
 """
 
 import json
-import multiprocessing
 import os
 import re
 import resource
@@ -14,6 +13,7 @@ import sys
 import pytest
 import torch
 from checkpoint_files import copy_export, edit_json, files_of, plain_source
+from processes import CALL, FORKS
 from safetensors.torch import save_file
 
 from thunder_moe.__main__ import main
@@ -21,11 +21,6 @@ from thunder_moe.checkpoint import Checkpoint, convert, partial
 
 PATH = "model.layers.0.mlp.experts"
 SHARD = "model-00001-of-00002.safetensors"
-
-
-# Forks of a server that has imported everything and run nothing: safetensors' threads do not survive a fork.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["thunder_moe.__main__", "pytest", "checkpoint_files"])
 
 
 def run(tmp_path, *options, before=("nothing",), file_limit=None):
@@ -38,10 +33,13 @@ def run(tmp_path, *options, before=("nothing",), file_limit=None):
         file_limit: bytes that a file may have there.
     """
     arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--quiet", *options]
-    process = PROCESSES.Process(target=_run, args=(arguments, before, file_limit, tmp_path / "stderr"))
+    # A fork of a server that has imported everything and run nothing: safetensors' threads do not survive a fork.
+    process = FORKS.Process(target=_run, args=(arguments, before, file_limit, tmp_path / "stderr"))
     process.start()
-    process.join(60)
-    assert process.exitcode is not None
+    process.join(CALL)  # the first one waits for the server's imports
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"no end in {CALL} s")
     said = (tmp_path / "stderr").read_text().strip()
     (tmp_path / "stderr").unlink()
     return process.exitcode, said

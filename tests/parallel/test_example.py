@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def torchrun(script, *options):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow

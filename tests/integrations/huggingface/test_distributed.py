@@ -88,7 +88,7 @@ def one_layer(model):
 @pytest.mark.parametrize("layout", ["all_reduce", "tp"])
 def test_compiles_without_a_graph_break(layout, saved, ranks):
     path, _ = saved("qwen3_moe", one_layer)
-    for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout], timeout=300):
+    for actual, expected in ranks(2)(jobs.compiled, path, LAYOUTS[layout]):
         close(actual, expected)
 
 
