@@ -500,7 +500,7 @@ log("ends")
 @pytest.mark.parametrize(("gigabytes", "together"), [(100, True), (4, False)])
 def test_processes_of_a_cpu_compile_again_when_all_have_measured(config, tmp_path, monkeypatch, gigabytes, together):
     log = tmp_path / "log"
-    patience = 60 if together else 0.1  # on a busy machine the other process starts seconds later
+    patience = 600 if together else 0.1  # on a busy machine the other process starts much later
     (tmp_path / "worker.py").write_text(ALTERNATING.replace("LOG", str(log)).replace("PATIENCE", str(patience)))
     monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
     monkeypatch.setattr(processes, "_capacity", lambda device: gigabytes * 1e9)
