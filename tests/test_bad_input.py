@@ -121,3 +121,22 @@ def test_an_unknown_inner_compiler():
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"options\['thunder_moe.inner'\]: got 3, wanted the name of a compiler"):
         torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": 3})(torch.ones(2))
+
+
+@pytest.mark.parametrize("path", [None, 5])
+def test_a_checkpoint_is_at_a_path(path):
+    pytest.importorskip("transformers")
+    with pytest.raises(TypeError, match=f"^path: got {type(path).__name__}, wanted a string or a pathlib.Path$"):
+        thunder_moe.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_gradients_inside_transforms(transform):
+    swiglu = quantize_(model())["experts"]
+    with pytest.raises(NotImplementedError, match=r"no gradient inside .* use torch\.autograd"):
+        transform(lambda rows: swiglu(rows, ENDS).sum())(ROWS)
+
+
+def test_vmap_without_gradients():
+    swiglu = quantize_(model())["experts"]
+    assert torch.equal(torch.func.vmap(lambda rows: swiglu(rows, ENDS))(ROWS[None])[0], swiglu(ROWS, ENDS))

@@ -5,6 +5,7 @@ a time. Called by formats, decode, reader and convert; calls safetensors.
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partial
@@ -158,8 +159,11 @@ def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
         revision: of the hub model; None: its main one.
 
     Raises:
+        TypeError: the path is neither a string nor a path.
         FileNotFoundError: there is neither.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: got {type(path).__name__}, wanted a string or a pathlib.Path")
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

@@ -418,7 +418,7 @@ def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Te
 def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
     """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
     device, bias = x.device.type, stack._parameters.get("bias")  # by the dict: attributes of modules are slow
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
     codes, of_bias = id(stack._buffers.get("qdata")), None if bias is None else _version(bias)
     return _version(x), torch.is_grad_enabled(), autocast, chosen_backend(), codes, id(bias), of_bias
 

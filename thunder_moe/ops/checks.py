@@ -25,6 +25,7 @@ __all__ = [
     "check_optional",
     "check_rows_and_weight",
     "refuse_forward_ad",
+    "refuse_transformed_gradients",
     "refuse_weight_gradients",
 ]
 
@@ -132,6 +133,15 @@ def refuse_forward_ad() -> None:
         raise NotImplementedError(
             "operators of packed weights have no forward-mode derivative (dual_level, torch.func.jvp, jacfwd);"
             " use reverse mode"
+        )
+
+
+def refuse_transformed_gradients() -> None:
+    """NotImplementedError for a gradient inside a transform of torch.func, whose own error names no remedy."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "operators of packed weights have no gradient inside transforms of torch.func (grad, vjp, jacrev, vmap of"
+            " what requires a gradient); use torch.autograd.grad, or torch.no_grad() under vmap"
         )
 
 

@@ -31,7 +31,12 @@ from torch.utils._device import DeviceContext
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import chosen_backend, prepare
-from thunder_moe.ops.checks import WEIGHT_NAMES, refuse_forward_ad, refuse_weight_gradients
+from thunder_moe.ops.checks import (
+    WEIGHT_NAMES,
+    refuse_forward_ad,
+    refuse_transformed_gradients,
+    refuse_weight_gradients,
+)
 
 __all__ = ["OPERATORS", "Operator", "define", "in_format", "is_bare", "name_in", "operator"]
 
@@ -141,6 +146,7 @@ class Operator:
             plain = _is_plain(keys)
         if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
             assert self._differentiably is not None
+            refuse_transformed_gradients()
             return self._differentiably(keys, options, *args)
         if plain:
             return self._run_known(args, options)

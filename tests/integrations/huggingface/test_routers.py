@@ -461,3 +461,11 @@ def test_experts_take_the_order_of_the_one_operator_in_compiled_graphs(monkeypat
     assert "moe_route(" not in code
     assert "moe_router(" not in code
     assert relative_error(found, wanted) < 1e-5
+
+
+def test_a_model_on_meta_runs():
+    """Autocast knows no such device; shapes are counted there."""
+    model = quantize_(tiny_model("qwen3_moe"), linears=lambda module, name: "self_attn" in name).to("meta")
+    logits = model(torch.zeros(2, 5, dtype=torch.int64, device="meta")).logits
+    assert logits.is_meta
+    assert logits.shape[:2] == (2, 5)

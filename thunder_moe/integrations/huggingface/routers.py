@@ -152,7 +152,8 @@ class RouterCall:
             return False
         if biases != (self.bias == "") or not (self.flattens or hidden_states.ndim == 2):
             return False
-        if torch.is_autocast_enabled(hidden_states.device.type):
+        device = hidden_states.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
             return False
         for name, value in self.settings:  # noqa: SIM110  (a generator would take as long again)
             if getattr(router, name, None) != value:
