@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from thunder_moe.formats.checks import require_type
+
 __all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_json"]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -162,8 +164,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
         TypeError: the path is neither a string nor a path.
         FileNotFoundError: there is neither.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path: got {type(path).__name__}, wanted a string or a pathlib.Path")
+    require_type("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

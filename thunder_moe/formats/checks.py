@@ -20,7 +20,7 @@ def require(ok: bool, name: str, tensor: Tensor, wanted: str) -> None:
         raise mismatch(name, tensor, wanted)
 
 
-def require_type(name: str, value: object, kind: type, wanted: str) -> None:
+def require_type(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
     """Raises the TypeError of an argument that is not of a type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: got {type(value).__name__}, wanted {wanted}")

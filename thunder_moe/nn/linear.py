@@ -21,6 +21,7 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.layouts import LINEAR, layout_of_rank
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import bound_kernels, chosen_backend, lay_out, quantize
+from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
@@ -417,10 +418,9 @@ def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Te
 
 def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
     """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
-    device, bias = x.device.type, stack._parameters.get("bias")  # by the dict: attributes of modules are slow
-    autocast = torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+    bias = stack._parameters.get("bias")  # by the dict: attributes of modules are slow
     codes, of_bias = id(stack._buffers.get("qdata")), None if bias is None else _version(bias)
-    return _version(x), torch.is_grad_enabled(), autocast, chosen_backend(), codes, id(bias), of_bias
+    return _version(x), torch.is_grad_enabled(), autocast_dtype(x), chosen_backend(), codes, id(bias), of_bias
 
 
 def _version(x: Tensor) -> int | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
 from thunder_moe.integrations.huggingface.routers import KNOWN_CODE, has_only_settings, probe_copy, settings_of
+from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
 
@@ -53,7 +54,7 @@ class NormCall:
         for name, value in self.settings:
             if getattr(norm, name, None) != value:
                 return False
-        return x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)
+        return autocast_dtype(x) is None
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.rounds_first:

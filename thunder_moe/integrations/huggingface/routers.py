@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
 from thunder_moe.kernels.by_parts import PackedOrder
 from thunder_moe.kernels.select import bound_kernels
+from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
@@ -152,8 +153,7 @@ class RouterCall:
             return False
         if biases != (self.bias == "") or not (self.flattens or hidden_states.ndim == 2):
             return False
-        device = hidden_states.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):  # torch knows no autocast of meta tensors
+        if autocast_dtype(hidden_states) is not None:
             return False
         for name, value in self.settings:  # noqa: SIM110  (a generator would take as long again)
             if getattr(router, name, None) != value:
