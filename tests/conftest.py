@@ -160,17 +160,17 @@ def ties_have_an_order():
 
 @pytest.fixture(scope="module")
 def ranks():
-    """Processes of a gloo group by their number, `ranks(2)(function, *args)`; they live as long as a file's tests: each
-    of gloo's groups has a thread that wakes up a hundred times a second, and tests leave hundreds of groups. After a
-    test that has ended one there are new ones."""
+    """Processes of a group by their number, `ranks(2)(function, *args)`, of gloo unless it is `ranks(2, "nccl")`; they
+    live as long as a file's tests: each of gloo's groups has a thread that wakes up a hundred times a second, and tests
+    leave hundreds of groups. After a test that has ended one there are new ones."""
     groups = {}
 
-    def of(size):
-        if size in groups and not groups[size].alive:
-            groups.pop(size).close()
-        if size not in groups:
-            groups[size] = Ranks(size)
-        return groups[size]
+    def of(*key):
+        if key in groups and not groups[key].alive:
+            groups.pop(key).close()
+        if key not in groups:
+            groups[key] = Ranks(*key)
+        return groups[key]
 
     yield of
     for group in groups.values():

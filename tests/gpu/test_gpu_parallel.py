@@ -8,7 +8,6 @@ import parallel_jobs as jobs
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE
-from processes import Ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,19 +17,10 @@ FORMATS = ["bf16", "nvfp4", "mxfp8"]
 SPREAD = ["ep", "2x1", "1x2"]  # meshes of ExpertParallel
 
 
-@pytest.fixture(scope="module")
-def run():
+@pytest.fixture
+def run(ranks):
     """``run(function, *args)`` calls ``function(*args)`` in both processes -> the results by rank."""
-    groups = []
-
-    def of_both(function, *args):
-        if not groups or not groups[-1].alive:
-            groups.append(Ranks(2, "nccl"))
-        return groups[-1](jobs.within, function, *args, timeout=150)
-
-    yield of_both
-    for group in groups:
-        group.close()
+    return lambda function, *args: ranks(2, "nccl")(jobs.within, function, *args, timeout=150)
 
 
 def check(answers):

@@ -6,7 +6,6 @@ import pytest
 import sharded_jobs as jobs
 import torch
 from oracle import relative_error
-from processes import Ranks
 from tiny_models import tiny_model
 
 pytest.importorskip("transformers")
@@ -29,19 +28,10 @@ LAYOUTS = dict(
 MODELS = ["qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3"]
 
 
-@pytest.fixture(scope="module")
-def run():
+@pytest.fixture
+def run(ranks):
     """``run(function, *args)`` calls ``function(*args)`` in both processes -> the results by rank."""
-    groups = []
-
-    def of_both(function, *args):
-        if not groups or not groups[-1].alive:
-            groups.append(Ranks(2, "nccl"))
-        return groups[-1](function, *args, timeout=150)
-
-    yield of_both
-    for group in groups:
-        group.close()
+    return lambda function, *args: ranks(2, "nccl")(function, *args, timeout=150)
 
 
 @pytest.fixture(scope="module")

@@ -21,17 +21,22 @@ def _modules(tensors: Tensors) -> list[str]:
     return [name.removesuffix(".weight_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
 
 
-def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
-    """nvfp4-pack-quantized, as llm-compressor writes it: the global scale divides."""
-    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False)
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
+def _say(config: dict, format: str, group: dict) -> None:
+    """Makes the quantization_config one of compressed-tensors with a single group."""
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
+        "format": format,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": config["quantization_config"]["ignore"],
     }
+
+
+def compressed_tensors(tensors: Tensors, config: dict) -> Tensors:
+    """nvfp4-pack-quantized, as llm-compressor writes it: the global scale divides."""
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False)
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": "nvfp4-pack-quantized"}
+    _say(config, "nvfp4-pack-quantized", group)
     packed = {}
     modules = set(_modules(tensors))
     for name, tensor in tensors.items():
@@ -52,13 +57,7 @@ def compressed_tensors_mxfp8(tensors: Tensors, config: dict) -> Tensors:
         "weights": weights | {"dynamic": False},
         "input_activations": weights | {"dynamic": True},
     }
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": config["quantization_config"]["ignore"],
-    }
+    _say(config, "mxfp8-quantized", group)
     return tensors
 
 
