@@ -41,7 +41,9 @@ from thunder_moe import (
 )
 from thunder_moe.activations import SWIGLU
 from thunder_moe.formats import mxfp8
+from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.weight import joined
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import many_rows, nvrtc, prepared, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
@@ -261,6 +263,28 @@ def test_tiles_are_laid_out_on_the_device():
     for ours, cpu in ((tiled, expected), (back, weight)):
         for tensor, wanted in zip(ours.tensors(), cpu.tensors(), strict=True):
             assert torch.equal(tensor.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu])
+def test_8_bit_floats_are_moved_on_the_device(dtype):
+    """torch has no CUDA kernel for `cat` of the scales of MXFP8."""
+    bits = torch.arange(3 * 8 * 4, dtype=torch.uint8).view(3, 8, 4)
+    there = bits.cuda().view(dtype)
+    for dim in range(3):
+        pieces = there.split([1, bits.shape[dim] - 1], dim)
+        assert torch.equal(joined(pieces, dim).view(torch.uint8).cpu(), bits)
+    for change in (deinterleave, interleave, copy.deepcopy, lambda t: t[:, 2:6].contiguous()):
+        assert torch.equal(change(there).contiguous().view(torch.uint8).cpu(), change(bits))
+
+
+@pytest.mark.parametrize("pack", [quantize, mxfp8.quantize], ids=["nvfp4", "mxfp8"])
+def test_weights_are_concatenated_on_the_device(pack):
+    weight = pack(torch.randn(2, 128, 64))
+    expected, on_device = (
+        w.concatenate(w.rows(slice(0, 40)), w.rows(slice(40, 128))) for w in (weight, weight.to("cuda"))
+    )
+    for tensor, wanted in zip(on_device.tensors(), expected.tensors(), strict=True):
+        assert torch.equal(tensor.cpu().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def test_every_layout_computes_on_a_gpu(offsets):

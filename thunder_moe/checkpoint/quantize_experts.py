@@ -4,7 +4,6 @@ Called by convert and quantize_linears; calls float_weights to read, thunder_moe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log10
 
@@ -18,7 +17,7 @@ from thunder_moe.checkpoint.modules import ExpertBlock
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.registry import NumberFormat, dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import NVFP4Weight, PackedWeight, joined
 
 __all__ = ["Noise", "QuantizedExperts", "quantize_experts", "quantize_tensor"]
 
@@ -130,13 +129,7 @@ def _per_expert(
         packed.append(quantize_tensor(weight, infos, form, scale_search))
         noise.add(weight, packed[-1])
         packed[-1] = packed[-1].to("cpu")
-    return packed[0].with_tensors(map(_joined, zip(*(one.tensors() for one in packed), strict=True)))
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One after the other along the experts; 8-bit floats as bytes, which every version of torch joins."""
-    dtype = tensors[0].dtype
-    return torch.cat([t.view(torch.uint8) if t.itemsize == 1 else t for t in tensors]).view(dtype)
+    return packed[0].with_tensors(joined(each, 0) for each in zip(*(one.tensors() for one in packed), strict=True))
 
 
 def _fused(

@@ -25,7 +25,7 @@ from thunder_moe.formats.layouts import LINEAR, block_shapes, find_layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "check_weight"]
+__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "check_weight", "joined"]
 
 
 class PackedWeight:
@@ -143,7 +143,8 @@ class PackedWeight:
                 raise ValueError(f"weights: got shape {weight.shape}, wanted experts and in_features of {first.shape}")
         if len(weights) == 1:
             return first
-        return first.with_tensors(map(_stacked, zip(*(weight._per_row() for weight in weights), strict=True)))
+        tensors = zip(*(weight._per_row() for weight in weights), strict=True)
+        return first.with_tensors(joined(each, 1) for each in tensors)
 
     def _per_row(self) -> tuple[Tensor, ...]:
         """The tensors of a "linear" weight, each with the rows in dim 1."""
@@ -241,12 +242,12 @@ Weight = TypeVar("Weight", bound=PackedWeight)
 WEIGHTS: dict[str, Any] = {NVFP4.name: NVFP4Weight, MXFP8.name: MXFP8Weight}
 
 
-def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Concatenated along the rows; 8-bit floats as bytes, which every device can."""
+def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors of one dtype one after the other along a dimension; 8-bit floats as bytes, which every device joins."""
     first = tensors[0]
     if first.itemsize > 1 or not first.is_floating_point():
-        return torch.cat(tensors, 1)
-    return torch.cat([tensor.view(torch.uint8) for tensor in tensors], 1).view(first.dtype)
+        return torch.cat(list(tensors), dim)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim).view(first.dtype)
 
 
 QDATA_DTYPES = NVFP4.code_dtypes

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.nn.utils.parametrize import is_parametrized
 
+from thunder_moe.formats.weight import joined
 from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
 from thunder_moe.nn.lora import LoRALinear
 from thunder_moe.nn.packed import NVFP4Module
@@ -133,7 +134,7 @@ class Cut:
         local: Tensor = given._local_tensor  # several pieces have no to_local()
         if isinstance(local, LocalShardsWrapper):
             assert dims[-1] is not None
-            return torch.cat(local.local_shards(), dims[-1])
+            return joined(local.local_shards(), dims[-1])
         return local
 
 

@@ -39,7 +39,7 @@ from vllm.platforms import current_platform
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.mxfp8 import E8M0_NAN
 from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
-from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight, joined
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
 from thunder_moe.integrations.vllm.loading import mark_unloaded, refuse_reload, replace, require_loaded
@@ -242,8 +242,7 @@ class _ThunderMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 def _gate_then_up(rows: Tensor) -> Tensor:
     """(E, 2I, ...), rows of gate and up in turns -> the same with those of gate first."""
-    data = rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
-    return torch.cat([data[:, ::2], data[:, 1::2]], 1).view(rows.dtype)
+    return joined((rows[:, ::2], rows[:, 1::2]), 1)
 
 
 class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
