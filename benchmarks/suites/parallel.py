@@ -163,7 +163,8 @@ class _Layers:
             self.whole.router(x), top_k=self.whole.top_k, score="sigmoid", normalize=False, scores_dtype=torch.float32
         )
         sent = exchange.start(x, ids, scores, early)
-        return exchange.combine(sent.receive()[0], sent)
+        sent.receive_routing()
+        return exchange.combine(sent.receive_rows(), sent)
 
 
 def _measure(

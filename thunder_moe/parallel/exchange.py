@@ -3,7 +3,7 @@ Called by parallel.modules; calls torch.distributed._functional_collectives and 
 
     send     tokens (T, H) -> what can travel before the router has chosen
     start    the same tokens, global expert ids (T, A) -> collectives that run by themselves
-    receive  -> the tokens of all ranks that this one has an expert for, (T', H), with ids of its own experts (T', A)
+    receive  -> ids of its own experts (T', A), then the tokens of all ranks that this one has an expert for, (T', H)
     combine  the sums (T', H) of this rank's experts -> (T, H), a token's sums of all ranks added; where `sums_rows`,
              the rows of the experts, of which it adds up one rank's tokens while the last one's sums travel
 
@@ -57,12 +57,16 @@ class Sent:
     overflow: Tensor | None
     back: tuple[Any, ...]
 
-    def receive(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Waits for the collectives: tokens (T', H), int32 ids (T', A) among this rank's experts, outside of [0, L)
-        where the expert is elsewhere, and float32 weights (T', A)."""
-        rows, routing = wait(self.rows), wait(self.routing)
+    def receive_routing(self) -> tuple[Tensor, Tensor | None]:
+        """Waits for the collective: int32 ids (T', A) among this rank's experts, outside of [0, L) where the expert is
+        elsewhere, and float32 weights (T', A)."""
+        routing = wait(self.routing)
         ids = (routing[:, : self.top_k].detach() - self.first).to(torch.int32)
-        return rows, ids, routing[:, self.top_k :].contiguous() if self.weighted else None
+        return ids, routing[:, self.top_k :].contiguous() if self.weighted else None
+
+    def receive_rows(self) -> Tensor:
+        """Waits for the tokens (T', H), which may travel while the ids are sorted."""
+        return wait(self.rows)
 
 
 class Exchange:
@@ -127,7 +131,7 @@ class Exchange:
         return self.rank * self.experts
 
     def sharers(self, top_k: int) -> int:
-        """One in about so many of the ids that `Sent.receive` gives is of an expert of this rank."""
+        """One in about so many of the ids that `Sent.receive_routing` gives is of an expert of this rank."""
         return self.ranks
 
     @property
@@ -182,8 +186,9 @@ class AllToAll(Exchange):
             fits_TR = (slot_row >= 0) & (position_TR < room)
             slot_row = torch.where(fits_TR, position_TR + ranks_R * room, -1).int()
             ends_R = (ranks_R + 1).int() * room
-        sent = _all_to_all(rows, coming, sending, self._group)
+        # In this order: the ids are sorted while the tokens travel.
         routing = _all_to_all(routing, coming, sending, self._group)
+        sent = _all_to_all(rows, coming, sending, self._group)
         back = (slot_row, ends_R, coming, sending)
         return Sent(sent, routing, top_k, weights is not None, tokens, self.first, overflow, back)
 

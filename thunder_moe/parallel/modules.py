@@ -61,10 +61,10 @@ class _ExpertParallelRows(nn.Module):
         _refuse_broadcast(self, self.exchange.mesh)
         expert_M = torch.where(live_rows(offsets, x.shape[0])[:, 0], expert_of_row(offsets, x.shape[0]), -1)
         sent = self.exchange.start(x, expert_M[:, None], None if scales is None else scales[:, None])
-        rows, ids, weights = sent.receive()
+        ids, weights = sent.receive_routing()
         row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, self.exchange.experts)
         record(self, ends, sent.overflow)
-        order = row_slot.long()
+        rows, order = sent.receive_rows(), row_slot.long()
         own: Any = super()
         if scales is None or weights is None:
             out = own.forward(rows.index_select(0, order), ends)
@@ -120,10 +120,11 @@ class ExpertParallelLlama4MoE(Llama4MoE):
 
     def _send_back(self, sent: Sent) -> Any:
         """Runs this rank's experts on what came (T', H), and sends their weighted sums off, for `Exchange.finish`."""
-        rows, ids, weights = sent.receive()
+        ids, weights = sent.receive_routing()
         assert weights is not None
         row_slot, ends, slot_row = torch.ops.thunder_moe.moe_route(ids, self.exchange.experts)
         record(self, ends, sent.overflow)
+        rows = sent.receive_rows()
         fused = weights_to_fuse(self.routed_experts)
         if fused is not None:
             order = row_slot, ends, slot_row
