@@ -5,9 +5,10 @@ The processes are started once; what a test runs in them is in programs.py.
 
 import programs
 import pytest
+import torch
 
 from thunder_moe import GroupedSwiGLU
-from thunder_moe.parallel import ExpertParallel, TensorParallel, expert_load
+from thunder_moe.parallel import ExpertParallel, TensorParallel, exchange, expert_load
 
 TOLERANCE = 1e-5  # float32; sums of ranks are added in another order
 # Rows of each of eight experts.
@@ -180,6 +181,16 @@ def test_more_tokens_than_a_gather_has_room_for(run):
 
 def test_symmetric_memory_wants_gpus(run):
     assert all("wanted CUDA devices" in outcome for outcome in run(programs.no_gpu))
+
+
+def test_the_gather_of_symmetric_memory_is_an_operator_of_graphs(monkeypatch):
+    monkeypatch.setattr(exchange, "_start_symmetric", lambda x, ranks, group_name: x.repeat(ranks, 1))
+    gather = torch.ops.thunder_moe.symmetric_all_gather
+    torch.library.opcheck(gather.default, (torch.randn(3, 4), 2, "a group"))
+    compiled = torch.compile(lambda x: gather(2 * x, 2, "a group"), fullgraph=True, backend="aot_eager")
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        assert torch.equal(compiled(x), (2 * x).repeat(2, 1))
 
 
 @pytest.mark.parametrize(

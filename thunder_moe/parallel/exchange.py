@@ -260,10 +260,10 @@ class SymmetricMemory(AllGather):
         if torch.is_grad_enabled() and x.requires_grad:
             raise ValueError("exchange: got 'symmetric_memory', which has no gradients; wanted torch.no_grad()")
         x = _padded(x, self._room(x))
-        # The workspace has to have its size for the sums before others read it: growing makes a new one.
         name = self._group.group_name
-        symmetric_memory.get_symm_mem_workspace(name, self.ranks * x.nbytes)
-        return _pending(torch.ops.symm_mem._low_contention_all_gather(x, name)), x
+        if torch.compiler.is_compiling():
+            return torch.ops.thunder_moe.symmetric_all_gather(x, self.ranks, name), x
+        return collectives.AsyncCollectiveTensor(_start_symmetric(x, self.ranks, name)), x
 
     def start(self, x: Tensor, ids: Tensor, weights: Tensor | None = None, early: Any = None) -> Sent:
         early = self.send(x) if early is None else early
@@ -286,6 +286,25 @@ class SymmetricMemory(AllGather):
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         return _pending(torch.ops.symm_mem._low_contention_reduce_scatter(x, "sum", self._group.group_name))
+
+
+def _start_symmetric(x: Tensor, ranks: int, group_name: Any) -> Tensor:
+    # The workspace has to have its size for the sums before others read it: growing makes a new one.
+    symmetric_memory.get_symm_mem_workspace(group_name, ranks * x.nbytes)
+    rows: Tensor = torch.ops.symm_mem._low_contention_all_gather(x, group_name)
+    return rows
+
+
+@torch.library.custom_op("thunder_moe::symmetric_all_gather", mutates_args=())
+def _symmetric_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """(T, H) -> (ranks * T, H), for graphs: torch's compiler cannot trace what gives the workspace its size."""
+    rows: Tensor = collectives.wait_tensor(_start_symmetric(x, ranks, group_name))
+    return rows
+
+
+@_symmetric_all_gather.register_fake
+def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty(ranks * x.shape[0], x.shape[1])
 
 
 EXCHANGES: dict[str, type[Exchange]] = {
