@@ -36,6 +36,7 @@ EXCHANGES = {
     "capacity": dict(capacity=ROOM),
     "gather": dict(exchange="all_gather"),
     "gather, capacity": dict(exchange="all_gather", capacity=ROOM),
+    "symmetric": dict(exchange="symmetric_memory", capacity=ROOM),
     "chunks": dict(exchange="all_gather", capacity=ROOM, chunks=2),
 }
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_shift=1.0)
@@ -239,10 +240,47 @@ def run_experts(mesh, exchange, kind, format, splits):
     return judged(got, one, wanted)
 
 
-def compiled_layer(mesh, exchange, format, train):
+def quiet(mesh, exchange, format, train):
+    """A warm step in which nothing waits for the device, and a CUDA graph of it with other tokens -> errors beside
+    plain calls."""
+    moe = parallelize_module(layer(format), mesh_of(mesh), style(mesh, exchange))
+    generator = torch.Generator().manual_seed(5 + place(mesh)[0])
+    inputs = [torch.randn(1, 40, H, generator=generator).bfloat16().to(DEVICE) for _ in range(4)]
+    x = inputs[0].clone().requires_grad_(train)
+
+    def step():
+        out = moe(x)
+        return [out, *(torch.autograd.grad(out.float().square().sum(), [x, moe.router.weight]) if train else [])]
+
+    stream = torch.cuda.Stream()
+    with torch.set_grad_enabled(train), torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            results = step()
+        errors = []
+        for other in inputs:
+            x.detach().copy_(other)
+            graph.replay()
+            torch.cuda.synchronize()
+            got = [t.detach().clone() for t in results]
+            errors += [relative_error(a.cpu(), b.detach().cpu()) for a, b in zip(got, step(), strict=True)]
+            torch.cuda.synchronize()
+    return errors
+
+
+def compiled_layer(mesh, exchange, format, train, backend):
     """Errors of a compiled layer beside the plain one, with other numbers of tokens."""
     moe = parallelize_module(layer(format), mesh_of(mesh), style(mesh, exchange))
-    run, errors = torch.compile(moe, fullgraph=True, backend="aot_eager"), []
+    run, errors = torch.compile(moe, fullgraph=True, backend=backend), []
     for count in (40, 7):
         x = (
             torch.randn(1, count, H, generator=torch.Generator().manual_seed(count + place(mesh)[0]))

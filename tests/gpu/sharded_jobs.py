@@ -34,11 +34,11 @@ def logits(path, config, dtype):
     return out, greedy, {buffer.device.type for buffer in buffers}, sum(buffer.nbytes for buffer in buffers)
 
 
-def compiled(path, config):
+def compiled(path, config, backend):
     """Logits of the compiled model, and of the eager one."""
     torch._dynamo.reset()
     model = load(path, config, torch.float32)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    run = torch.compile(model, backend=backend, fullgraph=True)
     with torch.no_grad():
         return run(tokens(), use_cache=False).logits.cpu(), model(tokens()).logits.cpu()
 

@@ -24,7 +24,7 @@ def run(ranks):
 
 
 def check(answers):
-    """bf16 sums of two ranks, rounded twice where one process rounds once: twice the tolerance of a kernel."""
+    """bf16 sums of two ranks, rounded twice where one process rounds once."""
     for errors in answers:
         for name, (error, of_one) in errors.items():
             assert error <= max(1.5 * of_one, 2 * KERNEL_TOLERANCE[torch.bfloat16]), (name, error, of_one)
@@ -43,7 +43,7 @@ def cases():
 @pytest.mark.parametrize(("mesh", "exchange", "format", "also"), list(cases()))
 def test_layer(run, mesh, exchange, format, also):
     for tokens in ("many", also):
-        for train in (False, True):
+        for train in (False, True) if exchange != "symmetric" else (False,):
             check(run(jobs.run_layer, mesh, exchange, format, tokens, train))
 
 
@@ -59,11 +59,26 @@ def test_experts(run, mesh, exchange, kind, format):
         check(run(jobs.run_experts, mesh, exchange, kind, format, splits))
 
 
+QUIET = [*itertools.product(SPREAD, ["capacity", "gather, capacity", "symmetric"]), ("tp", "exact")]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("mesh", "exchange"), QUIET)
+def test_nothing_waits_and_graphs_take_other_tokens(run, mesh, exchange, format):
+    for train in (False, True) if exchange != "symmetric" else (False,):
+        for errors in run(jobs.quiet, mesh, exchange, format, train):
+            # Rows of 16-bit weights come of index_select, whose backward adds the A rows of a token in bf16 by atomics:
+            # an order that is not fixed, and A - 1 roundings of 2**-9.
+            assert max(errors) <= ((jobs.A - 1) * 2**-9 if train and format == "bf16" else 1e-3)
+
+
 COMPILED = [
     ("ep", "exact", "nvfp4", False),
     ("ep", "exact", "mxfp8", False),
     ("ep", "capacity", "bf16", True),
     ("ep", "gather, capacity", "nvfp4", True),
+    ("ep", "symmetric", "mxfp8", False),
+    ("1x2", "symmetric", "bf16", False),
     ("2x1", "capacity", "nvfp4", True),
     ("1x2", "gather, capacity", "mxfp8", True),
     ("1x2", "exact", "nvfp4", False),
@@ -72,10 +87,13 @@ COMPILED = [
 ]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize(("mesh", "exchange", "format", "train"), COMPILED)
-def test_compiled(run, mesh, exchange, format, train):
-    for errors in run(jobs.compiled_layer, mesh, exchange, format, train):
-        assert max(errors) < 5e-3
+def test_compiled(run, mesh, exchange, format, train, backend):
+    # Inductor keeps float32 between operators that it fuses, where plain calls round to bf16: each is off by so much.
+    bound = KERNEL_TOLERANCE[torch.bfloat16] * (2 if backend == "inductor" else 1)
+    for errors in run(jobs.compiled_layer, mesh, exchange, format, train, backend):
+        assert max(errors) < bound
 
 
 @pytest.mark.parametrize("format", FORMATS)

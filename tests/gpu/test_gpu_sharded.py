@@ -85,9 +85,10 @@ def test_logits(run, saved, one, name, layout, format):
         assert median_error(actual, expected) < max(1.5 * of_one, 1e-2)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("layout", ["all_reduce", "tp"])
-def test_compiled(run, saved, layout):
-    for actual, expected in run(jobs.compiled, saved("qwen3_moe", "nvfp4"), LAYOUTS[layout]):
+def test_compiled(run, saved, layout, backend):
+    for actual, expected in run(jobs.compiled, saved("qwen3_moe", "nvfp4"), LAYOUTS[layout], backend):
         assert relative_error(actual, expected) < 1e-4
 
 
