@@ -3,6 +3,7 @@ Called by pytest; calls plain torch for what is expected.
 """
 
 import copy
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_models import ARCHITECTURES, tiny_model, tokens
 from thunder_moe import dequantize_, quantize_, rewrite_report
 from thunder_moe.compilers.eligibility import GroupedGemm
 from thunder_moe.formats.gate_up import interleave
+from thunder_moe.integrations.huggingface import lora_files
 from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
 from thunder_moe.lora_merge import merge_lora_, unmerge_lora_
 
@@ -195,3 +197,44 @@ def test_offloaded_models():
     model = accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     with pytest.raises(ValueError, match="its weight is on the meta device .offloaded"):
         add_lora_(model, 4, 8)
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    model = adapted(next(iter(ARCHITECTURES)))
+    lora_files.save_lora(model, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise lora_files.SafetensorError("I/O error: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lora_files, "save_file", full)
+        with pytest.raises(OSError, match=r"adapter_model.*cannot be written.*No space"):
+            lora_files.save_lora(model, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+    replace = os.replace
+
+    def interrupted(source, target):
+        replace(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # new weights never stand beside an older rank and alpha
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lora_files.save_lora(model, tmp_path)
+    with pytest.raises(FileNotFoundError, match="adapter_config"):
+        lora_files.load_lora_(model, tmp_path)
+
+
+def test_broken_files_of_an_adapter_are_named(tmp_path):
+    model = adapted(next(iter(ARCHITECTURES)))
+    lora_files.save_lora(model, tmp_path)
+    weights = tmp_path / lora_files.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read"):
+        lora_files.load_lora_(model, tmp_path)
+    (tmp_path / lora_files.CONFIG).write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json: is not JSON"):
+        lora_files.load_lora_(model, tmp_path)

@@ -337,6 +337,29 @@ def test_a_folder_is_used_again(tmp_path, quantized):
     assert [file.name for file in tmp_path.iterdir()] == ["saved"]
 
 
+def test_an_interruption_between_two_saves_leaves_nothing_that_loads(tmp_path, quantized, monkeypatch):
+    """Shards of a new save beside those of an older one are a mixture of two models."""
+    path, replace, moved = tmp_path / "saved", os.replace, []
+    quantized.save_pretrained(path, max_shard_size="20KB")
+
+    def interrupted(source, target):
+        if Path(target).parent == path:
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+            moved.append(target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantized.save_pretrained(path, max_shard_size="20KB")
+    monkeypatch.undo()
+    assert len(moved) == 2
+    with pytest.raises((OSError, ValueError)):
+        from_pretrained(path)
+    quantized.save_pretrained(path, max_shard_size="20KB")
+    assert_same(quantized, from_pretrained(path))
+
+
 def test_a_folder_that_is_a_mount_point(tmp_path, quantized, monkeypatch):
     replace = os.replace
 

@@ -37,6 +37,7 @@ from thunder_moe.integrations.huggingface.lora_files import (
     save_lora,
     set_adapter_,
     targets,
+    write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, use
 from thunder_moe.lora import add_lora_, lora_linears, refuse_merged, use_lora_
@@ -405,5 +406,4 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             modules = config["target_modules"]
             config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_adapter(folder, tensors, config)

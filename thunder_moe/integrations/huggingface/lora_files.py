@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from thunder_moe.checkpoint.files import read_json
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
@@ -49,6 +52,7 @@ __all__ = [
     "save_lora",
     "set_adapter_",
     "targets",
+    "write_adapter",
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -150,6 +154,7 @@ def save_lora(
         config: more entries of adapter_config.json, a dictionary.
 
     Raises:
+        OSError: a file cannot be written; an adapter that was there stays.
         ValueError: no experts with that adapter, merged adapters, or with per_expert experts that are not gated.
     """
     refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
@@ -158,12 +163,33 @@ def save_lora(
         raise ValueError(
             f"adapter: got {adapter!r}, which no experts of transformers' models in {type(model).__name__} have"
         )
-    path = Path(path)
+    path = Path(path).expanduser()
     path.mkdir(parents=True, exist_ok=True)
     encoded = _encode_per_expert(model, chosen) if per_expert else _encode(chosen)
     tensors = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in [*encoded, *_encode_dense(dense)]}
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-    (path / CONFIG).write_text(json.dumps(_config(model, chosen, dense, per_expert) | (config or {}), indent=2) + "\n")
+    write_adapter(path, tensors, _config(model, chosen, dense, per_expert) | (config or {}))
+
+
+def write_adapter(path: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Writes both files of an adapter into an existing directory; an error leaves an earlier adapter there as it was.
+
+    The configuration goes first and comes last, so that an interruption never leaves weights beside the rank and alpha
+    of others.
+    """
+    weights, settings = path / f"{WEIGHTS}.unfinished", path / f"{CONFIG}.unfinished"
+    try:
+        try:
+            save_file(tensors, weights, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{weights}: cannot be written: {error}") from error
+        settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except BaseException:
+        weights.unlink(missing_ok=True)
+        settings.unlink(missing_ok=True)
+        raise
+    (path / CONFIG).unlink(missing_ok=True)
+    os.replace(weights, path / WEIGHTS)
+    os.replace(settings, path / CONFIG)
 
 
 def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, freeze: bool = True) -> nn.Module:
@@ -176,9 +202,10 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
         freeze: as in `add_lora_`.
 
     Raises:
-        ValueError: the adapter matches no experts of the model, or is also of other modules (attention, say), which
-            `get_peft_model` handles; tensors that do not fit; a kind of adapter that is not plain LoRA; merged adapters
-            in the model, or one of that name in linears of which the files have none.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is truncated (names it); the adapter matches no experts of the model, or is also of other
+            modules (attention, say), which `get_peft_model` handles; tensors that do not fit; a kind of adapter that is
+            not plain LoRA; merged adapters in the model, or one of that name in linears of which the files have none.
     """
     found, rest, config = read_adapter(model, path)
     if rest:
@@ -233,11 +260,16 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
         ValueError: as `load_lora_`, but for other tensors.
     """
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
-    path = Path(path)
-    config = json.loads((path / CONFIG).read_text())
+    path = Path(path).expanduser()
+    config = read_json(path / CONFIG)
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
         raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
-    tensors = load_file(path / WEIGHTS)
+    try:
+        tensors = load_file(path / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(
+            f"path: {path / WEIGHTS} cannot be read, truncated or no safetensors file ({error})"
+        ) from error
     known = targets(model)
     rest, dense = {}, {target.name: target for target in dense_targets(model)}
     found: dict[str, Adapter] = {}

@@ -37,6 +37,7 @@ except ImportError as error:
 
 __all__ = ["QuantizedModel", "SavesNVFP4", "forget_quantization", "mark_quantized"]
 
+CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -313,16 +314,22 @@ def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator
 
 
 def _move(whole: Path, directory: Path) -> None:
-    """Moves the files of a checkpoint into a directory, and removes those of another one's weights there."""
+    """Moves the files of a checkpoint into a directory, and removes those of another one's weights there.
+
+    config.json goes first and comes last: an interruption never leaves a mixture of two saves that loads.
+    """
     if not directory.exists():
         os.rename(whole, directory)
         return
-    new = [file.name for file in whole.iterdir()]
-    for name in sorted(new, key=lambda name: (not name.endswith(".safetensors"), name)):  # configs last
-        os.replace(whole / name, directory / name)
+    new = sorted(file.name for file in whole.iterdir())
+    (directory / CONFIG_NAME).unlink(missing_ok=True)
+    for name in new:
+        if name != CONFIG_NAME:
+            os.replace(whole / name, directory / name)
     for file in directory.iterdir():
         if file.name not in new and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
             file.unlink()
+    os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
 
 
 def _upload(directory: Path, token: str | bool | None, **options: Any) -> None:
