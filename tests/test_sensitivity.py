@@ -5,6 +5,8 @@ Called by pytest; judged by `quantize_`, by trying all choices, and by the 16-bi
 import itertools
 import json
 import logging
+import math
+import os
 import random
 import sys
 
@@ -18,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from thunder_moe import load_checkpoint, quantize_
 from thunder_moe.__main__ import main
 from thunder_moe.sensitivity import BlockLoss, Sensitivity, choose_formats, load_formats, measure_sensitivity
-from thunder_moe.sensitivity.formats_file import format_of_path
+from thunder_moe.sensitivity.formats_file import format_of_path, read_sensitivity, write
+from thunder_moe.sensitivity.measure import WIDE
 
 NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
@@ -288,7 +291,9 @@ def test_blocks_of_checkpoints_with_other_names():
         (["--budget", "-1"], "--budget: got -1.0, wanted gigabytes above 0"),
         (["--budget", "nan"], "--budget: got nan"),
         (["--device", "tpu"], "--device: got 'tpu'"),
+        (["--device", "meta"], "--device: got 'meta', which cannot be used here"),
         (["--output", "nowhere/out"], "--output: no folder"),
+        (["--output", ""], "--output: got '.', wanted a name without suffix"),
     ],
 )
 def test_bad_arguments(folder, more, message, capsys):
@@ -312,10 +317,71 @@ def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
         load_formats(tmp_path / "a.json")
     with pytest.raises(ValueError, match="has 'int4' for"):
         load_formats(write_formats(tmp_path / "c.json", _0="int4"))
+    (tmp_path / "list.json").write_text('{"formats": {"a": ["nvfp4"]}}')
+    with pytest.raises(ValueError, match=r"has \['nvfp4'\] for 'a'"):
+        load_formats(tmp_path / "list.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="deep.json' is no JSON"):
+        load_formats(tmp_path / "deep.json")
     with pytest.raises(FileNotFoundError, match="no file"):
         load_formats(tmp_path / "d.json")
+    (tmp_path / "folder.json").mkdir()
+    line = arguments(folder, "--output", str(tmp_path / "folder"), "--no-plot")
+    assert "folder.json' is a folder, wanted another name" in message(*line)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who writes everywhere
+        assert "cannot be written" in message(*arguments(folder, "--no-plot"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'thunder_moe[bench]', or give --no-plot" in message(*arguments(folder))
+
+
+def _spoil(content, *path, value):
+    for key in path[:-1]:
+        content = content[key]
+    content[path[-1]] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("loss",), None),
+        (("loss",), math.nan),
+        (("tokens",), "64"),
+        (("other_bytes",), -1),
+        (("blocks",), "abc"),
+        (("blocks", 0, "name"), "b"),
+        (("blocks", 0, "name"), 1),
+        (("blocks", 0, "nbytes"), [1]),
+        (("blocks", 0, "nbytes", "nvfp4"), "1"),
+        (("blocks", 0, "increase", "nvfp4"), math.nan),
+        (("blocks", 0, "increase", "nvfp4"), math.inf),
+        (("blocks", 0, "error"), {}),
+    ],
+)
+def test_spoiled_measurements(tmp_path, path, value):
+    numbers = {WIDE: 0.0, "nvfp4": 0.5}
+    blocks = tuple(BlockLoss(name, {WIDE: 4, "nvfp4": 1}, numbers, numbers) for name in "ab")
+    file = tmp_path / "found.json"
+    write(file, Sensitivity(1.0, 64, 10, blocks), model="m")
+    found, more = read_sensitivity(file)
+    assert found == Sensitivity(1.0, 64, 10, blocks)
+    assert more == {"model": "m"}
+    content = json.loads(file.read_text())
+    _spoil(content, *path, value=value)
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="found.json' has no measurement"):
+        read_sensitivity(file)
+
+
+def test_a_measurement_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "found.json"
+    file.write_text("an earlier one")
+    numbers = {WIDE: 0.0, "nvfp4": 0.5}
+    found = Sensitivity(1.0, 64, 10, (BlockLoss("a", {WIDE: 4, "nvfp4": 1}, numbers, numbers),))
+    (tmp_path / "found.json.unfinished").mkdir()  # so that the new one cannot be written
+    with pytest.raises(OSError, match=r"found\.json\.unfinished"):
+        write(file, found)
+    assert file.read_text() == "an earlier one"
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from math import isinf
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from thunder_moe.checkpoint import LayerError, convert
 
 __all__ = ["main"]
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_shard_size=options.max_shard_size,
             progress=not options.quiet,
         )
-    except (ValueError, OSError, ImportError, MemoryError) as error:
+    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -363,6 +363,13 @@ def test_a_folder_that_is_not_ours_stays(tmp_path, source):
     assert (tmp_path / "out.partial" / "mine").read_text() == "keep"
 
 
+def test_a_destination_that_is_a_link_to_nothing(tmp_path, source):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="out exists already"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
 def test_what_goes_along(tmp_path, source):
     wanted = ["LICENSE", "vocab.bpe", "merges.txt", "modeling_own.py", "tokenizer.model", "figures/a.png",
               "templates/chat.jinja", "deep/er/config.json"]  # fmt: skip

@@ -255,8 +255,8 @@ def parse_size(size: int | str) -> int:
 
 
 def require_absent(path: Path) -> None:
-    """Raises FileExistsError when a path exists: nothing is overwritten."""
-    if path.exists():
+    """Raises FileExistsError when a path exists, or is a link to nothing: nothing is overwritten."""
+    if os.path.lexists(path):
         raise FileExistsError(f"path: {path} exists already; remove it or choose another")
 
 

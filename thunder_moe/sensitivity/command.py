@@ -5,6 +5,7 @@ Called by the command line; calls measure, budget, formats_file, report, and int
 from __future__ import annotations
 
 import argparse
+import os
 from math import isfinite
 from pathlib import Path
 
@@ -21,14 +22,12 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         ValueError: an argument, named with its value, or as `measure_sensitivity` and `choose_formats`.
-        FileNotFoundError: no model, text or folder of the output.
+        OSError: no model or text, or the output cannot be written.
         ImportError: transformers or matplotlib is missing.
     """
     if options.budget is not None and not (isfinite(options.budget) and options.budget > 0):
         raise ValueError(f"--budget: got {options.budget}, wanted gigabytes above 0")
-    output = Path(options.output).expanduser()
-    if not output.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--output: no folder {str(output.absolute().parent)!r}, wanted one that exists")
+    files = _output_files(Path(options.output).expanduser())
     if not options.no_plot:
         require_matplotlib()
     if options.model.endswith(".json"):
@@ -46,7 +45,6 @@ def run(options: argparse.Namespace) -> None:
         model = load_model(options.model, options.dtype, options.device)
         found = measure_sensitivity(model, windows, progress=not options.quiet)
         about = {"model": options.model, "data": options.data, "context": options.context, "dtype": options.dtype}
-    files = output.parent / f"{output.name}.json", output.parent / f"{output.name}.png"
     write(files[0], found, **about)  # what took long is kept whatever follows
     choice = choose_formats(found, options.budget) if options.budget is not None else None
     if choice is not None:
@@ -64,6 +62,22 @@ def run(options: argparse.Namespace) -> None:
         if choice is not None:
             print(_summary(choice, measured, options.budget))
         print("wrote " + " and ".join(str(file) for file in files[: 1 if options.no_plot else 2]))
+
+
+def _output_files(output: Path) -> tuple[Path, Path]:
+    """The files to write, JSON and plot; an error before hours of work rather than after them."""
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"--output: no folder {str(folder)!r}, wanted one that exists")
+    if output.name in ("", ".."):
+        raise ValueError(f"--output: got {str(output)!r}, wanted a name without suffix for the files")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"--output: the folder {str(folder)!r} cannot be written")
+    files = output.parent / f"{output.name}.json", output.parent / f"{output.name}.png"
+    for file in files:
+        if file.is_dir():
+            raise IsADirectoryError(f"--output: {str(file)!r} is a folder, wanted another name")
+    return files
 
 
 def _summary(choice: Choice, measured: float | None, budget: float) -> str:

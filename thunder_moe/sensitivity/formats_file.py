@@ -1,5 +1,6 @@
 """The JSON file of a measurement and of the formats chosen from it.
-Called by the command line and users; calls measure for the classes. `load_formats` reads it for `quantize_`.
+Called by the command line and users; calls measure for the classes and checkpoint.writer. `load_formats` reads it for
+`quantize_`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from thunder_moe.checkpoint.writer import write_json
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 
@@ -69,7 +72,7 @@ def read_formats(path: str | Path) -> dict[str, str | None]:
     if not isinstance(formats, dict) or not formats:
         raise ValueError(f"formats: {str(path)!r} has no 'formats' by name, wanted a file of the command sensitivity")
     for name, format in formats.items():
-        if format is not None and format not in FORMATS:
+        if format is not None and not (isinstance(format, str) and format in FORMATS):
             raise ValueError(
                 f"formats: {str(path)!r} has {format!r} for {name!r}, wanted one of {tuple(FORMATS)}, or null"
             )
@@ -107,7 +110,7 @@ def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
     try:
         blocks = tuple(BlockLoss(**block) for block in content.pop("blocks"))
         found = Sensitivity(content.pop("loss"), content.pop("tokens"), content.pop("other_bytes"), blocks)
-        valid = all({WIDE} < b.nbytes.keys() == b.increase.keys() for b in blocks) and bool(blocks)
+        valid = _is_measurement(found)
     except (KeyError, TypeError, AttributeError):
         valid = False
     if not valid:
@@ -115,9 +118,25 @@ def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
     return found, content
 
 
+def _is_measurement(found: Sensitivity) -> bool:
+    """Whether names are different ones, numbers finite, and bytes no less than 0."""
+    blocks = found.blocks
+    names = [block.name for block in blocks]
+    keys = all({WIDE} < b.nbytes.keys() == b.increase.keys() == b.error.keys() for b in blocks)
+    sizes = [found.tokens, found.other_bytes, *(n for block in blocks for n in block.nbytes.values())]
+    numbers = [found.loss, *(x for block in blocks for x in (*block.increase.values(), *block.error.values()))]
+    return (
+        0 < len(names) == len(set(names))
+        and keys
+        and all(isinstance(name, str) for name in names)
+        and all(type(size) is int and size >= 0 for size in sizes)
+        and all(type(number) in (int, float) and isfinite(number) for number in numbers)
+    )
+
+
 def write(path: Path, found: Sensitivity, **more: Any) -> None:
-    """Writes a measurement, with what else is to be told of it (formats, model, text)."""
-    path.write_text(json.dumps({**more, **asdict(found)}, indent=2) + "\n", encoding="utf-8")
+    """Writes a measurement, with what else is to be told of it (formats, model, text): whole or not at all."""
+    write_json(path, {**more, **asdict(found)})
 
 
 def _read(path: str | Path) -> dict[str, Any]:
@@ -125,7 +144,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"formats: no file {str(path)!r}, wanted one of the command sensitivity") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"formats: {str(path)!r} is no JSON ({error}), wanted a file of the command sensitivity"
         ) from error

@@ -30,7 +30,7 @@ def load_model(name: str, dtype: str, device: str) -> Any:
     path = find_checkpoint(name)
     try:
         place = torch.device(device)
-        torch.zeros(1, device=place)
+        torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"--device: got {device!r}, which cannot be used here ({reason})") from error
