@@ -59,6 +59,7 @@ def eager_graphs(monkeypatch):
 
 
 @pytest.mark.filterwarnings("default::thunder_moe.compilers.report.RewriteWarning")  # pages train, too
+@pytest.mark.filterwarnings("error:erase_node")  # of torch.fx, which users would see
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES_WITH_CODE],

@@ -528,7 +528,7 @@ def _sort(block: SelectedExperts, routes: dict[fx.Node, list[fx.Node]], *packed:
 def _erase(scope: Scope, node: fx.Node) -> None:
     """Erases a node that nobody reads, then those that only it read. Graph-wide dead code elimination takes in-place
     methods for dead."""
-    if node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
+    if node._erased or node.users or node.op == "placeholder" or _is_seen_elsewhere(scope, node):
         return
     inputs = node.all_input_nodes
     scope.graph.erase_node(node)
