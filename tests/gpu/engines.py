@@ -18,25 +18,29 @@ from thunder_moe import load_checkpoint, quantize_, save_checkpoint, use_backend
 
 PROMPTS = [[(7 * i + 3 * j + 1) % 500 for j in range(17)] for i in range(4)]
 NEW = 12
-TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above the mean; on a CPU bf16 is 0.05 off
-# A router's near tie: the second and third logit are less than this share of the first one apart. There bf16 may choose
-# another expert than fp32, and log probabilities are up to 0.3 off.
-TIE = 0.02
+TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above the mean; on a CPU bf16 is 0.041 off
 
 
-def written(path: Path, seed: int) -> Path:
-    """A checkpoint of 3 layers with 16 experts, 2 of which run for each token."""
+def written(path: Path, seed: int, format: str = "nvfp4") -> Path:
+    """A checkpoint of 3 layers with 16 experts, 8 of which run for each token.
+
+    Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
+    a weight, with a router of doubled weights, that this changes no number beyond the tolerance.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=512, hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
+        head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=8, norm_topk_prob=True,
         num_hidden_layers=3, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
         initializer_range=0.06, dtype="bfloat16",
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    return save_checkpoint(quantize_(model), path)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.mul_(2)
+    return save_checkpoint(quantize_(model, format=format), path)
 
 
 @contextlib.contextmanager
@@ -87,26 +91,16 @@ def generated(llm: Any, prompts: list[list[int]] = PROMPTS) -> tuple[list[list[i
 
 @torch.no_grad()
 def check(path: Path, tokens: list[list[int]], values: list[list[float]]) -> None:
-    """The log probabilities are those of load_checkpoint in fp32, and the tokens its best ones, wherever no router has
-    a near tie; at most half of all tokens have one."""
+    """The log probabilities are those of load_checkpoint in fp32, and the tokens its best ones."""
     model = load_checkpoint(path, dtype=torch.float32).eval()
-    routers: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda module, args, out: routers.append(out[0].reshape(-1, 16)))
-    held, total = 0, 0
     for prompt, new, given in zip(PROMPTS, tokens, values, strict=True):
-        routers.clear()
         with use_backend("reference"):
             logits = model(torch.tensor([prompt + new]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        best = torch.stack(routers).topk(3).values  # [layers, tokens, 3]
-        apart = ((best[..., 1] - best[..., 2]) / best[..., 0].abs()).amin(0)[len(prompt) - 1 : -1] > TIE
         wanted = logits.log_softmax(-1)
         own = wanted.gather(1, torch.tensor(new)[:, None])[:, 0]
         error = (own - torch.tensor(given)).abs()
-        assert error[apart].max() < TOLERANCE, (error, apart)
-        assert (wanted.amax(-1) - own)[apart].max() < TOLERANCE
-        held, total = held + int(apart.sum()), total + len(new)
-    assert held > total / 2
+        assert error.max() < TOLERANCE, error
+        assert (wanted.amax(-1) - own).max() < TOLERANCE
 
 
 def experts_of(model: torch.nn.Module) -> set[str]:

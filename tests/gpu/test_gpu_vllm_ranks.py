@@ -51,9 +51,10 @@ def places(worker):
     return state.physical_to_logical_map.tolist()
 
 
-def test_eplb(checkpoint):
+@pytest.mark.parametrize("by_layer", [False, True], ids=["at once", "layer by layer"])
+def test_eplb(by_layer, checkpoint):
     """Experts, two of them with replicas, move between the ranks while captured graphs read them."""
-    config = dict(window_size=8, step_interval=16, num_redundant_experts=2, use_async=False)
+    config = dict(window_size=8, step_interval=16, num_redundant_experts=2, use_async=by_layer)
     options = dict(tensor_parallel_size=2, enable_expert_parallel=True, enable_eplb=True, eplb_config=config, **NCCL)
     seen = []
     with engine(checkpoint, **options) as llm:
