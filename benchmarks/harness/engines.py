@@ -1,8 +1,9 @@
 """`Engine`: vLLM's engine of a checkpoint, with given kernels for the experts, in a process of its own.
 Called by suites/engine.py; calls vLLM there, and nothing of it here.
 
-Settings that all columns share: attention on vLLM's Triton kernels on a GPU, layers not compiled, decoding in full CUDA
-graphs. The process imports vLLM while the checkpoint is written and waits for `Engine.start`.
+Settings that all columns share: attention on vLLM's Triton kernels on a GPU; what `vllm serve` does by itself, that is
+layers compiled by vLLM and CUDA graphs. The process imports vLLM while the checkpoint is written and waits for
+`Engine.start`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Engine:
         Args:
             column: of `served.COLUMNS`.
             path: of the checkpoint, which need not be there yet.
-            options: "device", "batches" (of decoding), "tokens" (of a step), "new" (that are timed).
+            options: "device", "batches" (of decoding), "tokens" (of a step), "new" (that are timed), "compiled",
+                "cores" (that the process runs on, or None for all).
         """
         self.column = column
         context = multiprocessing.get_context("spawn")
@@ -115,6 +117,8 @@ class Engine:
 def _serve(column: str, path: Path, options: dict[str, Any], pipe: Connection) -> None:
     """What the process does."""
     try:
+        if options["cores"] is not None:
+            os.sched_setaffinity(0, options["cores"])
         if find_spec("flashinfer") is None:  # greedy tokens need no sampler of its
             os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         import vllm  # noqa: F401  (takes seconds)
@@ -139,11 +143,10 @@ class _Column:
         backend, quantized = COLUMNS[column]
         settings: dict[str, Any] = {} if quantized else dict(load_format=_loader(path))
         if options["device"] == "cuda":
-            batches = sorted(set(options["batches"]))
-            settings.update(
-                attention_backend="TRITON_ATTN", gpu_memory_utilization=0.2, kv_cache_memory_bytes=2 << 30,
-                compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=batches),
-            )  # fmt: skip
+            graphs: dict[str, Any] = dict(cudagraph_capture_sizes=sorted(set(options["batches"])))
+            if not options["compiled"]:
+                graphs.update(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
+            settings.update(attention_backend="TRITON_ATTN", compilation_config=graphs)
         else:
             settings.update(enforce_eager=True)
         self.new: int = options["new"]
@@ -153,7 +156,7 @@ class _Column:
             str(path if quantized else path.with_name("bf16")), skip_tokenizer_init=True, seed=0, dtype="bfloat16",
             max_model_len=REQUEST + max(FEW, self.new) + 64, max_num_seqs=max(*options["batches"], 64),
             max_num_batched_tokens=max(options["tokens"], 2048), enable_prefix_caching=False, moe_backend=backend,
-            **settings,
+            gpu_memory_utilization=0.2, kv_cache_memory_bytes=2 << 30, **settings,
         )  # fmt: skip
 
     def generate(self, prompts: list[list[int]], new: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -14,6 +14,7 @@ those of the same tokens.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,15 +58,17 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
-        engines = {column: Engine(column, path, _options(args)) for column in args.columns}
+        engines = {
+            column: Engine(column, path, options) for column, options in zip(args.columns, _options(args), strict=True)
+        }
         try:
             prompts = _prompts(args)
             checked = {TRANSFORMERS: _write(path, prompts, args)}
             if args.device.type == "cuda":
                 torch.cuda.empty_cache()
+            model = _reference(path, args)  # before the engines, which look at the memory that is free
             for engine in engines.values():
                 engine.start()
-            model = _reference(path, args)
             for column in list(engines):
                 try:
                     engines[column].wait()
@@ -89,6 +92,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 "vllm": engines[OURS].ask("version"),
                 "model": args.model,
                 "layers": args.layers,
+                "compiled": args.device.type == "cuda" and not args.uncompiled,
                 "tolerance": TOLERANCE,
                 "checked": errors,
                 "notes": notes,
@@ -127,6 +131,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--prefills", type=comma_list(positive), default=[1024, 8192], help="tokens of prompts (default: %(default)s)"
     )
     result.add_argument("--new", type=positive, default=96, help="tokens that are timed (default: %(default)s)")
+    result.add_argument(
+        "--uncompiled", action="store_true", help="vLLM compiles no layers; it captures CUDA graphs all the same"
+    )
     result.set_defaults(rounds=7)
     args = result.parse_args(argv)
     if OURS not in args.columns:
@@ -134,8 +141,20 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new}
+def _options(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of each column. On a GPU each engine has cores of its own, so that none waits for another's threads."""
+    shared = {"device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new}
+    count = len(args.columns)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    share = len(cores) // count if args.device.type == "cuda" else 0
+    return [
+        {
+            **shared,
+            "compiled": not args.uncompiled,
+            "cores": cores[index * share : (index + 1) * share] or None,
+        }
+        for index in range(count)
+    ]
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
