@@ -21,25 +21,34 @@ NEW = 12
 TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above the mean; on a CPU bf16 is 0.041 off
 
 
-def written(path: Path, seed: int, format: str = "nvfp4") -> Path:
-    """A checkpoint of 3 layers with 16 experts, 8 of which run for each token.
+def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False) -> Path:
+    """A checkpoint of 3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
 
     Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
     a weight, with a router of doubled weights, that this changes no number beyond the tolerance.
     """
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=8, norm_topk_prob=True,
-        num_hidden_layers=3, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
-        initializer_range=0.06, dtype="bfloat16",
+    sizes: dict[str, Any] = dict(
+        vocab_size=512, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts_per_tok=8, num_hidden_layers=3, max_position_embeddings=512, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, initializer_range=0.06, dtype="bfloat16",
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    config = (
+        GptOssConfig(**sizes, intermediate_size=128, num_local_experts=16, sliding_window=16)
+        if gpt_oss
+        else Qwen3MoeConfig(
+            **sizes, intermediate_size=256, moe_intermediate_size=128, num_experts=16, norm_topk_prob=True
+        )
+    )
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.gate.weight.mul_(2)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
+                parameter.mul_(2)
+            elif "bias" in name or "sinks" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
     return save_checkpoint(quantize_(model, format=format), path)
 
 

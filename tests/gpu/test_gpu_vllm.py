@@ -225,7 +225,6 @@ def test_other_weights_in_a_graph(layers, format):
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
-@pytest.mark.parametrize("format", ["nvfp4"])  # MXFP8 with biases is left to vLLM on GPUs
 def test_biases_and_rows_in_turns(layers, format, tokens):
     """GPT-OSS: rows of gate and up alternate in the checkpoint."""
     biases = torch.randn(E, 2 * I), torch.randn(E, H)

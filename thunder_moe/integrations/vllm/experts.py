@@ -57,7 +57,7 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
 
     Devices other than CPUs and CUDA of compute capability 8.0 to 9.0, activations and dtypes without a kernel, sizes
     that do not hold whole blocks of scales on each rank, LoRA, batch invariance, padding, exchanges of tokens that were
-    not tested, elastic expert parallelism, and a moe_backend that the user has named; MXFP8 with biases on CUDA.
+    not tested, elastic expert parallelism, and a moe_backend that the user has named.
     """
     experts = experts or ThunderExperts
     parallel = moe_config.moe_parallel_config
@@ -83,8 +83,6 @@ def why_not(moe_config: FusedMoEConfig, experts: Any = None, format: BlockFormat
         return f"{moe_config.activation} with biases"
     if moe_config.activation in _APART and moe_config.swiglu_limit is not None:
         return f"{moe_config.activation} with swiglu_limit {moe_config.swiglu_limit}"
-    if format is MXFP8 and moe_config.has_bias and current_platform.is_cuda():
-        return "MXFP8 with biases has run on no GPU yet"
     config = get_current_vllm_config_or_none()
     if config is not None and config.parallel_config.enable_elastic_ep:
         return "--enable-elastic-ep makes experts anew, from other classes' arguments"
