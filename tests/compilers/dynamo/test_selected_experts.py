@@ -174,9 +174,30 @@ def given(self, logits):
     return torch.arange(logits.shape[0] * TOP_K) % EXPERTS
 
 
-@pytest.mark.parametrize("ids", [negative, of_some, given])
+def over_tokens(self, logits):
+    return torch.topk(logits, TOP_K, dim=0)[1].reshape(-1)
+
+
+def changed_in_place(self, logits):
+    return torch.topk(logits, TOP_K, dim=-1)[1].sub_(EXPERTS).reshape(-1)
+
+
+def changed_through_a_view(self, logits):
+    ids = torch.topk(logits, TOP_K, dim=-1)[1]
+    flat = ids.view(-1)
+    ids[:, 1:] -= EXPERTS
+    return flat
+
+
+def clamped_above(self, logits):
+    return (torch.topk(logits, TOP_K, dim=-1)[1].reshape(-1) - 2).clamp(max=EXPERTS - 1)
+
+
+@pytest.mark.parametrize(
+    "ids", [negative, of_some, given, over_tokens, changed_in_place, changed_through_a_view, clamped_above]
+)
 def test_leaves_ids_that_are_no_top_k(ids):
-    module, x = Selected(ids=ids), torch.randn(4, HIDDEN, dtype=BF16)
+    module, x = Selected(ids=ids), torch.randn(EXPERTS, HIDDEN, dtype=BF16)
     function = compiled(module)
     with pytest.warns(RewriteWarning, match="each row's expert, which no top-k over all experts chose"):
         out = function(x)

@@ -1,5 +1,5 @@
 """Finds batched products of rows with the weights of each row's expert, as transformers' "batched_mm" makes them.
-Called by rewrite.py; calls sites.py, and safety.py for the operations between the products.
+Called by rewrite.py; calls sites.py, expert_ids.py, and safety.py for the operations between the products.
 
     y = bmm(gate_up[ids], rows.unsqueeze(-1)).squeeze(-1)      gate_up (E, N, K), rows (S, K), ids (S,)
     z = bmm(down[ids], (silu(gate) * up).unsqueeze(-1)).squeeze(-1), [gate | up] = y
@@ -19,18 +19,16 @@ import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
+from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
 from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, calls, find_swiglu, only_user, site_of
 
-__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts", "reason_against_ids"]
+__all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
 
 aten = torch.ops.aten
 _BMM = {torch.bmm, aten.bmm.default, "bmm"}
 _UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
 _SQUEEZE = {torch.squeeze, aten.squeeze.dim, "squeeze"}
-_SAME_IDS = {torch.reshape, aten.view.default, aten.reshape.default, "view", "reshape", "flatten", "contiguous", "long"}
-_CLAMP = {torch.clamp, aten.clamp.default, "clamp"}
-_TOPK = {torch.topk, aten.topk.default, "topk"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +95,7 @@ def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
             continue
         found = site_of(node, scope, source, weight if transposed else weight.mT, rows, rows.shape[0], weights)
         site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
-        reason = site.reason or reason_against_ids(ids, site.gemm.experts) or _change(scope, (site,))
+        reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
         return SelectedSite(**{**vars(site), "reason": reason})
     return None
 
@@ -110,21 +108,6 @@ def _rows(node: Any, dim: int) -> Any:
 
 def _unsqueezed(site: SelectedSite) -> fx.Node:
     return next(node for node in site.nodes if calls(node, _UNSQUEEZE))
-
-
-def reason_against_ids(ids: Any, experts: int) -> str | None:
-    """Why rows may not be sorted by these ids: an index may be negative, and may be an error."""
-    while calls(ids, _SAME_IDS) and isinstance(ids.args[0], fx.Node):
-        ids = ids.args[0]
-    if calls(ids, _CLAMP):
-        bounds = {**dict(zip(("input", "min", "max"), ids.args, strict=False)), **ids.kwargs}
-        if (bounds.get("min"), bounds.get("max")) == (0, experts - 1):
-            return None
-    top: Any = ids.args[0] if calls(ids, {operator.getitem}) and ids.args[1] == 1 else None
-    of = value_of(top.args[0]) if calls(top, _TOPK) and top.args else None
-    if of is None or of.shape[-1] != experts:
-        return "a batched product with the weights of each row's expert, which no top-k over all experts chose"
-    return None
 
 
 def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) -> str | None:

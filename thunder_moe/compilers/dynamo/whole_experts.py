@@ -1,5 +1,6 @@
 """Finds layers whose experts are all in a graph, from the rows of tokens to their weighted sum: one operator runs them.
-Called by rewrite.py with the GEMMs that are to be rewritten; calls sites.py, and safety.py for the operations between.
+Called by rewrite.py with the GEMMs that are to be rewritten; calls sites.py, expert_ids.py, and safety.py for the
+operations between.
 
     order = argsort(ids.flatten()); offsets = cumsum(histc(ids)) or scatter_add, bincount
     rows = tokens[order // A] [* weights[order]]                             = moe_experts(tokens, ids, weights, ...)
@@ -21,8 +22,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
 from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, reason_against_ids
+from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts
 from thunder_moe.compilers.dynamo.sites import ACTIVATED, MUL, Site, SwiGLUNodes, calls
 
 __all__ = ["WholeExperts", "find_whole_experts", "whole_selected_experts"]
@@ -373,7 +375,8 @@ class _Matcher:
         _require(statically_known_true(weights.shape[0] == ids.shape[0]))
         _require(tokens.dtype == found.down.gemm.activation_dtype and ids.dtype in (torch.int32, torch.int64))
         _require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
-        _require(reason_against_ids(found.operands[1], self.experts) is None)
+        sorter: Any = found.ids
+        _require(reason_against_ids(scope, found.operands[1], sorter[0], self.experts) is None)
         product: Any = found.first.product
         found.nodes |= self.between(product)
         members: list[Any] = list(found.nodes)
