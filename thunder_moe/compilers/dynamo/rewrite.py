@@ -1,9 +1,10 @@
 """The rewrite of dynamo's graphs: frozen expert GEMMs -> NVFP4 operators, their packed weights further inputs.
 Called by backend.py; calls scopes.py, sites.py and dense_experts.py for what there is to rewrite, and weight_cache.py.
 
-find grouped GEMMs, in nested graphs too -> replace a frozen weight by three inputs (its packed form), its GEMM by the
-operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed ones; GEMMs that train by those
-whose gradient takes any strides -> report. All is decided before the first node is replaced.
+erase masks that do nothing -> find grouped GEMMs, in nested graphs too -> replace a frozen weight by three inputs (its
+packed form), its GEMM by the operator, gate + up + SwiGLU by the fused one, experts that run on all tokens by routed
+ones; GEMMs that train by those whose gradient takes any strides -> report. All is decided before the first node is
+replaced.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, fx
 from thunder_moe.compilers.dynamo.attention import find_repeated_attention, group_heads
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
+from thunder_moe.compilers.dynamo.expert_ids import erase_idle_masks
 from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
 from thunder_moe.compilers.dynamo.routers import (
     Router,
@@ -189,6 +191,9 @@ def rewrite(
         What the graph takes now; what was decided on each GEMM, and on such attention and routers.
     """
     scopes, weights = _scopes_and_weights(gm, example_inputs)
+    erased = [erase_idle_masks(scope) for scope in scopes]
+    if any(erased):
+        scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     placeholders = root.graph.find_nodes(op="placeholder")
     plans = [_plan(scope, weights) for scope in scopes]
