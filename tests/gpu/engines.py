@@ -21,8 +21,10 @@ NEW = 12
 TOLERANCE = 0.08  # of log probabilities in bf16, whose top one is about 4 above the mean; on a CPU bf16 is 0.041 off
 
 
-def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False) -> Path:
+def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False, linears: bool = False) -> Path:
     """A checkpoint of 3 layers with 16 experts, 8 of which run for each token, of Qwen3-MoE or GPT-OSS.
+
+    `linears`: attention's projections are in the format, too.
 
     Where the router's last choices are nearly equal bf16 may take another expert than fp32. The last of 8 has so small
     a weight, with a router of doubled weights, that this changes no number beyond the tolerance.
@@ -49,7 +51,8 @@ def written(path: Path, seed: int, format: str = "nvfp4", gpt_oss: bool = False)
                 parameter.mul_(2)
             elif "bias" in name or "sinks" in name:
                 torch.nn.init.normal_(parameter, std=0.2)
-    return save_checkpoint(quantize_(model, format=format), path)
+    of_attention = (lambda _, name: "self_attn" in name) if linears else False
+    return save_checkpoint(quantize_(model, format=format, linears=of_attention), path)
 
 
 @contextlib.contextmanager
@@ -116,3 +119,12 @@ def experts_of(model: torch.nn.Module) -> set[str]:
     """The classes that run the model's experts."""
     methods = [getattr(module, "quant_method", None) for module in model.modules()]
     return {type(method.moe_kernel.fused_experts).__name__ for method in methods if hasattr(method, "moe_kernel")}
+
+
+def methods_of_attention(model: torch.nn.Module) -> set[str]:
+    """The classes that run its projections."""
+    return {
+        type(module.quant_method).__name__
+        for name, module in model.named_modules()
+        if name.endswith(("qkv_proj", "o_proj"))
+    }

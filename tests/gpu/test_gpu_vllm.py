@@ -249,12 +249,12 @@ def test_biases_and_rows_in_turns(layers, format, tokens):
 @pytest.mark.parametrize("rows", [1, 37, 300])
 @pytest.mark.parametrize("features", [(256, 512), (96, 544)])
 def test_dense_layer(layers, format, rows, features):
-    """The method of dense layers, which `why_not_dense` gives no layer on CUDA, in a graph."""
+    """The method of dense layers, in a graph."""
     from thunder_moe.kernels.select import quantize_to
 
     n, k = features
     weight = quantize_to(format, torch.randn(1, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5)
-    layer = layers.VLLMLinear(weight, ours=True)
+    layer = layers.VLLMLinear(weight, "thunder_moe")
     x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
     layer(x)
     torch.cuda.synchronize()

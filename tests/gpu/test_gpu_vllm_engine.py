@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from engines import check, engine, experts_of, generated, written
+from engines import check, engine, experts_of, generated, methods_of_attention, written
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -28,7 +28,7 @@ def checkpoints(format, tmp_path_factory):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     folder = tmp_path_factory.mktemp("checkpoints")
-    return [written(folder / f"model{seed}", seed, format) for seed in range(2)]
+    return [written(folder / f"model{seed}", seed, format, linears=True) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,8 @@ def llm(format, checkpoints):
 def test_tokens(llm, checkpoints):
     (names,) = llm.apply_model(experts_of)
     assert names == {"ThunderExperts"}
+    (names,) = llm.apply_model(methods_of_attention)
+    assert all("Thunder" in name for name in names) == (torch.cuda.get_device_capability() == (9, 0))
     check(checkpoints[0], *generated(llm))
 
 

@@ -1,10 +1,12 @@
 """Settings of vLLM for the tests beside it, which need it installed: `make test-vllm`.
-Called by pytest; imports nothing of vLLM, whose settings are environment variables.
+Called by pytest; imports vLLM, whose settings are environment variables, for a fixture alone.
 """
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engines run in the process of the test
@@ -21,3 +23,21 @@ if find_spec("vllm") is None:
 else:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
+    """vLLM's groups of processes, with one in each: its parameters ask for their rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+
+    place = tmp_path_factory.mktemp("groups") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"file://{place}", backend="gloo")
+        initialize_model_parallel()
+        yield
+    cleanup_dist_env_and_memory()

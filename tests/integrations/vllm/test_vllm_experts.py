@@ -14,11 +14,6 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from oracle import dequantize, dequantize_mxfp8, moe_experts, relative_error
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
 from vllm.config.parallel import All2AllBackend
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -48,21 +43,12 @@ from thunder_moe.integrations.vllm.configs import (
     ThunderModelOptNvFp4Config,
 )
 from thunder_moe.integrations.vllm.experts import ThunderExperts, why_not
-from thunder_moe.integrations.vllm.linears import ThunderMxFp8Scheme, ThunderNvfp4Scheme
 
 E, T, A, H, I = 8, 5, 2, 64, 32  # noqa: E741
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _groups(tmp_path_factory):
-    """vLLM's groups of processes, with one in each: its parameters ask for their rank."""
-    place = tmp_path_factory.mktemp("groups") / "store"
-    with set_current_vllm_config(VllmConfig()):
-        init_distributed_environment(1, 0, f"file://{place}", backend="gloo")
-        initialize_model_parallel()
-        yield
-    cleanup_dist_env_and_memory()
+pytestmark = pytest.mark.usefixtures("groups")
 
 
 def moe_config(parallel=None, **changes):
@@ -316,17 +302,6 @@ class TestCompressedTensors:
         (line,) = said
         assert f"{format.upper()} experts do not run" in line
         assert "GptOssRoutedExperts knows vLLM's classes by name" in line
-
-
-@pytest.mark.parametrize(
-    ("scheme", "features"), [(ThunderNvfp4Scheme(True, "mlp.down_proj"), 24), (ThunderMxFp8Scheme("mlp.down_proj"), 48)]
-)
-def test_dense_layers_whose_share_of_a_rank_is_no_whole_blocks(scheme, features):
-    with pytest.raises(ValueError, match=f"'mlp.down_proj': got {features} input features on this rank, wanted"):
-        scheme.create_weights(
-            torch.nn.Module(), output_partition_sizes=[64], input_size_per_partition=features,
-            params_dtype=torch.float32, weight_loader=None,
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

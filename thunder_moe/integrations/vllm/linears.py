@@ -1,4 +1,4 @@
-"""vLLM's methods for dense NVFP4 and MXFP8 layers with our kernels, where vLLM has none: on a CPU.
+"""vLLM's methods for dense NVFP4 and MXFP8 layers with our kernels: on a CPU and on Hopper.
 Called by configs and, through vLLM's registry of ModelOpt's algorithms, by vLLM; calls ops.scaled_mm and loading.
 
 Legend: N output features of this rank, K input features of this rank, P linears that are merged in one (q, k and v).
@@ -13,7 +13,6 @@ import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.logger import init_logger
-from vllm.model_executor.kernels.linear import init_nvfp4_linear_kernel
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsScheme,
@@ -24,15 +23,18 @@ from vllm.model_executor.layers.quantization.modelopt import (
     LINEAR_METHOD_BUILDERS,
     ModelOptLinearMethod,
     Role,
+    RuntimeDtypes,
     Shapes,
     resolve,
+    select_linear_kernel,
 )
 from vllm.model_executor.parameter import GroupQuantScaleParameter, ModelWeightParameter
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
-from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_loaded
+from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_decoded_scales, require_loaded
+from thunder_moe.integrations.vllm.plugin import choices
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 
@@ -50,13 +52,14 @@ __all__ = [
 logger = init_logger("vllm.thunder_moe")
 _BACKENDS = {NVFP4: ("nvfp4_w4a16", "nvfp4_w4a4"), MXFP8: ("mxfp8",)}
 _ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "MXFP8")
+_MEASURED = (9, 0)
 
 
 def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
     """Why dense layers of a number format do not run on our kernel; None where they do.
 
-    On CUDA vLLM has kernels of its own (Marlin before Blackwell), beside which ours was not measured; ours runs where
-    none of them does. A --linear-backend that the user has named and batch invariance are vLLM's, too.
+    On GPUs other than Hopper ours was not measured beside vLLM's. A --linear-backend that the user has named, float32
+    on CUDA and batch invariance are vLLM's, too.
     """
     config = get_current_vllm_config_or_none()
     if config is not None:
@@ -69,19 +72,19 @@ def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
         return "VLLM_BATCH_INVARIANT is set"
     if current_platform.is_cpu():
         return None
-    if format is MXFP8:
-        return "vLLM has kernels for MXFP8 on GPUs"
-    try:
-        kernel = init_nvfp4_linear_kernel(use_a16=True)
-    except ValueError as error:
-        if current_platform.is_cuda() and runs_on_cuda(torch.device("cuda")):
-            return None
-        return f"neither the kernels of thunder_moe nor vLLM's run here ({error})"
-    return f"vLLM has {type(kernel).__name__}"
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None or tuple(capability) != _MEASURED:
+        return "they were measured beside vLLM's on CPUs and on GPUs of compute capability 9.0 alone"
+    if config is not None and config.model_config is not None and config.model_config.dtype.itemsize > 2:
+        return f"activations are {config.model_config.dtype}"
+    if not runs_on_cuda(torch.device("cuda"), format.name):
+        return "the CUDA kernels cannot be compiled, see kernels.cuda.nvrtc"
+    return None
 
 
 def _is_ours(format: BlockFormat = NVFP4) -> bool:
     reason, name = why_not_dense(format), format.name.upper()
+    choices.add(f"dense {name}: {'thunder_moe' if reason is None else 'vLLM'}")
     if reason is None:
         logger.info_once("Dense %s layers run on the kernels of thunder_moe.", name)
     else:
@@ -186,10 +189,28 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
         mark_unloaded(layer, "weight_scale_2")
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if getattr(layer, "_retain_weight_for_gather", False):
-            raise NotImplementedError(
-                f"{_name(layer)}: an NVFP4 weight whose rows are gathered runs on vLLM's own kernels"
-            )
+        if _is_read_by_its_model(layer):
+            self.leave_to_vllm(layer)
+        else:
+            self.process(layer)
+
+    def leave_to_vllm(self, layer: Any) -> None:
+        """Gives a layer whose parameters are loaded to vLLM's method, with the kernel that vLLM chooses.
+
+        Raises:
+            ValueError: vLLM's, where it has none.
+        """
+        logger.info_once("Its model reads the weight of %s itself: vLLM's own kernels run it.", _name(layer))
+        method = ModelOptLinearMethod(self.spec, self.ctx, self.fmt)
+        method.input_dtype, method.out_dtype = self.input_dtype, self.out_dtype
+        dtypes = RuntimeDtypes(method.input_dtype, method.out_dtype, method.marlin_input_dtype)
+        shape = self.fmt.kernel_weight_shape(layer)
+        method.kernel = select_linear_kernel(self.spec, layer, dtypes, weight_shape=shape)
+        layer.quant_method = method
+        method.process_weights_after_loading(layer)
+
+    def process(self, layer: Any) -> None:
+        """Puts loaded parameters into the form of our kernel."""
         require_loaded(layer, _name(layer), "rows", "weight_scale")
         require_loaded(layer, _name(layer), "merged linears", "weight_scale_2")
         if hasattr(layer, "input_scale"):  # of 4-bit activations, which there are none of
@@ -210,17 +231,18 @@ class _MxFp8Dense:
 
     def pack(self, layer: Any, layer_name: str) -> None:
         require_loaded(layer, layer_name, "rows", "weight", "weight_scale")
+        if current_platform.is_cuda():
+            require_decoded_scales(layer, layer_name, "weight_scale")
         scale = layer.weight_scale.data.view(MXFP8.scale_dtype)
         weight = lay_out(MXFP8Weight(layer.weight.data[None], scale[None]), "auto")
         self.layout = weight.layout
         replace(layer, layer_name, "weight", weight.qdata[0])
-        replace(layer, layer_name, "weight_scale", weight.scale[0].view(torch.uint8))
+        replace(layer, layer_name, "weight_scale", weight.scale[0])  # in a graph a view of another dtype is a copy
 
     def multiply(self, layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """(..., K) -> (..., N)"""
-        scale = layer.weight_scale.view(MXFP8.scale_dtype)
         out: Tensor = torch.ops.thunder_moe.f16a_mxfp8weight_scaled_mm(
-            x, layer.weight.t(), scale, bias, layout=self.layout
+            x, layer.weight.t(), layer.weight_scale, bias, layout=self.layout
         )
         return out
 
@@ -229,7 +251,7 @@ class _MxFp8Dense:
 class ModelOptThunderMxFp8LinearMethod(_MxFp8Dense, ModelOptThunderLinearMethod):  # type: ignore[misc]
     """For MXFP8 of ModelOpt's names."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process(self, layer: Any) -> None:
         self.pack(layer, _name(layer))
 
 
@@ -248,6 +270,7 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
         mark_unloaded(layer, "weight_scale", "weight_global_scale")
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        _refuse_read_by_its_model(layer, self.layer_name)
         require_loaded(layer, self.layer_name, "rows", "weight_scale")
         require_loaded(layer, self.layer_name, "merged linears", "weight_global_scale")
         scales = 1 / layer.weight_global_scale.data
@@ -285,10 +308,24 @@ class ThunderMxFp8Scheme(_MxFp8Dense, CompressedTensorsW8A8Mxfp8):  # type: igno
         self.mark_unloaded(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
+        _refuse_read_by_its_model(layer, self.layer_name)
         self.pack(layer, self.layer_name)
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiply(layer, x, bias)
+
+
+def _is_read_by_its_model(layer: Any) -> bool:
+    """Whether the code of a model takes the weight of a layer that it has marked, not the layer's product."""
+    return bool(getattr(layer, "_retain_weight_for_gather", False) or getattr(layer, "is_bmm", False))
+
+
+def _refuse_read_by_its_model(layer: Any, layer_name: str) -> None:
+    if _is_read_by_its_model(layer):
+        raise NotImplementedError(
+            f"{layer_name!r}: its model reads the weight itself, which the kernels of thunder_moe reorder; name one of"
+            " vLLM's by --linear-backend, or set THUNDER_MOE_VLLM=0"
+        )
 
 
 class _NoKernel:

@@ -37,13 +37,18 @@ from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
-from thunder_moe.formats.mxfp8 import E8M0_NAN
-from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight, joined
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
-from thunder_moe.integrations.vllm.loading import mark_unloaded, refuse_reload, replace, require_loaded
+from thunder_moe.integrations.vllm.loading import (
+    mark_unloaded,
+    refuse_reload,
+    replace,
+    require_decoded_scales,
+    require_loaded,
+)
 from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
+from thunder_moe.integrations.vllm.plugin import choices
 from thunder_moe.kernels.select import lay_out
 
 __all__ = [
@@ -108,6 +113,7 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
 def _say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
     """Whether there is no reason against it; one line of the log says which kernels run, and why."""
     name = format.name.upper()
+    choices.add(f"{name} experts: {'thunder_moe' if reason is None else 'vLLM'}")
     if reason is None:
         logger.info_once("%s experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", name)
     else:
@@ -281,7 +287,7 @@ class _MxFp8Method(_ThunderMethod):
     def process_weights_after_loading(self, layer: Any) -> None:
         require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS, *self._biases)
         if current_platform.is_cuda():
-            _require_decoded_scales(layer, "w13_weight_scale", "w2_weight_scale")
+            require_decoded_scales(layer, layer.layer_name, "w13_weight_scale", "w2_weight_scale")
         self._build(layer, None, None)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
@@ -293,17 +299,6 @@ class _MxFp8Method(_ThunderMethod):
             gemm1_beta=getattr(layer, "swiglu_beta", None),
             gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
         )
-
-
-def _require_decoded_scales(layer: Any, *names: str) -> None:
-    """Raises a ValueError for E8M0 scales that the CUDA kernels read as NaN: they decode weights times 2**-32."""
-    for name in names:
-        largest = int(getattr(layer, name).data.max())
-        if largest + SCALE_OFFSET >= E8M0_NAN:
-            raise ValueError(
-                f"{name} of {layer.layer_name!r}: got a scale of 2**{largest - 127}, the CUDA kernels of thunder_moe"
-                f" take those up to 2**{E8M0_NAN - 1 - SCALE_OFFSET - 127}; THUNDER_MOE_VLLM=0 has vLLM's own run them"
-            )
 
 
 class ModelOptThunderMxFp8MoEMethod(_MxFp8Method, ModelOptMxFp8FusedMoE):  # type: ignore[misc]
