@@ -1,4 +1,4 @@
-"""`Engine`: vLLM's engine of a checkpoint, with given kernels for the experts, in a process of its own.
+"""`Engine`: vLLM's engine of a checkpoint, with given kernels for its 4-bit layers, in a process of its own.
 Called by suites/engine.py; calls vLLM there, and nothing of it here.
 
 Settings that all columns share: attention on vLLM's Triton kernels on a GPU; what `vllm serve` does by itself, that is
@@ -156,6 +156,7 @@ class _Column:
             str(path if quantized else path.with_name("bf16")), skip_tokenizer_init=True, seed=0, dtype="bfloat16",
             max_model_len=REQUEST + max(FEW, self.new) + 64, max_num_seqs=max(*options["batches"], 64),
             max_num_batched_tokens=max(options["tokens"], 2048), enable_prefix_caching=False, moe_backend=backend,
+            linear_backend=backend,
             gpu_memory_utilization=0.2, kv_cache_memory_bytes=2 << 30, **settings,
         )  # fmt: skip
 

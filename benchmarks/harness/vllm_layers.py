@@ -137,18 +137,19 @@ class VLLMLayer:
 class VLLMLinear:
     """A dense layer of vLLM in bfloat16, with a given weight."""
 
-    def __init__(self, weight: PackedWeight, ours: bool = False) -> None:
+    def __init__(self, weight: PackedWeight, backend: str) -> None:
         """Builds it and lets vLLM prepare the weight for the kernel.
 
         Args:
             weight: (1, N, K) in layout "linear".
-            ours: the plugin's method runs it, else the kernel that vLLM chooses.
+            backend: "thunder_moe" for the plugin's method, or vLLM's --linear-backend.
 
         Raises:
             ValueError: vLLM's, where it has no kernel.
         """
         _, n, k = weight.shape
-        self.config = VllmConfig()
+        ours = backend == "thunder_moe"
+        self.config = VllmConfig(kernel_config=KernelConfig(linear_backend="auto" if ours else backend))
         quant_config = _quant_config(weight.format, False)
         if ours:
             algorithm, method = _DENSE[weight.format.name]

@@ -1,8 +1,9 @@
-"""Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 or MXFP8 checkpoint: its experts' kernels beside ours.
+"""Times vLLM's engine (`LLM.generate`, CUDA graphs) on an NVFP4 or MXFP8 checkpoint: its kernels beside ours.
 Called by `python -m benchmarks engine`, which needs vLLM; calls transformers, benchmarks/harness/engines.py and vLLM.
 
-The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`; the bf16 column reads its
-dequantized experts. Each column is an engine in a process of its own; all of them are there at once and take turns.
+The checkpoint has random weights and is written by `quantize_` and `save_checkpoint`, with `--linears` attention's
+projections in the format, too; the bf16 column reads it dequantized. Each column is an engine in a process of its own;
+all of them are there at once and take turns.
 
     decode    new tokens of each request per second: the time of many new tokens minus that of few
     prefill   tokens of prompts per second, one step of vLLM
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """
     args = _arguments(argv)
     stem = STEM if args.format == "nvfp4" else f"{STEM}_{args.format}"
+    stem = f"{stem}_linears" if args.linears else stem
     notes: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
@@ -92,6 +94,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 "vllm": engines[OURS].ask("version"),
                 "model": args.model,
                 "layers": args.layers,
+                "linears": args.linears,
                 "compiled": args.device.type == "cuda" and not args.uncompiled,
                 "tolerance": TOLERANCE,
                 "checked": errors,
@@ -109,7 +112,8 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     for row in rows:
         for column, rate in row["tokens_per_second"].items():
             panels.setdefault(row["step"], {}).setdefault(column, []).append((row["tokens"], rate))
-    title = f"vLLM's engine, {args.layers} layers of {args.model}, {args.format.upper()}, {describe(args.device)}"
+    what = f"{args.format.upper()} {'experts and attention' if args.linears else 'experts'}"
+    title = f"vLLM's engine, {args.layers} layers of {args.model}, {what}, {describe(args.device)}"
     print(
         plot_lines(
             path.with_suffix(".png"), panels, x="tokens of a step", y="tokens per second", reference=None, title=title
@@ -134,6 +138,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--uncompiled", action="store_true", help="vLLM compiles no layers; it captures CUDA graphs all the same"
     )
+    result.add_argument("--linears", action="store_true", help="4-bit (or MXFP8) attention, too")
     result.set_defaults(rounds=7)
     args = result.parse_args(argv)
     if OURS not in args.columns:
@@ -180,7 +185,8 @@ def _write(path: Path, prompts: list[list[int]], args: argparse.Namespace) -> tu
             model = Qwen3MoeForCausalLM(config).train(False)
     finally:
         torch.set_default_dtype(default)
-    save_checkpoint(quantize_(model, format=args.format), path)
+    linears = (lambda _, name: "self_attn" in name) if args.linears else False
+    save_checkpoint(quantize_(model, format=args.format, linears=linears), path)
     ids = torch.tensor(prompts, device=args.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,

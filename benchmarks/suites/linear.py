@@ -3,8 +3,8 @@ Called by `python -m benchmarks linear`; calls thunder_moe.nn.linear, kernels.cu
 
 The layers are those of Qwen3-30B-A3B and Llama-4-Scout, with the projections that read the same rows as one. A time is
 that of a call in a row of calls, each with other weights (so many that no cache holds them), as the layers of a model
-follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--vllm` adds the kernel that vLLM itself
-chooses, in a layer of its own. `--tune` times all configurations of the CUDA kernels that are worth it, and writes the
+follow each other: on CUDA one CUDA graph. `--format` is that of the weights. `--vllm` adds vLLM's kernels, Marlin and
+Humming, in layers of its own. `--tune` times all configurations of the CUDA kernels that are worth it, and writes the
 fastest of each layer and number of rows to configs.json; each result is compared with bf16 before.
 """
 
@@ -47,7 +47,8 @@ from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
 
-STEM, BASELINE, VLLM = "linear", "bf16", "vLLM"
+STEM, BASELINE = "linear", "bf16"
+VLLM = {"vLLM Marlin": "marlin", "vLLM Humming": "humming"}  # column -> --linear-backend
 ROWS = [1, 8, 16, 32, 64, 128, 256, 512, 2048]
 TOLERANCE = 1e-2  # both sides round to bf16
 Call = Callable[[], Any]
@@ -81,6 +82,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
 
     Raises:
         ImportError: with --vllm, vLLM is not installed.
+        ValueError: with --vllm, vLLM cannot run one of its kernels.
         RuntimeError: a kernel computes something wrong.
         SystemExit: bad arguments.
     """
@@ -103,7 +105,7 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
         packed = select.lay_out(select.quantize_to(args.format, weight[None]), "auto")
         weights, packs = _copies(weight), [packed.with_tensors(copy) for copy in _copies(*packed.tensors())]
         exact = _exact(packed)
-        layers = _vllm_layers(packed, more) if args.vllm else []
+        layers = _vllm_layers(packed, more) if args.vllm else {}
         for count in args.rows:
             x = torch.randn(count, k, dtype=torch.bfloat16, device=args.device)
             expected = x.float() @ exact.t()
@@ -117,9 +119,9 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 BASELINE: [functools.partial(F.linear, x, *one) for one in weights],
                 args.format: operators,
             }
-            if layers:
-                calls[VLLM] = [functools.partial(layer, x) for layer in layers]
-                _check(calls[VLLM][0](), expected, more["kernel"])
+            for column, own in layers.items():
+                calls[column] = [functools.partial(layer, x) for layer in own]
+                _check(calls[column][0](), expected, column)
             timings = _interleaved(calls, args)
             rows.append({"layer": name, "rows": count, **timed(timings, BASELINE)})
         if args.tune is not None:  # after each layer, so that a run that is stopped has written what it has measured
@@ -150,7 +152,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     result.add_argument(
         "--format", type=one_of(FORMATS), default="nvfp4", help=f"of: {', '.join(FORMATS)} (default: %(default)s)"
     )
-    result.add_argument("--vllm", action="store_true", help="time vLLM's own choice of a kernel, too")
+    result.add_argument("--vllm", action="store_true", help="time vLLM's Marlin and Humming, too")
     result.add_argument("--tune", type=writable_file, metavar="FILE", help="file of configurations to write (CUDA)")
     args = result.parse_args(argv)
     args.layers = args.layers or list(LAYERS if args.device.type == "cuda" else CPU_LAYERS)
@@ -167,14 +169,14 @@ def _copies(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(count - 1))]
 
 
-def _vllm_layers(packed: PackedWeight, more: dict[str, Any]) -> list[Callable[[Tensor], Any]]:
-    """Layers of vLLM with the weight and copies of it; `more` gets vLLM's version and the name of its kernel."""
+def _vllm_layers(packed: PackedWeight, more: dict[str, Any]) -> dict[str, list[Callable[[Tensor], Any]]]:
+    """Layers of vLLM with the weight and copies of it by column; `more` gets vLLM's version and the kernels' names."""
     from benchmarks.harness.vllm_layers import VERSION, VLLMLinear
 
-    linear = packed.to_layout("linear")
-    layers = [VLLMLinear(linear) for _ in range(COLD_BYTES // linear.nbytes + 1)]
-    more.update(vllm=VERSION, kernel=layers[0].kernel)
-    return list(layers)
+    linear, copies = packed.to_layout("linear"), COLD_BYTES // packed.nbytes + 1
+    layers = {column: [VLLMLinear(linear, backend) for _ in range(copies)] for column, backend in VLLM.items()}
+    more.update(vllm=VERSION, kernels={column: own[0].kernel for column, own in layers.items()})
+    return {column: list(own) for column, own in layers.items()}
 
 
 def _operator(x: Tensor, pack: PackedWeight) -> Tensor:
