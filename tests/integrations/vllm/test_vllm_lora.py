@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from oracle import relative_error
 from test_vllm_experts import E, H, I, Layer, MxFp8Layer, T, inputs, made, moe_config, quant_config, run
-from test_vllm_experts import _groups as _groups
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
 from thunder_moe.integrations.vllm import lora, methods
 from thunder_moe.integrations.vllm.lora import ThunderLoRAExperts, why_no_adapters
+
+pytestmark = pytest.mark.usefixtures("groups")
 
 S, R = 3, 4
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
