@@ -35,7 +35,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 from thunder_moe.formats import mxfp8
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.integrations.vllm import experts, gpt_oss, methods, plugin
+from thunder_moe.integrations.vllm import experts, gpt_oss, loading, methods, plugin
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.configs import (
     ThunderCompressedTensorsConfig,
@@ -596,20 +596,82 @@ def test_blocks_of_rows_of_other_sizes_are_refused(monkeypatch):
         method.maybe_roundup_sizes(H, I, torch.float32, None)
 
 
-@pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2"])
-def test_scales_that_the_checkpoint_lacks(name):
-    config = moe_config()
-    method = methods.modelopt_method(quant_config(), config)
-    fresh = Layer.__new__(Layer)
-    torch.nn.Module.__init__(fresh)
-    method.create_weights(
-        layer=fresh, num_experts=E, hidden_size=H, intermediate_size_per_partition=I, params_dtype=torch.float32,
-        weight_loader=None, global_num_experts=E,
-    )  # fmt: skip
-    layer = Layer(config, method)
-    bits = torch.uint8 if name.endswith("scale") else torch.int32
-    getattr(layer, name).data.view(bits)[3] = getattr(fresh, name).data.view(bits)[3]
-    with pytest.raises(ValueError, match=rf"{name}: NaN or missing in the checkpoint for experts \[3\]"):
+class TestDamagedCheckpoints:
+    """Errors that name the experts, of what vLLM itself would compute with."""
+
+    def broken(self, name, wrong, expert=3, rows=slice(None)):
+        """The error for a layer of which an expert has another value; None: what it has before anything is loaded."""
+        config = moe_config()
+        method = methods.modelopt_method(quant_config(), config)
+        layer = Layer(config, method)
+        data = getattr(layer, name).data
+        if wrong is None:
+            fresh = Layer.__new__(Layer)
+            torch.nn.Module.__init__(fresh)
+            method.create_weights(
+                layer=fresh, num_experts=E, hidden_size=H, intermediate_size_per_partition=I,
+                params_dtype=torch.float32, weight_loader=None, global_num_experts=E,
+            )  # fmt: skip
+            bits = torch.int32 if data.dtype == torch.float32 else torch.uint8
+            part = (expert, rows) if data.ndim > 1 else expert
+            data.view(bits)[part] = getattr(fresh, name).data.view(bits)[part]
+        else:
+            data[expert, ...].view(-1)[-1] = wrong
+        with pytest.raises(
+            ValueError, match=r"experts \[3\] \(of this rank\) of 'model.layers.0.mlp.experts'"
+        ) as error:
+            method.process_weights_after_loading(layer)
+        return str(error.value)
+
+    @pytest.mark.parametrize(
+        "name",
+        ["w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2"],
+    )
+    def test_missing(self, name):
+        assert self.broken(name, None).startswith(f"{name}: ")
+        assert "missing in the checkpoint for" in self.broken(name, None)
+
+    @pytest.mark.parametrize("name", ["w13_weight", "w2_weight"])
+    def test_a_row_of_codes_that_is_missing(self, name):
+        assert self.broken(name, None, rows=slice(-1, None)).startswith(f"{name}: missing in the checkpoint")
+
+    @pytest.mark.parametrize("name", ["w13_weight_scale_2", "w2_weight_scale_2"])
+    @pytest.mark.parametrize("value", [0.0, -0.5, torch.inf, torch.nan, 1e-39])
+    def test_global_scales(self, name, value):
+        assert self.broken(name, value).startswith(
+            f"{name}: NaN, infinite, zero, negative or missing in the checkpoint"
+        )
+
+    @pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale"])
+    @pytest.mark.parametrize("value", [-1.0, -0.0, torch.nan])
+    def test_block_scales(self, name, value):
+        assert self.broken(name, value).startswith(f"{name}: NaN, negative or missing in the checkpoint")
+
+    def test_zeros_are_none(self):
+        """Blocks of zeros have a scale of zero."""
+        config = moe_config()
+        method = methods.modelopt_method(quant_config(), config)
+        layer = Layer(config, method)
+        layer.w13_weight_scale.data[0, 0] = 0
+        expected = _decoded(layer)
+        method.process_weights_after_loading(layer)
+        hidden, ids, weights = inputs()
+        wanted = moe_experts(hidden, ids, weights, *expected)
+        assert relative_error(run(method, layer, hidden, ids, weights), wanted) < 1e-5
+
+    def test_formats_of_no_checkpoint(self, monkeypatch):
+        """vLLM's sharded_state has what the kernels have in memory; "dummy" has random scales, of both signs."""
+        config = moe_config()
+        method = methods.modelopt_method(quant_config(), config)
+        for format in ("sharded_state", "runai_streamer_sharded"):
+            monkeypatch.setattr(loading, "_load_format", lambda format=format: format)
+            with pytest.raises(
+                ValueError, match=f"--load-format {format}: got weights of 'model.layers.0.mlp.experts'"
+            ):
+                method.process_weights_after_loading(Layer(config, method))
+        monkeypatch.setattr(loading, "_load_format", lambda: "dummy")
+        layer = Layer(config, method)
+        layer.w2_weight_scale_2.data.neg_()
         method.process_weights_after_loading(layer)
 
 

@@ -113,6 +113,25 @@ def test_key_of_compiled_graphs(monkeypatch):
     assert len(set(map(str, keys))) == 4
 
 
+@pytest.mark.parametrize("part", ["weight", "weight_scale", "weight_global_scale"])
+def test_what_the_checkpoint_lacks(part):
+    """A row of codes, the scales of one, or the global scale of a merged linear."""
+    scheme, layer = ThunderNvfp4Scheme(True, "qkv_proj"), torch.nn.Module()
+    scheme.create_weights(
+        layer, output_partition_sizes=[32, 16], input_size_per_partition=64, params_dtype=torch.float32,
+        weight_loader=None,
+    )  # fmt: skip
+    row = 40 if part != "weight_global_scale" else 1
+    parameter = getattr(layer, "weight_packed" if part == "weight" else part)
+    missing = parameter.data[row].clone()
+    layer.weight_packed.data.zero_()
+    layer.weight_scale.data.fill_(1)
+    layer.weight_global_scale.data.fill_(2)
+    parameter.data[row] = missing
+    with pytest.raises(ValueError, match=rf"missing in the checkpoint for .* \[{row}\] \(of this rank\) of 'qkv_proj'"):
+        scheme.process_weights_after_loading(layer)
+
+
 @pytest.mark.parametrize(
     ("scheme", "features"), [(ThunderNvfp4Scheme(True, "mlp.down_proj"), 24), (ThunderMxFp8Scheme("mlp.down_proj"), 48)]
 )

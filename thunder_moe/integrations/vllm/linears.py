@@ -186,7 +186,7 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
 
     def mark_unloaded(self, layer: Any) -> None:
         """Parameters that `require_loaded` is to find where the checkpoint lacks them."""
-        mark_unloaded(layer, "weight_scale_2")
+        mark_unloaded(layer, "weight", "weight_scale", "weight_scale_2")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if _is_read_by_its_model(layer):
@@ -211,7 +211,7 @@ class ModelOptThunderLinearMethod(_Dense, ModelOptLinearMethod):  # type: ignore
 
     def process(self, layer: Any) -> None:
         """Puts loaded parameters into the form of our kernel."""
-        require_loaded(layer, _name(layer), "rows", "weight_scale")
+        require_loaded(layer, _name(layer), "rows", "weight", "weight_scale")
         require_loaded(layer, _name(layer), "merged linears", "weight_scale_2")
         if hasattr(layer, "input_scale"):  # of 4-bit activations, which there are none of
             del layer.input_scale
@@ -267,11 +267,11 @@ class ThunderNvfp4Scheme(_Dense, CompressedTensorsW4A4Fp4):  # type: ignore[misc
     ) -> None:
         _check_blocks(self.layer_name, input_size_per_partition, NVFP4)
         super().create_weights(layer, output_partition_sizes, input_size_per_partition, *args, **options)
-        mark_unloaded(layer, "weight_scale", "weight_global_scale")
+        mark_unloaded(layer, "weight_packed", "weight_scale", "weight_global_scale")
 
     def process_weights_after_loading(self, layer: Any) -> None:
         _refuse_read_by_its_model(layer, self.layer_name)
-        require_loaded(layer, self.layer_name, "rows", "weight_scale")
+        require_loaded(layer, self.layer_name, "rows", "weight_packed", "weight_scale")
         require_loaded(layer, self.layer_name, "merged linears", "weight_global_scale")
         scales = 1 / layer.weight_global_scale.data
         layer.weight = torch.nn.Parameter(layer.weight_packed.data, requires_grad=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
@@ -19,21 +20,31 @@ from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
 __all__ = ["mark_unloaded", "refuse_reload", "replace", "require_decoded_scales", "require_loaded"]
 
 
+# What rows of 4-bit codes, which have no NaN, begin with while nothing is loaded; others by a chance of 2**-64.
+_NO_CODES = 0x5A3C96E1D70B482F
+_NO_CHECKPOINTS = ("sharded_state", "runai_streamer_sharded")
+
+
 def mark_unloaded(layer: Any, *names: str) -> None:
-    """Fills parameters with NaN (bytes are taken for E8M0), which vLLM makes of uninitialized memory and does not check
-    for quantized models."""
+    """Fills parameters with NaN, and 4-bit codes with a pattern: vLLM makes them of uninitialized memory and does not
+    check for quantized models whether a checkpoint has them all."""
     for name in names:
         data = getattr(layer, name).data
         if data.dtype == torch.float8_e4m3fn:
             data.view(torch.uint8).fill_(0x7F)
-        elif data.dtype == torch.uint8:
+        elif data.dtype == torch.uint8 and _is_scale(name):
             data.fill_(E8M0_NAN)
+        elif data.dtype == torch.uint8:
+            data.view(torch.int64).fill_(_NO_CODES)
         else:
             data.fill_(torch.nan)
 
 
 def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
-    """Raises a ValueError where parameters hold NaN, so mostly are not in the checkpoint.
+    """Raises a ValueError where parameters hold NaN or what no scale can be, or are not in the checkpoint.
+
+    Weights of --load-format dummy are taken as they are, and those of sharded_state are refused: vLLM saves what is in
+    memory, in the layout of the kernels, and has it processed once more after loading.
 
     Args:
         layer: vLLM's layer.
@@ -42,25 +53,54 @@ def require_loaded(layer: Any, layer_name: str, what: str, *names: str) -> None:
         names: of parameters.
     """
     require_whole_reload(layer, layer_name)
+    if get_layerwise_info(layer).kernel_tensors is None:
+        format = _load_format()
+        if format in _NO_CHECKPOINTS:
+            raise ValueError(
+                f"--load-format {format}: got weights of {layer_name!r} in the layout of the kernels, wanted a"
+                " checkpoint: start vLLM with the one that they were made of"
+            )
+        if format == "dummy":
+            return
     for name in names:
         data = getattr(layer, name).data
         # Experts one at a time, for which memory is enough.
-        missing = torch.stack([_is_nan(each).any() for each in data]) if data.ndim > 2 else _is_nan(data)
-        if missing.ndim > 1:
-            missing = missing.any(1)
-        if bool(missing.any()):
-            which = missing.nonzero().flatten().tolist()
+        wrong = torch.stack([_is_wrong(name, each).any() for each in data]) if data.ndim > 2 else _is_wrong(name, data)
+        if wrong.ndim > 1:
+            wrong = wrong.any(1)
+        if bool(wrong.any()):
+            which = wrong.nonzero().flatten().tolist()
             listed = f"{which[:8]} and {len(which) - 8} more" if len(which) > 8 else str(which)
             raise ValueError(
-                f"{name}: NaN or missing in the checkpoint for {what} {listed} (of this rank) of {layer_name!r}"
+                f"{name}: {_how(name, data)}missing in the checkpoint for {what} {listed} (of this rank) of"
+                f" {layer_name!r}"
             )
 
 
-def _is_nan(data: Tensor) -> Tensor:
+def _load_format() -> str:
+    config = get_current_vllm_config_or_none()
+    return "" if config is None else str(config.load_config.load_format)
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith(("scale", "scale_2"))
+
+
+def _how(name: str, data: Tensor) -> str:
+    """What values of a parameter may be, to be wrong; the beginning of a list."""
+    if _is_scale(name) and data.dtype != torch.uint8:
+        return "NaN, negative or " if data.dtype == torch.float8_e4m3fn else "NaN, infinite, zero, negative or "
+    return "" if data.dtype == torch.uint8 and not _is_scale(name) else "NaN or "
+
+
+def _is_wrong(name: str, data: Tensor) -> Tensor:
     if data.dtype == torch.uint8:
-        return data == E8M0_NAN
+        return data == E8M0_NAN if _is_scale(name) else data.view(torch.int64)[..., :1] == _NO_CODES
     if data.dtype == torch.float8_e4m3fn:
-        return (data.view(torch.uint8) & 0x7F) == 0x7F
+        bits = data.view(torch.uint8)
+        return bits >= 0x7F if _is_scale(name) else (bits & 0x7F) == 0x7F
+    if _is_scale(name):
+        return ~(data.isfinite() & data.reciprocal().isfinite() & (data > 0))
     return torch.isnan(data)
 
 

@@ -254,7 +254,9 @@ def _gate_then_up(rows: Tensor) -> Tensor:
 class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: ignore[misc]
     """For ModelOpt's names. vLLM's loaders look for "ModelOpt" in the name of this class."""
 
-    _SCALES = ("w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2")
+    _PARAMETERS = (
+        "w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_weight_scale_2", "w2_weight_scale_2",
+    )  # fmt: skip
 
     def __init__(self, quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
@@ -263,10 +265,10 @@ class ModelOptThunderMoEMethod(_ThunderMethod, ModelOptNvFp4FusedMoE):  # type: 
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
         self._create_biases(layer, layer.params_dtype, weight_loader=options.get("weight_loader"))
-        mark_unloaded(layer, *self._SCALES)
+        mark_unloaded(layer, *self._PARAMETERS)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        require_loaded(layer, layer.layer_name, "experts", *self._SCALES, *self._biases)
+        require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS, *self._biases)
         for name in ("w13_input_scale", "w2_input_scale"):  # of 4-bit activations, which there are none of
             replace_parameter(layer, name, None)
         self._build(layer, layer.w13_weight_scale_2.data, layer.w2_weight_scale_2.data)
@@ -319,7 +321,10 @@ class CompressedTensorsThunderMxFp8MoEMethod(_MxFp8Method, CompressedTensorsMxFp
 class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4MoEMethod):  # type: ignore[misc]
     """For compressed-tensors' names; its global scales encode, so they divide."""
 
-    _SCALES = ("w13_weight_scale", "w2_weight_scale", "w13_weight_global_scale", "w2_weight_global_scale")
+    _PARAMETERS = (
+        "w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale", "w13_weight_global_scale",
+        "w2_weight_global_scale",
+    )  # fmt: skip
 
     def __init__(self, moe_config: FusedMoEConfig) -> None:
         FusedMoEMethodBase.__init__(self, moe_config)
@@ -328,10 +333,10 @@ class CompressedTensorsThunderMoEMethod(_ThunderMethod, CompressedTensorsNvfp4Mo
     def create_weights(self, layer: Any, *args: Any, **options: Any) -> None:
         super().create_weights(layer, *args, **options)
         self._create_biases(layer, layer.params_dtype, weight_loader=options.get("weight_loader"))
-        mark_unloaded(layer, *self._SCALES)
+        mark_unloaded(layer, *self._PARAMETERS)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        require_loaded(layer, layer.layer_name, "experts", *self._SCALES, *self._biases)
+        require_loaded(layer, layer.layer_name, "experts", *self._PARAMETERS, *self._biases)
         scales = [1 / getattr(layer, f"{name}_weight_global_scale").data for name in ("w13", "w2")]
         for name in ("w13", "w2"):
             weight = torch.nn.Parameter(getattr(layer, f"{name}_weight_packed").data, requires_grad=False)
