@@ -306,6 +306,23 @@ def test_export_of_a_quantized_block(moe, x):
         assert relative_error(program.module()(x[:, :tokens]), decoded(moe)(x[:, :tokens])) < 0.01
 
 
+@pytest.mark.parametrize("way", ["export", pytest.param("AOTInductor", marks=pytest.mark.slow)])
+def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
+    """The import that the documentation names registers all operators of quantized blocks."""
+    program = torch.export.export(quantize_(copy.deepcopy(moe)).requires_grad_(False), (x,))
+    file, tensors = tmp_path / "program.pt2", tmp_path / "tensors.pt"
+    if way == "export":
+        torch.export.save(program, file)
+        load = f"torch.export.load({str(file)!r}).module()"
+    else:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+        load = f"torch._inductor.aoti_load_package({str(file)!r})"
+    torch.save(x, tensors)
+    code = f"import torch, thunder_moe.nn; torch.save({load}(torch.load({str(tensors)!r})), {str(tensors)!r})"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    assert relative_error(torch.load(tensors), decoded(moe)(x)) < 0.01
+
+
 # ---- what is recognised, and what is left alone
 
 
