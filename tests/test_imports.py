@@ -47,6 +47,7 @@ UPWARDS = {
     ),
     ("thunder_moe.checkpoint.writer", "thunder_moe"): "__version__, a constant, for the producer in the files",
     ("thunder_moe.compilers.thunder.symbols", "thunder_moe"): "__version__, a constant, that of the executor",
+    ("thunder_moe.integrations.vllm.graphs", "thunder_moe"): "__version__, a constant, for the key of compiled graphs",
 }
 # Their imports inside of functions load what they have registered when another package asks for it.
 REGISTRATIONS = (

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
 
 import thunder_moe
 from thunder_moe.formats.block_format import MXFP8, NVFP4
-from thunder_moe.integrations.vllm import linears, plugin
+from thunder_moe.integrations.vllm import graphs, linears, plugin
 from thunder_moe.integrations.vllm.linears import ThunderMxFp8Scheme, ThunderNvfp4Scheme
 
 pytestmark = pytest.mark.usefixtures("groups")
@@ -99,12 +99,11 @@ class TestOnCuda:
 def test_key_of_compiled_graphs(monkeypatch):
     """vLLM reuses a compiled graph where this is the same: not between our kernels and its own, nor two versions."""
     plugin.register()
-    monkeypatch.setattr(plugin, "choices", set())
-    monkeypatch.setattr(linears, "choices", plugin.choices)
+    monkeypatch.setattr(graphs, "_choices", set())
     keys = [vllm.envs.compile_factors()[plugin.SWITCH]]
     linears._is_ours(NVFP4)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])
-    plugin.choices.clear()
+    graphs._choices.clear()
     monkeypatch.setattr(linears, "why_not_dense", lambda format: "of a test")
     linears._is_ours(NVFP4)
     keys.append(vllm.envs.compile_factors()[plugin.SWITCH])

@@ -33,8 +33,8 @@ from vllm.platforms import current_platform
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
+from thunder_moe.integrations.vllm.graphs import note
 from thunder_moe.integrations.vllm.loading import mark_unloaded, replace, require_decoded_scales, require_loaded
-from thunder_moe.integrations.vllm.plugin import choices
 from thunder_moe.kernels.select import lay_out, runs_on_cuda
 from thunder_moe.ops import scaled_mm  # noqa: F401  (registers the operator)
 
@@ -84,7 +84,7 @@ def why_not_dense(format: BlockFormat = NVFP4) -> str | None:
 
 def _is_ours(format: BlockFormat = NVFP4) -> bool:
     reason, name = why_not_dense(format), format.name.upper()
-    choices.add(f"dense {name}: {'thunder_moe' if reason is None else 'vLLM'}")
+    note("dense layers", format, reason is None)
     if reason is None:
         logger.info_once("Dense %s layers run on the kernels of thunder_moe.", name)
     else:

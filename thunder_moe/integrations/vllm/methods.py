@@ -40,6 +40,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight, joined
 from thunder_moe.integrations.vllm.batched import ThunderBatchedExperts
 from thunder_moe.integrations.vllm.experts import FIELDS, ThunderExperts, why_not
+from thunder_moe.integrations.vllm.graphs import note
 from thunder_moe.integrations.vllm.loading import (
     mark_unloaded,
     refuse_reload,
@@ -48,7 +49,6 @@ from thunder_moe.integrations.vllm.loading import (
     require_loaded,
 )
 from thunder_moe.integrations.vllm.lora import experts_class, why_no_adapters
-from thunder_moe.integrations.vllm.plugin import choices
 from thunder_moe.kernels.select import lay_out
 
 __all__ = [
@@ -113,7 +113,7 @@ def _experts_class(moe_config: FusedMoEConfig) -> type[ThunderExperts]:
 def _say_who_runs(reason: str | None, format: BlockFormat = NVFP4) -> bool:
     """Whether there is no reason against it; one line of the log says which kernels run, and why."""
     name = format.name.upper()
-    choices.add(f"{name} experts: {'thunder_moe' if reason is None else 'vLLM'}")
+    note("experts", format, reason is None)
     if reason is None:
         logger.info_once("%s experts run on the kernels of thunder_moe (THUNDER_MOE_VLLM=0 turns them off).", name)
     else:

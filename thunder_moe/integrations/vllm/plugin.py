@@ -1,5 +1,5 @@
 """The entry point `vllm.general_plugins`: tells vLLM of this package's experts of NVFP4 and MXFP8 checkpoints.
-Called by vLLM in each of its processes; calls configs, which imports vLLM's layers.
+Called by vLLM in each of its processes; calls configs, which imports vLLM's layers, and graphs.
 """
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ from __future__ import annotations
 import logging
 import os
 
-__all__ = ["SWITCH", "choices", "register"]
+__all__ = ["SWITCH", "register"]
 
 # An environment variable, since the processes that vLLM starts inherit it: "0" turns the plugin off, "1" turns it on
 # with versions of vLLM that it was not tested with.
 SWITCH = "THUNDER_MOE_VLLM"
 TESTED = ("0.32.",)
-
-choices: set[str] = set()  # whose kernels run what, of all models of this process
 
 logger = logging.getLogger("vllm.thunder_moe")  # below vLLM's own logger, which prints
 
@@ -39,25 +37,16 @@ def register() -> None:
             "*, ".join(TESTED), version, SWITCH,
         )  # fmt: skip
         return
-    import vllm.envs
     from vllm import ModelRegistry
 
     from thunder_moe.integrations.vllm.configs import register_configs
+    from thunder_moe.integrations.vllm.graphs import add_to_key
 
     register_configs()
-    # vLLM finds the graphs that it compiled earlier by its settings and by these variables. Those with our operators
-    # are not for weights that its own kernels have repacked, nor the other way round.
-    vllm.envs.environment_variables[SWITCH] = _key
+    add_to_key(SWITCH)
 
     # By name: vLLM imports models in the processes that need them.
     ModelRegistry.register_model("GptOssForCausalLM", "thunder_moe.integrations.vllm.gpt_oss:ThunderGptOssForCausalLM")
-
-
-def _key() -> str:
-    """What graphs depend on beside vLLM's settings. Makes no CUDA context, as vLLM asks in all processes."""
-    from thunder_moe import __version__
-
-    return f"thunder_moe {__version__} {sorted(choices)}"
 
 
 def _vllm_version() -> str:
