@@ -9,28 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import moe_experts, relative_error
-from torch import nn
+from test_whole_experts import BF16, A, E, Experts, H, T
 
 from thunder_moe import rewrite_report
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 
-T, A, E, H, I = 7, 3, 8, 32, 48  # noqa: E741
-BF16 = torch.bfloat16
 FUSED, APART = ["nvfp4 + swiglu", "nvfp4"], ["nvfp4", "nvfp4"]
 pytestmark = pytest.mark.filterwarnings("error:erase_node")
 
 
-class Masked(nn.Module):
+class Masked(Experts):
     """Experts as "grouped_mm" of transformers 5.17 runs them, in steps that a test can replace."""
-
-    def __init__(self, **steps):
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.gate_up = nn.Parameter(torch.randn(E, 2 * I, H) * H**-0.5)
-        self.down = nn.Parameter(torch.randn(E, H, I) * I**-0.5)
-        for name, step in steps.items():
-            setattr(self, name, step.__get__(self))
-        self.to(BF16).requires_grad_(False)
 
     def scores(self, x):
         return F.softmax(self.gate(x), -1, dtype=torch.float32).topk(A, -1)

@@ -19,8 +19,8 @@ BF16 = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
 
 
-class Grouped(nn.Module):
-    """Experts as transformers' "grouped_mm" runs them, in steps that a test can replace."""
+class Experts(nn.Module):
+    """A router's and experts' weights, frozen in bf16; `steps` replace methods."""
 
     def __init__(self, **steps):
         super().__init__()
@@ -30,6 +30,10 @@ class Grouped(nn.Module):
         for name, step in steps.items():
             setattr(self, name, step.__get__(self))
         self.to(BF16).requires_grad_(False)
+
+
+class Grouped(Experts):
+    """Experts as transformers' "grouped_mm" runs them, in steps that a test can replace."""
 
     def route(self, x):
         values, ids = F.softmax(self.gate(x), -1, dtype=torch.float32).topk(A, -1)
