@@ -148,18 +148,14 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _options(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Of each column. On a GPU each engine has cores of its own, so that none waits for another's threads."""
-    shared = {"device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new}
+    shared = {
+        "device": args.device.type, "batches": args.batches, "tokens": max(args.prefills), "new": args.new,
+        "compiled": not args.uncompiled,
+    }  # fmt: skip
     count = len(args.columns)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cores) // count if args.device.type == "cuda" else 0
-    return [
-        {
-            **shared,
-            "compiled": not args.uncompiled,
-            "cores": cores[index * share : (index + 1) * share] or None,
-        }
-        for index in range(count)
-    ]
+    return [shared | {"cores": cores[index * share : (index + 1) * share] or None} for index in range(count)]
 
 
 def _prompts(args: argparse.Namespace) -> list[list[int]]:
