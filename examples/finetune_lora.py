@@ -38,10 +38,10 @@ from llama4_moe_text import (
 )
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thunder_moe import add_lora_, merge_lora_, quantize_
 from thunder_moe.lora import lora_parameters
+from thunder_moe.progress import progress_bar
 
 
 def prose() -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def train(
     """Steps of AdamW on some parameters, with bytes that each step's number chooses; the loss of each in bits."""
     optimizer = MasterAdamW(parameters, steps, peak_rate=rate)
     device, losses = parameters[0].device, []
-    for step in tqdm(range(steps), desc=label, unit="step"):
+    for step in progress_bar(range(steps), desc=label, unit="step"):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
         inputs, targets = windows(text, torch.randint(len(text) - WINDOW, (BATCH,), generator=generator), device)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

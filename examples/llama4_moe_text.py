@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 try:
     from matplotlib.figure import Figure
@@ -40,6 +39,7 @@ try:
         rewrite_report,
     )
     from thunder_moe.nn import GroupedLinear, NVFP4GroupedLinear
+    from thunder_moe.progress import progress_bar
 
     import thunder  # isort: skip  (after moe_executor, which makes Thunder 0.2.6 import on torch 2.13)
 except ImportError as error:
@@ -182,7 +182,7 @@ def train(
     generator = torch.Generator().manual_seed(args.seed)
     optimizer = MasterAdamW(model.parameters(), args.steps, peak_rate=5e-3)
     losses: list[float] = []
-    bar = tqdm(range(args.steps), desc="training", unit="step")
+    bar = progress_bar(range(args.steps), desc="training", unit="step")
     # The executor leaves experts that train in 16 bits and warns that nothing was rewritten, as intended here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RewriteWarning)
@@ -216,7 +216,7 @@ def compare(
     synchronize: Callable[[], None] = torch.cuda.synchronize if batches[0][0].is_cuda else lambda: None
     for function in columns.values():
         function(batches[0][0])  # compiles
-    for inputs, targets in tqdm(batches, desc="comparing", unit="batch"):
+    for inputs, targets in progress_bar(batches, desc="comparing", unit="batch"):
         # In a new order each time, because each column finds the caches as the previous one left them.
         for name in shuffle.sample(list(columns), len(columns)):
             synchronize()
@@ -289,7 +289,7 @@ def generate(
     """
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
-    for _ in tqdm(range(length), desc="generating", unit="byte"):
+    for _ in progress_bar(range(length), desc="generating", unit="byte"):
         window = text[-WINDOW:]
         logits = compiled(torch.tensor([window + [0] * (WINDOW - len(window))], device=device))[0, len(window) - 1]
         text.append(int(torch.multinomial((logits.cpu() / 0.5).softmax(-1), 1, generator=generator)))

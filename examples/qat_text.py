@@ -33,16 +33,16 @@ from llama4_moe_text import (
     windows,
 )
 from torch import Tensor
-from tqdm import tqdm
 
 from thunder_moe import finish_qat_, prepare_qat_, quantize_
+from thunder_moe.progress import progress_bar
 
 
 def train(
     model: ByteModel, optimizer: MasterAdamW, text: Tensor, steps: range, seed: int, device: torch.device, label: str
 ) -> None:
     """Runs some of the training's steps, each on bytes that its number chooses."""
-    bar = tqdm(steps, desc=label, unit="step")
+    bar = progress_bar(steps, desc=label, unit="step")
     losses: list[float] = []
     for step in bar:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

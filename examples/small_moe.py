@@ -1,5 +1,6 @@
 """Trains a small Qwen3-MoE of transformers on the standard library's sources and saves it with a tokenizer.
-Called by users: `python examples/small_moe.py DIR`; calls transformers, tokenizers and llama4_moe_text.py for the text.
+Called by users: `python examples/small_moe.py DIR`; calls transformers, tokenizers, thunder_moe's
+progress bar and llama4_moe_text.py for the text.
 
 DIR gets what `from_pretrained` reads, and held_out.txt, sources that training has not seen: a model of a few megabytes
 for commands that want one, such as `python -m thunder_moe sensitivity DIR --data DIR/held_out.txt`.
@@ -18,8 +19,9 @@ import torch.nn.functional as F
 from llama4_moe_text import source_files, split_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from thunder_moe.progress import progress_bar
 
 BATCH, CONTEXT, VOCABULARY = 16, 128, 512
 
@@ -57,7 +59,7 @@ def train(model: Qwen3MoeForCausalLM, ids: Tensor, steps: int, seed: int) -> flo
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
     generator, losses = torch.Generator().manual_seed(seed), []
-    for _ in tqdm(range(steps), unit="step"):
+    for _ in progress_bar(range(steps), unit="step"):
         starts = torch.randint(len(ids) - CONTEXT, (BATCH,), generator=generator)
         rows = ids[starts[:, None] + torch.arange(CONTEXT + 1)]
         out = model(rows[:, :-1])

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thunder_moe import grouped_experts
 from thunder_moe.dense_linears import DenseLinears
@@ -28,6 +27,7 @@ from thunder_moe.formats.registry import FORMATS, find_format
 from thunder_moe.kernels.select import lay_out, quantize, quantize_to, resolve_layout
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.progress import progress_bar
 from thunder_moe.replaceable import has_hook, wrapped
 
 __all__ = [
@@ -548,7 +548,9 @@ def _swap(
     modules = _blocks_first(chosen)
     chosen.clear()
     modules.reverse()
-    bar = tqdm(total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS)
+    bar = progress_bar(
+        total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS
+    )
     with bar:
         while modules:
             module, place = modules.pop()

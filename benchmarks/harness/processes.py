@@ -31,6 +31,7 @@ from tqdm import tqdm
 from benchmarks.harness.column import COLUMNS, Spec
 from benchmarks.harness.decode import SPARE, tensor_bytes
 from benchmarks.harness.models import config_of, has_sdpa, skeleton
+from thunder_moe.progress import progress_bar
 
 __all__ = ["WORKER", "cores", "run_columns"]
 
@@ -188,7 +189,7 @@ def run_columns(specs: Sequence[Spec], jobs: int, patience: float = math.inf) ->
     handler = signal.signal(signal.SIGTERM, _interrupt)
     with (
         tempfile.TemporaryDirectory(prefix="benchmarks-", ignore_cleanup_errors=True) as directory,
-        tqdm(total=cells, unit="cell") as bar,
+        progress_bar(total=cells, unit="cell") as bar,
     ):
         try:
             for index, group in enumerate(groups):

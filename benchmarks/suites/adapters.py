@@ -26,6 +26,7 @@ from benchmarks.harness.report import comma_list, one_of, parser, plot, positive
 from benchmarks.harness.served import COLUMNS, LAYERS, ServedLayer
 from benchmarks.harness.timing import describe, measure
 from benchmarks.suites.serving import BASELINE, OURS, TOLERANCE, random_weights, reason
+from thunder_moe.progress import progress_bar
 
 STEM = "adapters"
 TOKENS = [1, 8, 32, 128, 512, 2048, 8192]
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
                 if column == OURS:
                     raise
                 notes[f"{column}: not run: {reason(error)}"] = None
-        bar = tqdm([(tokens, batch) for tokens in args.tokens for batch in BATCHES])
+        bar = progress_bar([(tokens, batch) for tokens in args.tokens for batch in BATCHES])
         for tokens, batch in bar:
             if tokens == 1 and batch == "mixed":
                 continue

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import DeviceType, ProfilerActivity, profile
-from tqdm import tqdm
 
 from benchmarks.harness.layers import TOLERANCE, Variant, build, check, hidden_states
 from benchmarks.harness.report import aligned, comma_list, parser, positive, save, stacked_bars
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import measure, measure_back_to_back
 from thunder_moe import Llama4MoE, dequantize_, quantize_
+from thunder_moe.progress import progress_bar
 
 STEM = "compile"
 COLUMNS = ("eager bf16", "compile bf16", "compile nvfp4", "quantize_ + compile nvfp4")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     if args.device.type == "cuda":  # it sees the kernels of a graph only if it was started before the capture
         _kernels(lambda: torch.ones(1, device=args.device), args.device)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
+    with progress_bar(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
         for shape in args.shapes:
             layer = build(shape, args.device)
             quantized = quantize_(copy.deepcopy(layer))

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, relative_error, save, table, timed
 from benchmarks.harness.roofline import Limits, missing, panels, plot_shares, read_peers, summary
@@ -31,6 +30,7 @@ from benchmarks.harness.timing import describe, measure
 from thunder_moe.formats.registry import FORMATS, dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels.select import BACKENDS, preferred_layout, quantize_to, select
+from thunder_moe.progress import progress_bar
 
 STEM = "gemm"
 BASELINE = "bf16"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     how = dict(rounds=args.rounds, min_rounds=min(3, args.rounds), budget=args.budget, slow=args.slow)
     limits = Limits.measured(device, bits_per_weight=FORMATS[args.format].bits_per_weight, **how)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(args.shapes) * len(args.gemms) * len(sizes), unit="row") as bar:
+    with progress_bar(total=len(args.shapes) * len(args.gemms) * len(sizes), unit="row") as bar:
         for shape in args.shapes:
             for which in args.gemms:
                 bar.set_description(f"{shape.name} {which}")

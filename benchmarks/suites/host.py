@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.harness.report import aligned, comma_list, parser, positive, save
 from benchmarks.harness.shapes import SHAPES, MoEShape
@@ -32,6 +31,7 @@ from thunder_moe import quantize_
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.progress import progress_bar
 
 STEM = "host"
 BASELINE = "torch._grouped_mm"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     """
     args = _arguments(argv)
     rows: list[dict[str, Any]] = []
-    with tqdm(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
+    with progress_bar(total=len(args.shapes) * len(args.tokens), unit="row") as bar:
         for shape in args.shapes:
             block = _block(shape, args.device)
             blocks = {

@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.harness.layers import EXPERT_GEMMS, TOLERANCE, Variant, build, check, hidden_states
 from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, save, table, timed
@@ -44,6 +43,7 @@ from thunder_moe import (
     moe_executor,  # before thunder, which it makes importable on new versions of torch
     quantize_,
 )
+from thunder_moe.progress import progress_bar
 
 import thunder  # isort: skip
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     device: torch.device = args.device
     rows: list[dict[str, Any]] = []
     weights: dict[str, dict[str, int]] = {}
-    with tqdm(total=len(args.shapes) * len(args.tokens) * len(args.parts), unit="row") as bar:
+    with progress_bar(total=len(args.shapes) * len(args.tokens) * len(args.parts), unit="row") as bar:
         for shape in args.shapes:
             bar.set_description(f"{shape.name} preparing")
             variants, exact, weights[shape.name] = _variants(shape, args.columns, device)

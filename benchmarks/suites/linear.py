@@ -46,6 +46,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, dense_candidates
 from thunder_moe.ops.scaled_mm import dense_operands, f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
+from thunder_moe.progress import progress_bar
 
 STEM, BASELINE = "linear", "bf16"
 VLLM = {"vLLM Marlin": "marlin", "vLLM Humming": "humming"}  # column -> --linear-backend
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     entries: list[dict[str, Any]] = []
     more: dict[str, Any] = {"tolerance": TOLERANCE}
-    for name in tqdm(args.layers, unit="layer"):
+    for name in progress_bar(args.layers, unit="layer"):
         n, k = LAYERS[name]
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=args.device).mul_(k**-0.5)
         packed = select.lay_out(select.quantize_to(args.format, weight[None]), "auto")

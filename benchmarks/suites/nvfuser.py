@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.harness.layers import build, hidden_states
 from benchmarks.harness.report import comma_list, parser, positive, relative_error, save, table, timed
@@ -29,6 +28,7 @@ from thunder_moe import Llama4MoE, moe_executor, quantize_, rewrite_report
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.select import use_backend
 from thunder_moe.nn import NVFP4GroupedLinear, NVFP4GroupedSwiGLU
+from thunder_moe.progress import progress_bar
 
 import thunder  # isort: skip  (after moe_executor: see compilers/thunder/compat.py)
 from thunder.executors.nvfuserex import nvfuserex  # isort: skip
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
         exact[WITH_NVFUSER] = _sharing_a_scale(layer) if _w4a4() else exact[BASELINE]
         executors = {BASELINE: [moe_executor], WITH_NVFUSER: [moe_executor, nvfuserex]}
         compiled = {name: thunder.jit(layer, executors=listed) for name, listed in executors.items()}
-        for tokens in tqdm(args.tokens, desc=shape.name, unit="row"):
+        for tokens in progress_bar(args.tokens, desc=shape.name, unit="row"):
             x = hidden_states(layer, tokens, args.device)
             errors = {name: _check(name, function, exact[name], x) for name, function in compiled.items()}
             functions = {name: functools.partial(function, x) for name, function in compiled.items()}

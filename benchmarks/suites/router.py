@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.harness.report import comma_list, one_of, parser, plot, positive, save, table, timed
 from benchmarks.harness.timing import Timing, measure
 from thunder_moe import moe_route, moe_router, quantize_
+from thunder_moe.progress import progress_bar
 
 STEM = "router"
 BASELINE = "torch + moe_route"
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     args = _arguments(argv)
     rows: list[dict[str, Any]] = []
     layers = _layers(args.device) if LAYER in args.routers else {}
-    with torch.no_grad(), tqdm(total=len(args.routers) * len(args.tokens), unit="row") as bar:
+    with torch.no_grad(), progress_bar(total=len(args.routers) * len(args.tokens), unit="row") as bar:
         for name in args.routers:
             for tokens in args.tokens:
                 bar.set_description(f"{name} {tokens}")

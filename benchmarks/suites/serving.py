@@ -29,6 +29,7 @@ from benchmarks.harness.timing import describe, measure
 from thunder_moe.formats.registry import FORMATS
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.kernels.select import quantize_to
+from thunder_moe.progress import progress_bar
 
 STEM = "serving"
 OURS = "thunder_moe"
@@ -59,7 +60,11 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     notes: dict[str, None] = {}
     kernels: dict[str, set[str]] = {}
-    with torch.no_grad(), one_process(args.device), tqdm(total=len(args.layers) * len(args.tokens), unit="row") as bar:
+    with (
+        torch.no_grad(),
+        one_process(args.device),
+        progress_bar(total=len(args.layers) * len(args.tokens), unit="row") as bar,
+    ):
         for name in args.layers:
             layer = LAYERS[name]
             gate_up, down, correction = random_weights(layer, args.device, args.format)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.harness.report import (
     comma_list,
@@ -40,6 +39,7 @@ from benchmarks.harness.shapes import MoEShape
 from benchmarks.harness.timing import measure
 from thunder_moe.activations import SWIGLU
 from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.progress import progress_bar
 
 STEM = "training"
 MODELS = {
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> list[dict[str, Any]]:
     report = partial(save, STEM, args.device, rows, args.output, copy_bytes_per_second=copy, checks=checks)
     if "checks" in args.parts:
         checks.update({name: _checks(MODELS[name], args.rows[-1], args.device) for name in args.models})
-    bar = tqdm(cells, unit="cell")
+    bar = progress_bar(cells, unit="cell")
     for index, (part, shape, count, routing) in enumerate(bar):
         bar.set_description(f"{part} {shape.name} {count} {routing}")
         offsets = routed(shape.num_experts, count, routing, args.device)

@@ -31,6 +31,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import nvrtc
 from thunder_moe.kernels.cuda.configs import FORMATS, LAYOUTS, MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.select import quantize_to
+from thunder_moe.progress import progress_bar
 
 TOKENS = [1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192]
 TOLERANCE = 1e-2  # both sides round to bf16
@@ -141,4 +142,4 @@ def _compile(configs: list[Any], swiglu: bool, k: int) -> None:
         nvrtc.compile_files(config.sources, config.expression(torch.bfloat16, swiglu, k), capability, config.argument)
 
     with ThreadPoolExecutor() as pool:
-        list(tqdm(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))
+        list(progress_bar(pool.map(one, configs), total=len(configs), desc="compiling", unit="kernel", leave=False))

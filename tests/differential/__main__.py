@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+
+from thunder_moe.progress import progress_bar
 
 from .execution import COMPILERS, script, shrink
 from .programs import DISABLED, generate
@@ -54,7 +55,7 @@ def _run(arguments: argparse.Namespace, disabled: frozenset[str]) -> Counter[str
         workers=arguments.workers,
         minutes=arguments.minutes,
     )
-    for seed, outcome in tqdm(found, total=arguments.programs, mininterval=5):
+    for seed, outcome in progress_bar(found, total=arguments.programs, mininterval=5):
         counts["programs"] += 1
         counts["grouped GEMMs compiled"] += outcome.gemms
         counts["grouped GEMMs rewritten"] += outcome.rewritten

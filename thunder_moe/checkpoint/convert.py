@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
@@ -35,6 +34,7 @@ from thunder_moe.checkpoint.writer import (
 )
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.progress import progress_bar
 
 __all__ = ["LayerError", "convert"]
 
@@ -209,7 +209,7 @@ def _convert_all(
 
     writer.on_shard = save_progress
     already = set(done)
-    for name in tqdm(plan.units, desc="converting", unit="module", disable=not progress):
+    for name in progress_bar(plan.units, desc="converting", unit="module", disable=not progress):
         if name in already:
             continue
         try:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from thunder_moe.checkpoint.decode import decode_dense, decode_dense_weight, decode_experts
 from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
@@ -32,6 +31,7 @@ from thunder_moe.checkpoint.modules import CACHE_FIELDS, Module, is_interleaved,
 from thunder_moe.checkpoint.part import WHOLE, ExpertsPart
 from thunder_moe.formats.block_format import BlockFormat
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.progress import progress_bar
 
 __all__ = ["Checkpoint"]
 
@@ -210,7 +210,7 @@ class Checkpoint:
             logger.info("%s: %d quantized dense modules are dequantized to %s", self.path, dequantized, dtype)
         order = {name: number for number, name in enumerate(self.files.infos)}
         reads.sort(key=lambda read: order[read[0].name])
-        for _, name, read in tqdm(reads, desc="reading checkpoint", unit="module", disable=not progress):
+        for _, name, read in progress_bar(reads, desc="reading checkpoint", unit="module", disable=not progress):
             yield name, read()
         self.files.close()
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thunder_moe.formats.registry import FORMATS, NumberFormat
+from thunder_moe.progress import progress_bar
 from thunder_moe.quantize import choose_modules
 
 __all__ = ["WIDE", "BlockLoss", "Sensitivity", "measure_choice", "measure_sensitivity"]
@@ -85,7 +85,7 @@ def measure_sensitivity(model: nn.Module, windows: Tensor, *, progress: bool = F
     fitting = {name: _fitting(views) for name, views in weights.items()}
     was_training = model.training
     model.eval()
-    bar = tqdm(
+    bar = progress_bar(
         total=1 + sum(map(len, fitting.values())), desc="sensitivity", unit="pass", disable=not progress, leave=False
     )
     blocks = []

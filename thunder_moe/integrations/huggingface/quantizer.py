@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
@@ -37,6 +36,7 @@ from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_para
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
 from thunder_moe.nn import NVFP4Linear
+from thunder_moe.progress import progress_bar
 from thunder_moe.replaceable import has_own_forward
 
 try:
@@ -225,7 +225,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._linears) + len(self._dense)
-        with tqdm(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
+        with progress_bar(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
             for place in self._places.values():
                 _fill(place, self.checkpoint)
                 bar.update()
