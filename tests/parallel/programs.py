@@ -4,6 +4,7 @@ first. Called by the fixture `run`; calls thunder_moe.parallel, and one process 
 
 import copy
 import functools
+import time
 from dataclasses import dataclass
 from unittest import mock
 
@@ -452,6 +453,45 @@ def sharded_otherwise(meshes, quantized):
             errors.append(error(parameter.grad.full_tensor() * 2, reference.grad))
     assert len(errors) == 1 + 3 * (not quantized)
     return max(errors)
+
+
+def steps_with_gradients(meshes, steps, seconds):
+    """Run a layer of 3 chunks forward and backward, at most so often and so long -> how often it ran."""
+    moe = parallelize_module(layer(), meshes.two, ExpertParallel(**STYLES["gather, chunks"]))
+    x, done, start = torch.randn(1, 5, H, requires_grad=True), 0, time.monotonic()
+    going = torch.ones(1)
+    while done < steps and going:
+        moe(x).sum().backward()
+        done += 1
+        if done % 50 == 0:  # the ranks stop together
+            going[0] = time.monotonic() - start < seconds
+            dist.broadcast(going, group=meshes.two.get_group(), group_src=0)
+    return done
+
+
+def checked_collective(meshes, collective):
+    """torch.library.opcheck of a collective of the processes of a half, and its values."""
+    group, operator = meshes.two.get_group(), getattr(torch.ops.thunder_moe, collective)
+    x = torch.full((4, 3), meshes.two.get_local_rank() + 1.0, requires_grad=True)
+    torch.library.opcheck(operator.default, (x, 2, group.group_name))
+    out = operator(x, 2, group.group_name)
+    factors = torch.arange(out.numel()).view(out.shape) * (meshes.two.get_local_rank() + 1.0)
+    (grad,) = torch.autograd.grad((out * factors).sum(), x)
+    if collective == "cpu_all_gather":  # the sum of both ranks' factors of these rows
+        mine = torch.arange(24.0).view(2, 4, 3)[meshes.two.get_local_rank()]
+        return torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(4)[:, None].expand(8, 3)) and torch.equal(
+            grad, 3 * mine
+        )
+    wanted = torch.cat([torch.arange(6.0).view(2, 3) * (rank + 1) for rank in range(2)])
+    return torch.equal(out, torch.full((2, 3), 3.0)) and torch.equal(grad, wanted)
+
+
+def collectives_of_a_step(meshes, style):
+    """The names of the operators that a step with gradients calls."""
+    moe = parallelize_module(layer(), meshes.two, ExpertParallel(**STYLES[style]))
+    with torch.profiler.profile() as profile:
+        moe(torch.randn(1, 5, H, requires_grad=True)).sum().backward()
+    return sorted({event.name for event in profile.events()})
 
 
 def compiled(meshes, style, quantized, train):

@@ -193,6 +193,23 @@ def test_the_gather_of_symmetric_memory_is_an_operator_of_graphs(monkeypatch):
         assert torch.equal(compiled(x), (2 * x).repeat(2, 1))
 
 
+@pytest.mark.parametrize("collective", ["cpu_all_gather", "cpu_reduce_scatter"])
+def test_collectives_of_cpus_are_operators(run, collective):
+    assert run(programs.checked_collective, collective) == [True] * 4
+
+
+def test_no_functional_gather_runs_on_cpus(run):
+    """Two that end at once end the process, on every torch up to 2.15 (docs/distributed.md, "On CPUs")."""
+    for names in run(programs.collectives_of_a_step, "gather, chunks"):
+        assert any("cpu_all_gather" in name for name in names)
+        assert not any("_c10d_functional" in name and "all_gather" in name for name in names)
+
+
+@pytest.mark.slow
+def test_a_minute_of_steps_with_gathers_under_way(run):
+    assert min(run(programs.steps_with_gradients, 1_000_000, 60)) > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

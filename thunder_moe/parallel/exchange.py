@@ -238,7 +238,7 @@ class AllGather(Exchange):
     def _gather(self, x: Tensor, routing: Tensor) -> tuple[Any, Any]:
         gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)
         if x.is_cuda and not gradients:  # one kernel of NCCL's
-            run: Any = _named("all_gather_coalesced")
+            run: Any = _named(collectives, "all_gather_coalesced")
             rows, all_routing = run([x, routing], self._group)
             return rows, all_routing
         return _all_gather(x, self._group), _all_gather(routing, self._group)
@@ -368,28 +368,88 @@ def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) ->
 
 
 def _all_gather(x: Tensor, group: Any) -> Any:
+    x, ranks = x.contiguous(), dist.get_world_size(group)
     if is_bare(x):
-        ranks = dist.get_world_size(group)
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        return _UnderWay(out, dist.all_gather_into_tensor(out, x.contiguous(), group, async_op=True))
-    return _named("all_gather", x)(x.contiguous(), 0, group)
+        return _UnderWay(out, _named(dist, "all_gather")(out, x, group, async_op=True))
+    if x.device.type == "cpu":
+        # Two functional all-gathers that end at once on gloo can end the process (docs/distributed.md, "On CPUs").
+        return torch.ops.thunder_moe.cpu_all_gather(x, ranks, group.group_name)
+    return _functional("all_gather", x)(x, 0, group)
 
 
 def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
-    out: Tensor = _named("reduce_scatter", x)(x.contiguous(), "sum", 0, group)
+    x = x.contiguous()
+    if x.device.type == "cpu" and torch.is_grad_enabled() and x.requires_grad:  # its backward is an all-gather
+        summed: Tensor = torch.ops.thunder_moe.cpu_reduce_scatter(x, dist.get_world_size(group), group.group_name)
+        return summed
+    out: Tensor = _functional("reduce_scatter", x)(x, "sum", 0, group)
     return out
 
 
-# By their names of torch 2.13, and those of older versions.
+@torch.library.custom_op("thunder_moe::cpu_all_gather", mutates_args=(), device_types="cpu")
+def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Return the rows of all ranks, (T, ...) -> (ranks * T, ...); differentiable."""
+    out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
+    _named(dist, "all_gather")(out, x, _group_named(group_name))
+    return out
+
+
+@torch.library.custom_op("thunder_moe::cpu_reduce_scatter", mutates_args=(), device_types="cpu")
+def _cpu_reduce_scatter(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    """Return this rank's part of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
+    out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+    _named(dist, "reduce_scatter")(out, x, group=_group_named(group_name))
+    return out
+
+
+@_cpu_all_gather.register_fake
+def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty(ranks * x.shape[0], *x.shape[1:])
+
+
+@_cpu_reduce_scatter.register_fake
+def _(x: Tensor, ranks: int, group_name: str) -> Tensor:
+    return x.new_empty(x.shape[0] // ranks, *x.shape[1:])
+
+
+def _group_named(name: str) -> Any:
+    private: Any = dist.distributed_c10d
+    return private._resolve_process_group(name)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.ranks, ctx.group_name = inputs
+
+
+def _backward_of_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.thunder_moe.cpu_reduce_scatter(grad.contiguous(), ctx.ranks, ctx.group_name), None, None
+
+
+def _backward_of_reduce_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.thunder_moe.cpu_all_gather(grad.contiguous(), ctx.ranks, ctx.group_name), None, None
+
+
+_cpu_all_gather.register_autograd(_backward_of_all_gather, setup_context=_setup_context)
+_cpu_reduce_scatter.register_autograd(_backward_of_reduce_scatter, setup_context=_setup_context)
+
+
+# The names since torch 2.13, then those of older versions: of torch.distributed, and of its functional collectives.
 _NAMES = {
-    "all_gather": ("all_gather_single", "all_gather_tensor"),
-    "all_gather_coalesced": ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced"),
-    "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
+    (dist, "all_gather"): ("all_gather_single", "all_gather_into_tensor"),
+    (dist, "reduce_scatter"): ("reduce_scatter_single", "reduce_scatter_tensor"),
+    (collectives, "all_gather"): ("all_gather_single", "all_gather_tensor"),
+    (collectives, "all_gather_coalesced"): ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced"),
+    (collectives, "reduce_scatter"): ("reduce_scatter_single", "reduce_scatter_tensor"),
 }
 
 
-def _named(collective: str, x: Tensor | None = None) -> Any:
-    """A functional collective; the form with a gradient where x wants one."""
-    newer, older = _NAMES[collective]
-    suffix = "_autograd" if x is not None and torch.is_grad_enabled() and x.requires_grad else ""
-    return getattr(collectives, (newer if hasattr(collectives, newer) else older) + suffix)
+def _named(module: Any, collective: str, suffix: str = "") -> Any:
+    """Return a collective of a module by the name that this version of torch has for it."""
+    newer, older = _NAMES[module, collective]
+    return getattr(module, (newer if hasattr(module, newer) else older) + suffix)
+
+
+def _functional(collective: str, x: Tensor) -> Any:
+    """Return a functional collective; the one with a gradient where x needs one."""
+    return _named(collectives, collective, "_autograd" if torch.is_grad_enabled() and x.requires_grad else "")
