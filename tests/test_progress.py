@@ -1,4 +1,4 @@
-"""Tests of progress.py: what a bar writes where standard error is no terminal, and where it is one.
+"""Tests of progress.py: what a bar writes to a log file, and what to a terminal.
 Called by pytest; calls thunder_moe.progress.
 """
 
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def log(monkeypatch, capsys):
-    """Reads what standard error, which is no terminal, has got."""
+    """Read what was written to standard error, which is not a terminal here."""
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     return lambda: capsys.readouterr().err
 

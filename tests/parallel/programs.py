@@ -478,12 +478,12 @@ def checked_collective(meshes, collective):
     factors = torch.arange(out.numel()).view(out.shape) * (meshes.two.get_local_rank() + 1.0)
     (grad,) = torch.autograd.grad((out * factors).sum(), x)
     if collective == "cpu_all_gather":  # the sum of both ranks' factors of these rows
-        mine = torch.arange(24.0).view(2, 4, 3)[meshes.two.get_local_rank()]
-        return torch.equal(out, torch.tensor([1.0, 2.0]).repeat_interleave(4)[:, None].expand(8, 3)) and torch.equal(
-            grad, 3 * mine
-        )
-    wanted = torch.cat([torch.arange(6.0).view(2, 3) * (rank + 1) for rank in range(2)])
-    return torch.equal(out, torch.full((2, 3), 3.0)) and torch.equal(grad, wanted)
+        wanted = torch.tensor([1.0, 2.0]).repeat_interleave(4)[:, None].expand(8, 3)
+        wanted_grad = 3 * torch.arange(24.0).view(2, 4, 3)[meshes.two.get_local_rank()]
+    else:
+        wanted = torch.full((2, 3), 3.0)
+        wanted_grad = torch.cat([torch.arange(6.0).view(2, 3) * (rank + 1) for rank in range(2)])
+    return torch.equal(out, wanted) and torch.equal(grad, wanted_grad)
 
 
 def collectives_of_a_step(meshes, style):

@@ -1,5 +1,5 @@
-"""The exchange of tokens between expert-parallel ranks, by functional collectives of torch.distributed.
-Called by parallel.modules; calls torch.distributed._functional_collectives and ops.combine.
+"""The exchange of tokens between expert-parallel ranks, by collectives of torch.distributed.
+Called by parallel.modules; calls torch.distributed, its functional collectives and ops.combine.
 
     send     tokens (T, H) -> what can travel before the router has chosen
     start    the same tokens, global expert ids (T, A) -> collectives that run by themselves
@@ -434,7 +434,7 @@ _cpu_all_gather.register_autograd(_backward_of_all_gather, setup_context=_setup_
 _cpu_reduce_scatter.register_autograd(_backward_of_reduce_scatter, setup_context=_setup_context)
 
 
-# The names since torch 2.13, then those of older versions: of torch.distributed, and of its functional collectives.
+# Each collective's name since torch 2.13, then its older name.
 _NAMES = {
     (dist, "all_gather"): ("all_gather_single", "all_gather_into_tensor"),
     (dist, "reduce_scatter"): ("reduce_scatter_single", "reduce_scatter_tensor"),
