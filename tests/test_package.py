@@ -2,33 +2,26 @@
 Called by pytest; starts fresh interpreters.
 """
 
-import subprocess
-import sys
-
 import pytest
+from interpreters import fresh_python
 
 import thunder_moe
-
-
-def python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def test_import_is_light():
     code = """
-import sys, time, torch
+import sys
 before = set(sys.modules)
-start = time.perf_counter()
 import thunder_moe
 print(sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
-    assert python(code) == "['thunder_moe']"
+    assert fresh_python(code) == "['thunder_moe']\n"
 
 
 def test_the_command_line_leaves_the_compiler_out():
     """`convert` starts in half the time without torch._dynamo, which `sensitivity` needs."""
     code = "import sys, thunder_moe.__main__; print('torch._dynamo' in sys.modules, 'torch' in sys.modules)"
-    assert python(code) == "False True"
+    assert fresh_python(code) == "False True\n"
 
 
 def test_all_names_exist():
@@ -60,7 +53,7 @@ for call in calls:
 from thunder_moe import *
 print(sorted(set(thunder_moe._HOME) - set(globals())), Llama4MoE.__name__)
 """
-    assert python(code).splitlines() == [
+    assert fresh_python(code).splitlines() == [
         "torch.Size([1, 2, 32])",
         "moe_executor needs lightning-thunder: pip install 'thunder_moe[thunder]'",
         "from_transformers needs transformers: pip install 'thunder_moe[transformers]'",
@@ -89,7 +82,7 @@ from thunder_moe import moe_executor
 print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(torch.ones(1)).item())
 print(before[0] == set(dir(torch.Tensor)), before[1] is torch.autograd.Function.__dict__["apply"])
 """
-    assert python(code).splitlines() == ["2.0", "True True"]
+    assert fresh_python(code).splitlines() == ["2.0", "True True"]
 
 
 def test_a_failed_import_of_thunder_says_what_to_do():
@@ -104,7 +97,7 @@ for use in (lambda: __import__("thunder"), lambda: __import__("thunder_moe.compi
         print(str(error).split(": ")[1])
 """
     remedy = "start a new process and import thunder_moe before thunder, which makes it work on this version of torch"
-    assert python(code).splitlines() == [remedy] * 2
+    assert fresh_python(code).splitlines() == [remedy] * 2
 
 
 def test_torch_compile_knows_the_backend_of_a_package_that_is_not_installed():
@@ -116,7 +109,7 @@ print("torch._dynamo" in sys.modules)
 print(torch._dynamo.lookup_backend("thunder_moe").__module__)
 print(torch._dynamo.list_backends().count("thunder_moe"))
 """
-    assert python(code).splitlines() == ["False", "thunder_moe.compilers.dynamo.backend", "1"]
+    assert fresh_python(code).splitlines() == ["False", "thunder_moe.compilers.dynamo.backend", "1"]
 
 
 @pytest.mark.parametrize("first", ["import thunder_moe", "import torch._dynamo", "import torch._dynamo, thunder_moe"])
@@ -130,4 +123,4 @@ print(lookup_backend("thunder_moe").__module__, list_backends().count("thunder_m
 import thunder_moe
 print(lookup_backend("thunder_moe") is thunder_moe.compilers.dynamo.backend.thunder_moe_backend)
 """
-    assert python(code).splitlines() == ["thunder_moe.compilers.dynamo.backend 1", "True"]
+    assert fresh_python(code).splitlines() == ["thunder_moe.compilers.dynamo.backend 1", "True"]

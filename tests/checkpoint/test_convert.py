@@ -12,6 +12,7 @@ from math import inf, log10
 import pytest
 import torch
 from checkpoint_files import DATA, EXPORTS, assert_same_bits, bits, decoded, load_tensors
+from interpreters import fresh_python
 from oracle import dequantize as oracle_dequantize
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -655,5 +656,4 @@ from thunder_moe.checkpoint import Checkpoint, convert
 convert({str(tmp_path / "source")!r}, {str(tmp_path / "out")!r})
 print(Checkpoint({str(tmp_path / "out")!r}).experts)
 """
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert out.strip() == str([path_of(layer) for layer in range(3)])
+    assert fresh_python(code).strip() == str([path_of(layer) for layer in range(3)])

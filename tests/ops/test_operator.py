@@ -3,11 +3,10 @@ Called by pytest."""
 
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreters import fresh_python
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -148,8 +147,7 @@ for module in (route, grouped_mm, scaled_mm, trainable_grouped_mm):
     importlib.reload(module)
 print(route.moe_route(torch.tensor([[1, 0]]), 2)[1].tolist())
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[1, 2]\n"
+    assert fresh_python(code) == "[1, 2]\n"
 
 
 def test_missing_and_unknown_arguments_are_type_errors():

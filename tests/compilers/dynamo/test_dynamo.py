@@ -4,12 +4,12 @@ Called by pytest; judged by tests/oracle.py and by the report.
 
 import copy
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreters import fresh_python
 from oracle import KERNEL_TOLERANCE, grouped_mm, groups, llama4_moe, relative_error
 from torch import nn
 
@@ -56,8 +56,7 @@ print("thunder_moe" in torch.compiler.list_backends(), "thunder_moe" in sys.modu
 torch.compile(lambda x: x + 1, backend="thunder_moe", options={"thunder_moe.inner": "eager"})(torch.ones(2))
 print("thunder_moe" in sys.modules, "thunder" in sys.modules)
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.split() == ["True", "False", "True", "False"]
+    assert fresh_python(code).split() == ["True", "False", "True", "False"]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
         load = f"torch._inductor.aoti_load_package({str(file)!r})"
     torch.save(x, tensors)
     code = f"import torch, thunder_moe.nn; torch.save({load}(torch.load({str(tensors)!r})), {str(tensors)!r})"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    fresh_python(code)
     assert relative_error(torch.load(tensors), decoded(moe)(x)) < 0.01
 
 

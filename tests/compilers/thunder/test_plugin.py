@@ -3,12 +3,9 @@ executor; what makes the name known, and what does not.
 Called by pytest; calls tiny transformers models, and fresh interpreters for the order of imports.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreters import fresh_python
 from oracle import relative_error
 
 import thunder_moe
@@ -107,11 +104,6 @@ def test_other_functions_warn_once():
     assert len([warning for warning in caught if warning.category is RewriteWarning]) == 1
 
 
-def python(code, **environment):
-    given = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=given).stdout
-
-
 @pytest.mark.parametrize("order", ["import thunder_moe, thunder", SLOW_ORDER])
 def test_import_of_the_package_makes_the_name_known_and_loads_nothing(order):
     code = f"""
@@ -120,7 +112,7 @@ import sys, thunder.plugins
 print("nvfp4-moe" in thunder.plugins.get_plugin_names(), "thunder_moe.compilers.thunder.executor" in sys.modules)
 print(type(thunder.plugins.get_plugin("nvfp4-moe")()).__name__)
 """
-    assert python(code).split() == ["True", "False", "NVFP4MoE"]
+    assert fresh_python(code).split() == ["True", "False", "NVFP4MoE"]
 
 
 def test_registration_can_be_switched_off():
@@ -134,6 +126,6 @@ import thunder.plugins
 print(thunder.jit(lambda x: x + 1, executors=[moe_executor])(__import__("torch").ones(1)).item())
 print("nvfp4-moe" in thunder.plugins.get_plugin_names())
 """
-    out = python(code, THUNDER_MOE_AUTO_REGISTER="0").splitlines()
+    out = fresh_python(code, THUNDER_MOE_AUTO_REGISTER="0").splitlines()
     assert out[0].split()[0] == "True"
     assert out[1:] == ["2.0", "True"]

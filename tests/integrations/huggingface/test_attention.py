@@ -2,12 +2,10 @@
 Called by pytest; its function alone, then whole models, with padding and static caches, eager and compiled.
 """
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreters import fresh_python
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 from torch import nn
 
@@ -379,5 +377,4 @@ def test_is_known_once_both_are_imported(order):
         "from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS\n"
         f"print({NAME!r} in ALL_ATTENTION_FUNCTIONS, {NAME!r} in ALL_MASK_ATTENTION_FUNCTIONS)\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert out == ["False", "True", "True"]
+    assert fresh_python(code).split() == ["False", "True", "True"]

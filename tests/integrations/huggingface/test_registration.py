@@ -2,11 +2,9 @@
 Called by pytest; starts fresh interpreters.
 """
 
-import subprocess
-import sys
-
 import pytest
 from checkpoint_files import DATA
+from interpreters import fresh_python
 
 pytest.importorskip("transformers")
 
@@ -31,7 +29,7 @@ FIRST_SLOW, SECOND_SLOW = (
 
 def python(code):
     code = f"import sys\ndata = {str(DATA)!r}\n{code}"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split("\n")
+    return fresh_python(code).split("\n")
 
 
 @pytest.mark.parametrize("order", SECOND_SLOW)

@@ -3,12 +3,11 @@ Called by pytest; judged by transformers' own dense layer.
 """
 
 import copy
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from interpreters import fresh_python
 from oracle import relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -105,5 +104,4 @@ from thunder_moe import moe_executor
 import thunder_moe.integrations.huggingface.llama4, sys
 print("thunder_moe.integrations.huggingface.thunder_llama4" in sys.modules)
 """
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "True"
+    assert fresh_python(code).splitlines()[-1] == "True"
