@@ -197,6 +197,7 @@ def hf_moe() -> ModuleType:
     return load_example("hf_moe")
 
 
+@pytest.mark.slow
 def test_hf_moe_generates_three_ways(hf_moe: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     texts = hf_moe.main(["--new-tokens", "4", "--device", "cpu", "--backend", "eager"])
     assert [(name, *text.shape) for name, text in texts.items()] == [

@@ -24,7 +24,11 @@ def fails(how):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "rank 1: .*ValueError: no reason"), ("dies", "rank 1: ended with status 3")]
+    ("how", "message"),
+    [
+        pytest.param("raises", "rank 1: .*ValueError: no reason", marks=pytest.mark.slow),  # the others get 3 seconds
+        ("dies", "rank 1: ended with status 3"),
+    ],
 )
 def test_a_rank_that_fails_keeps_nobody_waiting(ranks, how, message):
     group = ranks(2)

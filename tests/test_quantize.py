@@ -386,7 +386,7 @@ def test_layouts_compute_the_same(layout, dtype):
     assert_same_bits(dequantize_(laid_out).state_dict(), dequantize_(linear).state_dict())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_layouts_compute_the_same_compiled(layout, backend):
     x = torch.randn(2, 5, 128, dtype=BF16)
     with torch.no_grad():

@@ -43,7 +43,12 @@ class Experts(nn.Module):
         return torch._grouped_mm(hidden, self.down.mT, offs=offsets)
 
 
-@pytest.fixture(params=COMPILERS.values(), ids=COMPILERS.keys())
+@pytest.fixture(
+    params=[
+        pytest.param(compile_, id=name, marks=[pytest.mark.slow] * (name == "inductor"))
+        for name, compile_ in COMPILERS.items()
+    ]
+)
 def compiled(request):
     return request.param(Experts())
 

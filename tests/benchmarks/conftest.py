@@ -1,5 +1,8 @@
 """The benchmarks on one thread, with limits that take no time to measure. Without matplotlib nothing is collected.
 Called by pytest; calls benchmarks/harness/roofline.py.
+
+The fast tests show each command's help, each suite once from end to end at a tiny size, the tables and reports, and
+that wrong results have no times. Tests of processes that measure in turns are slow, but for one in which columns crash.
 """
 
 import importlib.util

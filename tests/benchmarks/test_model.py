@@ -205,6 +205,7 @@ def test_a_compiled_column(config, name):
     assert list(row["decode"]) == ["1", "3", "5"]
 
 
+@pytest.mark.slow
 def test_columns_compile_once_for_all_batches_but_one(config, monkeypatch):
     graphs = []
 
@@ -429,6 +430,7 @@ log("ends")
 
 
 @pytest.mark.parametrize(("capacity", "jobs"), [(0.0, 3), (1e15, 2), (1e15, 9)])
+@pytest.mark.slow
 def test_a_process_measures_when_no_other_computes(config, tmp_path, monkeypatch, capacity, jobs):
     log = tmp_path / "log"
     (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(log)))
@@ -498,6 +500,7 @@ log("ends")
 
 
 @pytest.mark.parametrize(("gigabytes", "together"), [(100, True), (4, False)])
+@pytest.mark.slow
 def test_processes_of_a_cpu_compile_again_when_all_have_measured(config, tmp_path, monkeypatch, gigabytes, together):
     log = tmp_path / "log"
     patience = 600 if together else 0.1  # on a busy machine the other process starts much later
@@ -517,6 +520,7 @@ def test_processes_of_a_cpu_compile_again_when_all_have_measured(config, tmp_pat
     assert (compiled_together >= 2) == together
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended(config, tmp_path, monkeypatch):
     log = tmp_path / "log"
     slow = SHARING.replace("LOG", str(log))
@@ -557,6 +561,7 @@ def test_lines_are_taken_when_they_are_whole(tmp_path):
     task.results.close()
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_fit_are_not_loaded(config, tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(SHARING.replace("LOG", str(tmp_path / "log")))
     monkeypatch.setattr(processes, "WORKER", [sys.executable, str(tmp_path / "worker.py")])
