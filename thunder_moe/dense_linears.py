@@ -34,7 +34,7 @@ from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.replaceable import has_own_forward, impure
 
-__all__ = ["DenseLinears", "join_read_together", "read_together"]
+__all__ = ["DenseLinears", "join_read_together", "read_by_parents", "read_together"]
 
 Filter = Callable[[nn.Module, str], bool]
 _LOGGER = logging.getLogger("thunder_moe")
@@ -485,13 +485,19 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
             for own, sharing in together if len(names) > 1 else ():
                 others = ", ".join(other for other in names if other != own)
                 reasons[sharing] = f"its weight is tied to that of {others}"
-    for module in model.modules():
-        kind: Any = type(module)
-        for name in _weights_read(kind):
-            child = module._modules.get(name)
-            if child is not None:
-                reasons.setdefault(child, f"{kind.__name__} reads its weight itself")
+    for module, reader in read_by_parents(model).items():
+        reasons.setdefault(module, f"{reader.__name__} reads its weight itself")
     return reasons
+
+
+def read_by_parents(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
+    """Return the modules whose weight their parent reads without calling them, each with the class of that parent."""
+    return {
+        child: type(parent)
+        for parent in model.modules()
+        for name in _weights_read(type(parent))
+        if (child := parent._modules.get(name)) is not None
+    }
 
 
 def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:

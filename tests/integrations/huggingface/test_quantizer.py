@@ -22,7 +22,7 @@ from checkpoint_files import (
 from dense_calls import DenseCalls
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import save_file
-from tiny_models import ARCHITECTURES, tiny_config, tiny_model
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
 
@@ -230,6 +230,26 @@ def test_a_converted_checkpoint_loads(tmp_path, name):
         for ours, other in ((experts.gate_up_proj, theirs.gate_up_proj), (experts.down_proj, theirs.down_proj)):
             # One global scale for all experts or one for each moves a few block scales by a rounding.
             assert (ours.qdata == other.qdata).float().mean() > (0.75 if name in ("llama4", "gpt_oss") else 0.9999)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("jamba", "mamba.dt_proj"),
+        ("granitemoehybrid", "mamba.out_proj"),  # in training alone
+        ("deepseek_v32", "self_attn.indexer.weights_proj"),
+    ],
+)
+def test_dense_layers_whose_weight_transformers_reads(tmp_path, name, read):
+    tiny_model(name, BF16).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "converted", linears=True)
+    model, wanted = (load_checkpoint(tmp_path / "converted", dtype=torch.float32) for _ in range(2))
+    assert isinstance(model.model.layers[0].get_submodule(read), torch.nn.Linear)
+    assert any(isinstance(module, NVFP4Linear) for module in model.model.layers[0].modules())
+    dequantize_(wanted)
+    for training in (False, True):
+        ours, theirs = (each.train(training)(tokens(), use_cache=False).logits for each in (model, wanted))
+        assert relative_error(ours, theirs) < 1e-5
 
 
 def small_nemotron_h():

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.checkpoint.formats.registry import check_quantization
-from thunder_moe.dense_linears import join_read_together
+from thunder_moe.dense_linears import join_read_together, read_by_parents
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
@@ -31,7 +31,7 @@ from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
-from thunder_moe.integrations.huggingface.saving import SavesNVFP4, mark_quantized
+from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_in_configs, mark_quantized
 from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, register_styles
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
@@ -155,6 +155,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
                 " it was saved, then model.load_state_dict of its tensors",
                 self.checkpoint.path,
             )
+        read = read_by_parents(model)
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
         unexpected, missing = [_NOT_WEIGHTS], [rf"\.{_WAITING}$"]
@@ -172,7 +173,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
                 logger.warning("%s has no counterpart in %s and is not loaded", source, type(model).__name__)
                 continue
             module = model.get_submodule(name)
-            if self._stays_4_bit(model, source, name, module):
+            if module not in read and self._stays_4_bit(model, source, name, module):
                 self._linears[source] = _put_linear(model, name, module, self.checkpoint.number_format(source))
                 missing.append(rf"{re.escape(name)}\.(qdata|scale|global_scale)$")
                 unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]
@@ -248,6 +249,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         if self._linears:
             join_read_together(model)
         self._places, self._linears, self._dense, self._dtypes, self._shapes = {}, {}, {}, {}, {}
+        forget_in_configs(model, "_is_quantized")  # transformers' Jamba computes otherwise where it is there
         mark_quantized(model)
 
     def _refuse_sharded_linears(self, model: Any) -> None:

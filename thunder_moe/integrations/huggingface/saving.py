@@ -35,7 +35,7 @@ except ImportError as error:
         "integrations.huggingface.saving needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
-__all__ = ["QuantizedModel", "SavesNVFP4", "forget_quantization", "mark_quantized"]
+__all__ = ["QuantizedModel", "SavesNVFP4", "forget_in_configs", "forget_quantization", "mark_quantized"]
 
 CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -236,9 +236,14 @@ def prepared_names(model: nn.Module) -> dict[str, str]:
 def forget_quantization(model: Any) -> None:
     """Removes what a load of a 4-bit checkpoint has left on a model and in its configs."""
     model.hf_quantizer.remove_quantization_config(model)
+    forget_in_configs(model, "quantization_config", "_is_quantized")
+
+
+def forget_in_configs(model: nn.Module, *names: str) -> None:
+    """Removes attributes from the configurations of the modules of a model."""
     for module in model.modules():
         if (config := getattr(module, "config", None)) is not None:
-            for name in ("quantization_config", "_is_quantized"):
+            for name in names:
                 vars(config).pop(name, None)
 
 
