@@ -490,14 +490,16 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
     return reasons
 
 
-def read_by_parents(model: nn.Module) -> dict[nn.Module, type[nn.Module]]:
+def read_by_parents(model: nn.Module) -> dict[nn.Module, Any]:
     """Return the modules whose weight their parent reads without calling them, each with the class of that parent."""
-    return {
-        child: type(parent)
-        for parent in model.modules()
-        for name in _weights_read(type(parent))
-        if (child := parent._modules.get(name)) is not None
-    }
+    read: dict[nn.Module, Any] = {}
+    for parent in model.modules():
+        kind: Any = type(parent)
+        for name in _weights_read(kind):
+            child = parent._modules.get(name)
+            if child is not None:
+                read[child] = kind
+    return read
 
 
 def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:

@@ -228,9 +228,9 @@ def dequantize_(model: Model) -> Model:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def dequantize_with_(model: Model, needed: Mapping[str, nn.Module]) -> Model:
+def dequantize_with_(model: Model, needed: Mapping[str, nn.Module], *, only: bool = False) -> Model:
     """`dequantize_`, and a ValueError, which leaves the model unchanged, where one of `needed` (4-bit linears, by
-    name) would stay as it is."""
+    name) would stay as it is. With `only` all other modules stay as they are."""
     require_module(model)
     families: list[ExpertFamily] = [*families_of(model), DenseLinears()]
     chosen: Chosen = {}
@@ -239,6 +239,8 @@ def dequantize_with_(model: Model, needed: Mapping[str, nn.Module]) -> Model:
 
     def take(module: nn.Module, name: str) -> bool:
         family = next((family for family in families if family.match_quantized(module)), None)
+        if family is not None and only and module not in needed.values():
+            return False
         if family is not None:
             _sort(module, Place(name, family), outside, chosen, left)
         return family is not None

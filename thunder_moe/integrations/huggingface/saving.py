@@ -1,4 +1,4 @@
-"""`save_pretrained`, `load_state_dict` and `dequantize` of transformers models with 4-bit or prepared modules.
+"""What transformers models with 4-bit or prepared modules do otherwise: save, load, resize, dequantize.
 Called by families after `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`, and by quantizer after a load,
 through `mark_quantized`; calls checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
 
@@ -9,6 +9,7 @@ A marked model's class is a subclass of its own, of the same name, so that `mode
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["QuantizedModel", "SavesNVFP4", "forget_in_configs", "forget_quantization", "mark_quantized"]
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -172,6 +175,36 @@ class QuantizedModel:
 
         state_dict = load_by_checkpoint_names(self, state_dict, prepared_names(self))
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
+
+    def resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Resizes as transformers does. A 4-bit head is dequantized before and stays 16-bit, because the rows of new
+        tokens have to be trained: it is trainable where the embeddings are. The log says so. A size that is there
+        already changes nothing.
+
+        Raises:
+            ValueError: the head is 4-bit and cannot be replaced (the message says why). The model is unchanged then.
+        """
+        from thunder_moe.quantize import dequantize_with_
+
+        resize = super().resize_token_embeddings  # type: ignore[misc]
+        head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
+        if head is None or not _is_quantized(head):
+            return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
+        size = embeddings.weight.shape[0] if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            size = -(-size // pad_to_multiple_of) * pad_to_multiple_of
+        if size == embeddings.weight.shape[0] == getattr(head, "out_features", None):
+            return embeddings  # type: ignore[no-any-return]
+        name = next(name for name, module in self.named_modules() if module is head)
+        dequantize_with_(self, {name: head}, only=True)
+        self.get_output_embeddings().requires_grad_(embeddings.weight.requires_grad)
+        logger.warning("%s is 16-bit from now on, since the rows of new tokens need training", name)
+        return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
