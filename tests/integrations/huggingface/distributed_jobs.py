@@ -56,7 +56,8 @@ def generated(path, config):
 
 
 def bytes_read(path, config):
-    """Bytes of the tensors that this package reads of the files, and of the experts that this process has then."""
+    """Bytes of the tensors that this package reads of the files, and of the experts that this process has then; the
+    number of parameters of the whole model."""
     read, own = [], TensorFiles.read
 
     def counted(*args):
@@ -69,7 +70,7 @@ def bytes_read(path, config):
         model = load(path, config)
     finally:
         TensorFiles.read = own
-    return sum(read), max(read), expert_bytes(model)
+    return sum(read), max(read), expert_bytes(model), model.num_parameters()
 
 
 def refusal(path, config, options=None):

@@ -178,10 +178,12 @@ def test_the_same_tokens(layout, saved, ranks):
 def test_a_process_reads_its_part_alone(name, layout, saved, ranks):
     path, model = saved(name)
     whole = jobs.expert_bytes(model)
-    for read, largest, own in ranks(2)(jobs.bytes_read, path, LAYOUTS[layout]):
+    for read, largest, own, parameters in ranks(2)(jobs.bytes_read, path, LAYOUTS[layout]):
         assert own <= whole // 2 + 512  # TP: all global scales
         assert own <= read <= own + 6144  # biases, and global scales of gate and up apart
         assert largest <= own // len(jobs.experts_of(model))
+        if name == "qwen3_moe":  # of the experts' biases a process counts its part
+            assert parameters == model.num_parameters()
 
 
 @needs_sharding

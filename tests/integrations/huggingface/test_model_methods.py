@@ -1,4 +1,4 @@
-"""Methods of transformers models that 4-bit modules concern: new tokens.
+"""Methods of transformers models that 4-bit modules concern: new tokens, numbers of parameters, casts.
 Called by pytest; compares with the same model in 16 bits, or after `dequantize_`.
 """
 
@@ -77,3 +77,22 @@ def test_new_tokens_where_nothing_else_is_4_bit():
     )
     model.resize_token_embeddings(VOCABULARY + 5)
     assert logits(model).shape[-1] == VOCABULARY + 5
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "gpt_oss", "nemotron_h", "gemma4"])
+def test_numbers_of_parameters(name):
+    model = tiny_model(name)
+    counts = [model.num_parameters(exclude_embeddings=without) for without in (False, True)]
+    quantize_(model, linears=everything)
+    assert [model.num_parameters(exclude_embeddings=without) for without in (False, True)] == counts
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert model.num_parameters(only_trainable=True) == trainable < counts[0]
+
+
+@pytest.mark.parametrize(("cast", "dtype"), [("half", torch.float16), ("float", torch.float32)])
+def test_casts(model, cast, dtype):
+    codes = model.lm_head.qdata.clone()
+    assert getattr(model, cast)() is model
+    assert {parameter.dtype for parameter in model.parameters()} == {logits(model).dtype} == {dtype}
+    assert torch.equal(model.lm_head.qdata, codes)
+    assert relative_error(logits(model), logits(dequantize_(copy.deepcopy(model)))) < (0.1 if cast == "half" else 1e-5)

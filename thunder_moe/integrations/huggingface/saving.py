@@ -1,4 +1,4 @@
-"""What transformers models with 4-bit or prepared modules do otherwise: save, load, resize, dequantize.
+"""What transformers models with 4-bit or prepared modules do otherwise: save, load, resize, count, cast, dequantize.
 Called by families after `quantize_`, `dequantize_`, `prepare_qat_` and `finish_qat_`, and by quantizer after a load,
 through `mark_quantized`; calls checkpoint to write, state_dicts to read, thunder_moe.quantize for the way back.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import re
 import shutil
@@ -205,6 +206,26 @@ class QuantizedModel:
         self.get_output_embeddings().requires_grad_(embeddings.weight.requires_grad)
         logger.warning("%s is 16-bit from now on, since the rows of new tokens need training", name)
         return resize(new_num_tokens, pad_to_multiple_of, mean_resizing)  # type: ignore[no-any-return]
+
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """Counts as transformers does, and a packed weight as the one that it stands for: as a whole where several
+        processes share it."""
+        count: int = super().num_parameters(only_trainable, exclude_embeddings)  # type: ignore[misc]
+        if only_trainable:
+            return count
+        packed = {id(module.qdata): module for module in self.modules() if isinstance(module, NVFP4Module)}
+        for module in packed.values():
+            _, _, parts = module.process_part or (0, 0, 1)
+            count += parts * math.prod(module.packed_weight.shape)
+        return count
+
+    def half(self: Any) -> Any:
+        """Casts all but the packed weights; transformers refuses that where a model was loaded in 4 bits."""
+        return nn.Module.half(self)
+
+    def float(self: Any) -> Any:
+        """Casts all but the packed weights to float32, as `half` does to float16."""
+        return nn.Module.float(self)
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
