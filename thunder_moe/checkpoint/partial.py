@@ -1,5 +1,5 @@
 """The working directory of a conversion beside its destination: locked, resumed, and renamed when all is written.
-Called by convert; calls files and writer.
+Called by convert; calls files, scratch and writer.
 
 ``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_moe.checkpoint.files import read_json
+from thunder_moe.checkpoint.scratch import lock
 from thunder_moe.checkpoint.writer import require_absent, shard_paths, write_json
 
 __all__ = ["PartialCheckpoint", "open_partial"]
@@ -126,39 +127,21 @@ def _locked(directory: Path) -> Iterator[None]:
     Raises:
         FileExistsError: another process, or another thread, has it.
     """
-    descriptor = None
-    while descriptor is None:
+    while True:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(directory)
+        try:
+            descriptor = lock(directory)
+            break
+        except FileNotFoundError:  # the other conversion has just finished
+            continue
+        except BlockingIOError as error:
+            raise FileExistsError(
+                f"path: {directory} is being written by another conversion; wait for its end"
+            ) from error
+    if descriptor is None:
+        logger.warning("%s cannot be locked: run one conversion at a time", directory)
     try:
         yield
     finally:
-        if descriptor >= 0:
+        if descriptor is not None:
             os.close(descriptor)
-
-
-def _lock(directory: Path) -> int | None:
-    """A descriptor of the locked directory, -1 where there are no locks; None when it went away meanwhile."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return -1
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), directory.stat()):
-            return descriptor
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise FileExistsError(f"path: {directory} is being written by another conversion; wait for its end") from error
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # a file system without locks
-        logger.warning("%s cannot be locked (%s): run one conversion at a time", directory, error)
-        os.close(descriptor)
-        return -1
-    os.close(descriptor)
-    return None

@@ -1,5 +1,5 @@
 """Writes checkpoints in ModelOpt's form, which vLLM, SGLang and TensorRT-LLM read: shards, index, configs.
-Called by integrations.huggingface and convert; calls formats.modelopt to encode, and safetensors.
+Called by integrations.huggingface and convert; calls formats.modelopt to encode, scratch and safetensors.
 
 A checkpoint is written beside its place and moved there when whole, so that a path never holds half of one.
 """
@@ -9,12 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import apart, ignored_modules
 from thunder_moe.checkpoint.modules import sort_modules
+from thunder_moe.checkpoint.scratch import remove_leftovers, scratch_directory
 from thunder_moe.formats.weight import PackedWeight
 
 __all__ = ["ShardWriter", "encode", "parse_size", "shard_paths", "write_checkpoint", "write_configs"]
@@ -152,7 +150,9 @@ def write_checkpoint(
     """
     path, max_bytes, layout = Path(path).expanduser(), parse_size(max_shard_size), layout or ExpertsLayout()
     require_absent(path)
-    with _new_directory(path) as directory:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    with scratch_directory(path, path.parent) as directory:
         writer = ShardWriter(directory, max_bytes)
         plain: list[tuple[str, torch.Size]] = []
         quantized: list[str] = []
@@ -169,6 +169,9 @@ def write_checkpoint(
             (directory / name).write_text(text, encoding="utf-8")
         if companions is not None:
             copy_companions(companions, directory)
+        directory.chmod(0o777 & ~_umask())
+        require_absent(path)
+        os.rename(directory, path)
     return path
 
 
@@ -258,21 +261,6 @@ def require_absent(path: Path) -> None:
     """Raises FileExistsError when a path exists, or is a link to nothing: nothing is overwritten."""
     if os.path.lexists(path):
         raise FileExistsError(f"path: {path} exists already; remove it or choose another")
-
-
-@contextmanager
-def _new_directory(path: Path) -> Iterator[Path]:
-    """A directory beside `path` that becomes it at the end, or goes away when the body raises."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    directory = Path(mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        yield directory
-        directory.chmod(0o777 & ~_umask())
-        require_absent(path)
-        os.rename(directory, path)
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
 
 
 def _umask() -> int:

@@ -7,12 +7,14 @@ import errno
 import io
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_files import DATA, EXPORTS, bits, load_tensors
 from oracle import KERNEL_TOLERANCE, relative_error
+from processes import CALL, FORKS
 from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
@@ -359,6 +361,60 @@ def test_an_interruption_between_two_saves_leaves_nothing_that_loads(tmp_path, q
     with pytest.raises((OSError, ValueError)):
         from_pretrained(path)
     quantized.save_pretrained(path, max_shard_size="20KB")
+    assert_same(quantized, from_pretrained(path))
+
+
+def save_killed(path, save, call, moment):
+    """Saves a model; the n-th call of a function of os ends the process."""
+    model = quantize_(tiny_model("qwen3_moe", BF16))
+    calls, original = [], getattr(os, call)
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(os, call, stop)
+    if save == "save_checkpoint":
+        save_checkpoint(model, path, max_shard_size="20KB")
+    else:
+        model.save_pretrained(path, max_shard_size="20KB")
+
+
+@pytest.mark.parametrize(
+    ("save", "call", "moment"),
+    [
+        ("save_checkpoint", "replace", 2), ("save_checkpoint", "rename", 1),
+        ("save_pretrained", "replace", 2), ("save_pretrained", "rename", 1), ("save_pretrained", "rename", 2),
+        ("into a folder", "replace", 2), ("into a folder", "rename", 1), ("into a folder", "replace", -2),
+    ],
+)  # fmt: skip
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path, quantized, caplog, save, call, moment):
+    """At each stage: while shards are written, before the checkpoint is whole, and while its files are moved."""
+    path = tmp_path / "saved"
+    if save == "into a folder":
+        path.mkdir()
+        (path / "tokenizer.json").write_text("{}")
+    if moment < 0:  # counted from the end
+        counted, replace = [], os.replace
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, call, lambda *args: (counted.append(args), replace(*args)))
+            quantized.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+        moment += len(counted) + 1
+    process = FORKS.Process(target=save_killed, args=(path, save, call, moment))
+    process.start()
+    process.join(CALL)
+    assert process.exitcode == -signal.SIGKILL
+    assert [name for place in (tmp_path, path) if place.exists() for name in os.listdir(place) if name[0] == "."]
+    if save == "save_checkpoint":
+        save_checkpoint(quantized, path)
+    else:
+        path.mkdir(exist_ok=True)  # as a tokenizer that is saved before
+        quantized.save_pretrained(path)
+    assert caplog.text.count("GB that an interrupted save had left") == 1
+    assert os.listdir(tmp_path) == ["saved"]
+    assert not [name for name in os.listdir(path) if name.startswith(".")]
     assert_same(quantized, from_pretrained(path))
 
 

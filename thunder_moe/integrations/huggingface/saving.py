@@ -13,11 +13,9 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe.checkpoint.files import INDEX_NAME
+from thunder_moe.checkpoint.scratch import remove_leftovers, scratch_directory
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.qat import FakeQuantize
@@ -98,8 +97,9 @@ class QuantizedModel:
         """Writes the model as `thunder_moe.save_checkpoint` does: ModelOpt's form, which `from_pretrained` (after
         ``import thunder_moe``), `load_checkpoint` and other engines read, every tensor bit for bit.
 
-        Everything is written into a hidden folder there first and moved when whole. Weights of an earlier save there
-        are replaced, other files stay. A model with adapters of transformers' own saves these alone, as it always does.
+        Everything is written into a hidden folder there first and moved when whole; the next save to this place
+        removes what a killed one has left, with a warning. Weights of an earlier save there are replaced, other files
+        stay. A model with adapters of transformers' own saves these alone, as it always does.
         Of a model that `prepare_qat_` has prepared transformers writes the parameters themselves, by their plain names.
 
         Args:
@@ -365,11 +365,10 @@ def _written(model: Any, directory: Path, max_shard_size: int | str) -> Iterator
     # One that exists may be a mount point: files can be moved within it alone.
     place = directory if directory.exists() else directory.absolute().parent
     place.mkdir(parents=True, exist_ok=True)
-    around = Path(mkdtemp(prefix=f".{directory.name}.", dir=place))
-    try:
+    if not is_shared(model) or torch.distributed.get_rank() == 0:
+        remove_leftovers(directory)
+    with scratch_directory(directory, place) as around:
         yield write_model(model, around / "whole", max_shard_size, None)
-    finally:
-        shutil.rmtree(around, ignore_errors=True)
 
 
 def _move(whole: Path, directory: Path) -> None:

@@ -1,0 +1,101 @@
+"""Locked directories in which a checkpoint is written before it moves to its place, and the removal of those that a
+killed process left. Called by writer, partial and integrations.huggingface.saving; calls nothing of the package.
+
+The lock of a directory (flock) ends with the process that holds it: a directory without one belongs to no running save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+__all__ = ["lock", "remove_leftovers", "scratch_directory"]
+
+logger = logging.getLogger(__name__)
+
+
+def lock(directory: Path) -> int | None:
+    """Locks a directory until the returned descriptor is closed; returns None where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process, or another thread, holds the lock.
+        FileNotFoundError: the directory is not there, or was replaced meanwhile.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), directory.stat()):
+            return descriptor
+        raise FileNotFoundError(f"{directory}: was replaced while it was locked")
+    except (BlockingIOError, FileNotFoundError):
+        os.close(descriptor)
+        raise
+    except OSError as error:
+        logger.info("%s cannot be locked (%s)", directory, error)
+        os.close(descriptor)
+        return None
+
+
+@contextmanager
+def scratch_directory(path: Path, place: Path) -> Iterator[Path]:
+    """Makes a hidden directory in `place` for a checkpoint that will move to `path`; removes what is left there."""
+    descriptor = None
+    while True:
+        directory = Path(mkdtemp(prefix=_prefix(path), dir=place))
+        try:
+            descriptor = lock(directory)
+            break
+        except (BlockingIOError, FileNotFoundError):  # another save just took it for a leftover
+            continue
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes the scratch directories of killed saves to `path`, which are beside it or inside; a warning names each.
+
+    Directories that a running process has locked stay.
+    """
+    path = path.absolute()
+    for place in (path.parent, path):
+        try:
+            names = sorted(os.listdir(place))
+        except OSError:  # not there, or not readable
+            continue
+        for name in names:
+            left = place / name
+            if not name.startswith(_prefix(path)) or left.is_symlink() or not left.is_dir():
+                continue
+            descriptor = None
+            try:
+                descriptor = lock(left)
+                if descriptor is None:
+                    raise OSError("it cannot be locked, so a save may still be running there")
+                nbytes = sum(file.stat().st_size for file in left.rglob("*") if file.is_file())
+                shutil.rmtree(left)
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            except OSError as error:
+                logger.warning("%s: left by another save; remove it if none is running (%s)", left, error)
+            else:
+                logger.warning("%s: removed %.3g GB that an interrupted save had left", left, nbytes / 1e9)
+            finally:
+                if descriptor is not None:
+                    os.close(descriptor)
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.absolute().name}.thunder_moe_save."
