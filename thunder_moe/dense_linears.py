@@ -22,7 +22,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_router
+from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_router, sharing_scale
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
@@ -147,7 +147,7 @@ class DenseLinears(ExpertFamily):
             for group in alike.values():
                 members = [children[name] for name in group]
                 if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
-                    shared = _Group(_stack_name(parent, group), [ref(member) for member in members])
+                    shared = _Group(_stack_name(parent, group), group, [ref(member) for member in members])
                     self._groups.update(dict.fromkeys(members, shared))
 
     def _relate(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
@@ -228,7 +228,8 @@ class DenseLinears(ExpertFamily):
         else:
             members = group.living()
             if group.stack is None:
-                group.stack = NVFP4LinearStack.from_linear(*members, pack=run.pack, layout=run.layout)
+                pack = partial(group.pack, run.pack)
+                group.stack = NVFP4LinearStack.from_linear(*members, pack=pack, layout=run.layout)
                 hook_alike(group.stack, module)
             new = NVFP4LinearPart(group.stack, [member() is module for member in group.members].index(True))
             new.__dict__["stack_name"] = group.name
@@ -314,14 +315,29 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
 
 
 class _Group:
-    """Linears that read the same rows: the name of their stack, themselves in its order, and the stack once made."""
+    """Linears that read the same rows: the name of their stack, their own names and themselves in its order, and the
+    stack once made."""
 
-    def __init__(self, name: str, members: list[ReferenceType[nn.Linear]]) -> None:
-        self.name, self.members = name, members
+    def __init__(self, name: str, names: list[str], members: list[ReferenceType[nn.Linear]]) -> None:
+        self.name, self.names, self.members = name, names, members
         self.stack: NVFP4LinearStack | None = None
 
     def living(self) -> list[nn.Linear]:
         return [member for reference in self.members if (member := reference()) is not None]
+
+    def pack(self, pack: Callable[[Tensor], PackedWeight], weight: Tensor) -> PackedWeight:
+        """The stacked weight (1, N, K), of which linears share a global scale where engines merge them, as in a
+        conversion: q, k and v do, an attention's gate beside them has its own."""
+        groups = sharing_scale(self.names)
+        if len(groups) == 1:
+            return pack(weight)
+        sizes = [member.out_features for member in self.living()]
+        rows, parts = weight[0].split(sizes), dict[int, PackedWeight]()
+        for positions in groups:
+            whole, begin = pack(torch.cat([rows[position] for position in positions])[None]).to_layout(LINEAR), 0
+            for position in positions:
+                parts[position] = whole.rows(slice(begin, begin := begin + sizes[position]))
+        return PackedWeight.concatenate(*(parts[position] for position in range(len(sizes))))
 
 
 class _Siblings:

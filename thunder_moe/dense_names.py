@@ -6,19 +6,31 @@ Called by dense_linears and checkpoint; calls nothing of the package.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
-__all__ = ["READ_TOGETHER", "is_encoder", "is_linear", "is_router"]
+__all__ = ["READ_TOGETHER", "is_encoder", "is_linear", "is_router", "sharing_scale"]
 
 # What routes: a changed choice of experts is no error of rounding, and the layer is small.
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 # Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
 _ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
-_LINEARS = re.compile(r"(^|[._])(\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
+# Not DeepSeek's indexer.weights_proj, a few rows whose weight's dtype the model's code reads.
+_LINEARS = re.compile(r"(^|[._])((?!weights_proj$)\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
 # Names of siblings that read the same rows, and so share a global scale in the checkpoints of all engines.
 READ_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq", "wk", "wv"),
 )  # fmt: skip
+
+
+def sharing_scale(names: Iterable[str]) -> list[list[int]]:
+    """Groups the positions of siblings that share a global scale, because engines merge them; a sibling of another name
+    is a group of its own."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for position, name in enumerate(names):
+        together = next((each for each in READ_TOGETHER if name in each), (name,))
+        groups.setdefault(together, []).append(position)
+    return list(groups.values())
 
 
 def is_router(name: str) -> bool:

@@ -1,5 +1,6 @@
-"""Conversions that fail or stop: broken headers and indices, a full disk, kills, two at a time, a device that is not
-there. Each is one line that names the file and the tensor, a status other than 0, and no folder that looks finished.
+"""Conversions and saves that fail or stop: broken headers and indices, a full disk, kills, two at a time, a device that
+is not there. Each is one line that names the file and the tensor, a status other than 0, and no folder that looks
+finished.
 Called by pytest.
 """
 
@@ -17,7 +18,7 @@ from processes import CALL, FORKS
 from safetensors.torch import save_file
 
 from thunder_moe.__main__ import main
-from thunder_moe.checkpoint import Checkpoint, convert, partial
+from thunder_moe.checkpoint import Checkpoint, convert, partial, write_checkpoint
 
 PATH = "model.layers.0.mlp.experts"
 SHARD = "model-00001-of-00002.safetensors"
@@ -311,6 +312,34 @@ def test_killed_between_files(tmp_path, source, call, moment):
     assert [error.name for error in errors] == [PATH]
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
+
+
+def killed(path):
+    """A save that ends in the middle, as by ``kill -9``."""
+
+    def tensors():
+        yield "a", torch.zeros(100)
+        yield "b", torch.zeros(100)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    write_checkpoint(path, {}, tensors(), max_shard_size=100)
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path, caplog):
+    process = FORKS.Process(target=killed, args=(tmp_path / "out",))
+    process.start()
+    process.join(CALL)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert list(left.glob("*.safetensors"))
+    (tmp_path / ".out.mine").mkdir()
+    write_checkpoint(tmp_path / "other", {}, [("a", torch.zeros(3))])
+    assert left.exists()  # of a save to another place
+    caplog.clear()
+    write_checkpoint(tmp_path / "out", {}, [("a", torch.zeros(3))])
+    assert [record.message.split(": ")[0] for record in caplog.records] == [str(left)]
+    assert "GB that an interrupted save had left" in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.mine", "other", "out"]
 
 
 def test_two_conversions_to_one_folder(tmp_path, source, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from thunder_moe.checkpoint.modules import ExpertBlock
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.registry import NumberFormat, dequantize
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight, joined
+from thunder_moe.formats.weight import PackedWeight, joined
 
 __all__ = ["Noise", "QuantizedExperts", "quantize_experts", "quantize_tensor"]
 
@@ -65,10 +65,9 @@ def quantize_experts(
     device: torch.device | str,
     scale_search: str | None,
 ) -> QuantizedExperts:
-    """Quantizes the experts of a layer, in NVFP4 with the global scales that the written format holds.
+    """Quantizes the experts of a layer, to the codes and scales of `quantize_`.
 
-    Gate and up of an expert share a global scale, which other readers assume; fused projections have one for all
-    experts where ModelOpt's fused form is going to hold them.
+    In NVFP4 each expert has a global scale, which its gate and up share, as other readers assume.
 
     Args:
         floats: where the weights are.
@@ -87,8 +86,7 @@ def quantize_experts(
     for parts in (first, ("down",)):
         noise = Noise()
         if block.is_fused:
-            one_scale = block.layout(interleaved).fused and form.name == NVFP4.name
-            packed = [_fused(floats, block, part, one_scale, form, device, scale_search, noise) for part in parts]
+            packed = [_fused(floats, block, part, form, device, scale_search, noise) for part in parts]
             weight = PackedWeight.concatenate(*packed)
         else:
             weight = _per_expert(floats, block, parts, experts, form, device, scale_search, noise)
@@ -136,7 +134,6 @@ def _fused(
     floats: FloatWeights,
     block: ExpertBlock,
     part: str,
-    one_scale: bool,
     form: NumberFormat,
     device: torch.device | str,
     scale_search: str | None,
@@ -147,15 +144,7 @@ def _fused(
     info = floats.info(module)
     weight = floats.read(module, device)
     weight = weight.mT if block.k_first() else weight
-    if not one_scale:
-        packed = quantize_tensor(weight, [info], form, scale_search)
-    else:
-        experts, n, k = weight.shape
-        weight = weight.contiguous()
-        whole = quantize_tensor(weight.view(1, experts * n, k), [info], form, scale_search)
-        assert isinstance(whole, NVFP4Weight)
-        global_scale = whole.global_scale.expand(experts).contiguous()
-        packed = NVFP4Weight(whole.qdata.view(experts, n, -1), whole.scale.view(experts, n, -1), global_scale)
+    packed = quantize_tensor(weight, [info], form, scale_search)
     noise.add(weight, packed)
     return packed.to("cpu")
 

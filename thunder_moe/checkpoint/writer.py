@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # A shard is held twice while it is written, beside one layer.
 MAX_SHARD_SIZE = "2GB"
-_GLOBAL_SCALE = ".weight_scale_2"
+_GLOBAL_SCALE, _FUSED_GLOBAL_SCALE = ".weight_scale_2", "_proj_weight_scale_2"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -225,6 +225,10 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
             scales[path] = files.read(f"{path}{_GLOBAL_SCALE}").item()
         elif module.is_mxfp8:
             scales[path] = None
+    fused = [name for name, info in files.infos.items() if name.endswith(_FUSED_GLOBAL_SCALE) and info.shape]
+    if fused:
+        words = "%s and %d more have a global scale for each expert, which only this package and its vLLM plugin read"
+        logger.warning(words, fused[0], len(fused) - 1)
     for words in apart(ignore, scales):
         logger.warning("elsewhere the results will differ: %s", words)
 

@@ -79,7 +79,7 @@ class ModelOpt(NVFP4Format):
 
         The fused form of ModelOpt has one global scale for all experts. Weights with several are written per expert;
         with biases or alternating rows, where nobody reads that, fused with all their global scales, which only this
-        package reads (a warning says so). Another warning says where gate and up have different ones: engines take the
+        package reads. A warning says where gate and up have different ones: engines take the
         gate's for both. MXFP8 weights are written per expert, or fused where the rows alternate (only this package
         reads that, too).
 
@@ -232,8 +232,6 @@ def _encode_fused(
         qdata, scale = weight.qdata.view(torch.uint8), weight.scale.view(torch.uint8)
         if global_scale is None and warns:
             logger.warning("%s: written in MXFP8 as one tensor of all experts, which other engines do not read", name)
-        if global_scale is not None and global_scale.ndim and warns:
-            logger.warning("%s: written with global scales of shape %s, wants one elsewhere", name, global_scale.shape)
         if part == "gate_up" and layout.interleaved:
             qdata, scale, bias = interleave(qdata), interleave(scale), bias if bias is None else interleave(bias)
             if global_scale is not None and global_scale.ndim == 2:
