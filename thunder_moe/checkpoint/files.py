@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,7 +18,7 @@ import torch
 
 from thunder_moe.formats.checks import require_type
 
-__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_json"]
+__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_json", "require_inside"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -151,6 +152,14 @@ def _check_inside(index: Path, name: str, file: Any) -> None:
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
     if posix.is_absolute() or windows.anchor or ".." in (*posix.parts, *windows.parts):
         raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted a file inside {index.parent}")
+
+
+def require_inside(files: Iterable[str], directory: Path) -> None:
+    """Raises a ValueError for a file that is not inside a directory, by its path: links are followed."""
+    for file in files:
+        path = Path(file)
+        if not path.is_relative_to(directory) or ".." in path.relative_to(directory).parts:
+            raise ValueError(f"{directory}: its index names the file {file}, wanted a file inside the directory")
 
 
 def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:

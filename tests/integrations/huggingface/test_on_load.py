@@ -5,6 +5,7 @@ how much is in 16 bits at a time; what is refused. Called by pytest.
 import gc
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -351,6 +352,20 @@ def test_in_inference_mode(saved):
         assert not any(
             tensor.is_inference() for m in loaded.modules() if isinstance(m, NVFP4Module) for tensor in m.buffers()
         )
+
+
+def test_an_index_that_leaves_its_folder(saved, tmp_path):
+    cls, path = saved("qwen3_moe")
+    shutil.copytree(path, tmp_path / "copy")
+    (shard, *_) = sorted((tmp_path / "copy").glob("*.safetensors"))
+    shard.rename(tmp_path / shard.name)
+
+    def outside(index):
+        for name, file in index["weight_map"].items():
+            index["weight_map"][name] = f"../{file}" if file == shard.name else file
+
+    edit_json(tmp_path / "copy" / "model.safetensors.index.json", outside)
+    refused((cls, tmp_path / "copy"), rf"copy: its index names the file .*\.\./{shard.name}, wanted a file inside")
 
 
 def test_a_model_without_its_head(saved):

@@ -389,6 +389,64 @@ def test_prefix_and_missing_parts_are_said(tmp_path, caplog):
     assert any("layers.7.mlp.experts has no counterpart" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("where", ["../elsewhere/{file}", "{tmp}/elsewhere/{file}"])
+@pytest.mark.parametrize("moved", [("1", "2"), ("1",), ("2",)])
+def test_an_index_that_leaves_its_folder(tmp_path, where, moved):
+    """Also where the other folder is a checkpoint itself, whose 4-bit weights would be read."""
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    copy.rename(tmp_path / "elsewhere")
+    copy_export(tmp_path, copy.name)
+
+    def outside(index):
+        for name, file in index["weight_map"].items():
+            if file[10] in moved:
+                index["weight_map"][name] = where.format(file=file, tmp=tmp_path)
+
+    edit_json(copy / "model.safetensors.index.json", outside)
+    for load in (from_pretrained, load_checkpoint):
+        with pytest.raises(ValueError, match=r"index.* names .*elsewhere.*, wanted a file inside"):
+            load(copy)
+
+
+def test_a_folder_above_the_one_of_the_process(tmp_path, monkeypatch):
+    copy = copy_export(tmp_path, "compressed_tensors_qwen3_moe")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert experts_of(from_pretrained(f"../{copy.name}/"))
+    assert experts_of(from_pretrained("..", subfolder=copy.name))
+
+
+def one_layer_more(config):
+    config["num_hidden_layers"] += 1
+    for name in ("layer_types", "no_rope_layers", "moe_layers"):
+        if config.get(name):
+            config[name] = [*config[name], config[name][0] + 1 if name == "moe_layers" else config[name][0]]
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_layers_that_the_files_lack(tmp_path, export):
+    copy = copy_export(tmp_path, export)
+    edit_json(copy / "config.json", one_layer_more)
+    with pytest.raises(ValueError, match=rf"{export}: lacks the weights of model\.layers\.1\..*experts"):
+        load_checkpoint(copy)
+    if export != "mxfp4_gpt_oss":  # transformers' own
+        with pytest.raises(ValueError, match=rf"{export}: lacks the weights of model\.layers\.1\..*experts"):
+            from_pretrained(copy)
+
+
+def test_linears_that_the_files_lack(tmp_path):
+    """They are an error where another layer has them in 4 bits. What is left in 16 bits, and a head of one's own, are
+    not; transformers reports what it makes."""
+    model = quantize_(tiny_model("qwen3_moe", BF16), linears=lambda module, name: "proj" in name and "layers.1" in name)
+    model.save_pretrained(tmp_path)
+    assert experts_of(from_pretrained(tmp_path))
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert len(experts_of(classifier)) == 2
+    edit_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.0.self_attn.o_proj.weight"))
+    with pytest.raises(ValueError, match=r"lacks the weights of model.layers.0.self_attn.o_proj, which the Qwen3"):
+        from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("export", EXPORTS)
 def test_experts_that_are_not_known_are_an_error(monkeypatch, export):
     monkeypatch.setattr(hf_quantizer, "expert_blocks", lambda model: {})

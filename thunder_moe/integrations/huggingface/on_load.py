@@ -10,12 +10,15 @@ weights that are not tied after all).
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thunder_moe.checkpoint.files import require_inside
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.formats.registry import FORMATS
@@ -39,7 +42,7 @@ except ImportError as error:
         "integrations.huggingface.on_load needs transformers >= 5.7: pip install 'thunder_moe[transformers]'"
     ) from error
 
-__all__ = ["ThunderMoeQuantizer"]
+__all__ = ["ThunderMoeQuantizer", "refuse_outside"]
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # of experts, as opposed to their biases
 
@@ -68,6 +71,11 @@ class ThunderMoeQuantizer(SavesNVFP4):
         self._dtype = dtype
         return dtype
 
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        refuse_outside(model, checkpoint_files)
+
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._load_of(model).units
 
@@ -90,6 +98,13 @@ class ThunderMoeQuantizer(SavesNVFP4):
         self._load = None
         forget_quantization(model)  # from here on it is what `quantize_` makes
         mark_quantized(model)
+
+
+def refuse_outside(model: Any, checkpoint_files: list[str] | None) -> None:
+    """Raises a ValueError where the index of a local checkpoint names files outside of its directory."""
+    directory = str(model.name_or_path)
+    if checkpoint_files and os.path.isdir(directory):
+        require_inside(checkpoint_files, Path(directory))
 
 
 class _Load:

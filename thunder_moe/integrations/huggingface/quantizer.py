@@ -29,7 +29,7 @@ from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks, expert_weights
 from thunder_moe.integrations.huggingface.families import put_experts
 from thunder_moe.integrations.huggingface.forms import form_of
-from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer
+from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer, refuse_outside
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_in_configs, mark_quantized
 from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, register_styles
@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 METHOD = "thunder_moe"
 # Temporary name of a dense module's 16-bit weight while transformers loads: the file has a 4-bit one by its own name.
 _WAITING = "_thunder_moe_weight"
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a module's name
 _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
 
 
@@ -147,6 +148,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shapes = {name: t.shape for name, t in chain(model.named_parameters(), model.named_buffers())}
         names = _ModelNames(model)
+        refuse_outside(model, checkpoint_files)
         self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
         self.checkpoint.require_4_bit_experts()
         if any(".lora_A." in name for name in self.checkpoint.others):
@@ -159,6 +161,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
         unexpected, missing = [_NOT_WEIGHTS], [rf"\.{_WAITING}$"]
+        dense: set[str] = set()
         for source in self.checkpoint.experts:
             name = names.experts(source)
             if name is None:
@@ -172,6 +175,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             if name is None:
                 logger.warning("%s has no counterpart in %s and is not loaded", source, type(model).__name__)
                 continue
+            dense.add(name)
             module = model.get_submodule(name)
             if module not in read and self._stays_4_bit(model, source, name, module):
                 self._linears[source] = _put_linear(model, name, module, self.checkpoint.number_format(source))
@@ -182,11 +186,37 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             _mark_initialized(module)  # or transformers would look for its weight
             self._dense[source] = module
             unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]
+        self._refuse_missing(model, names, dense)
         for attribute, patterns in (("unexpected", unexpected), ("missing", missing)):
             attribute = f"_keys_to_ignore_on_load_{attribute}"
             known = getattr(model, attribute)  # a list in transformers 5.7, a set in 5.23
             known = [] if known is None else known
             setattr(model, attribute, type(known)([*known, *patterns]))
+
+    def _refuse_missing(self, model: Any, names: _ModelNames, dense: set[str]) -> None:
+        """Raises for experts, and for linears that the checkpoint has quantized in another layer, of which it has no
+        tensor: transformers would give them random numbers."""
+        there = [names.parameter(name) for name in self.checkpoint.others]
+        lacking = [
+            name
+            for name in names.blocks
+            if name not in self._places and not any(key.startswith(f"{name}.") for key in there)
+        ]
+        kinds = {_NUMBER.sub("*", name) for name in dense}
+        known = {*there, *model.all_tied_weights_keys}
+        lacking += [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and name not in dense
+            and _NUMBER.sub("*", name) in kinds
+            and f"{name}.weight" not in known
+        ]
+        if lacking:
+            raise ValueError(
+                f"{self.checkpoint.path}: lacks the weights of {', '.join(lacking[:5])}, which the"
+                f" {type(model).__name__} of its config.json has"
+            )
 
     def _stays_4_bit(self, model: Any, source: str, name: str, module: nn.Module) -> bool:
         """Whether the 4-bit weight of a dense layer stays so: it is a plain linear's, which no other module shares."""
@@ -326,6 +356,10 @@ class _ModelNames:
                 " thunder_moe.checkpoint.convert(source, destination, linears=False) makes it 16-bit"
             )
         return renamed.removesuffix(".weight")
+
+    def parameter(self, source: str) -> str:
+        """The parameter of the model that a tensor becomes, or a part of."""
+        return self._rename(source)[0]
 
     def _rename(self, key: str) -> tuple[str, str | None]:
         return rename_source_key(key, self._renamings, self._converters, self._prefix, self._state)
