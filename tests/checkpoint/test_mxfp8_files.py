@@ -21,6 +21,7 @@ from checkpoint_files import (
 from oracle import decode_e4m3
 from safetensors.torch import load_file, save_file
 
+from thunder_moe import f16a_mxfp8weight_scaled_grouped_mm
 from thunder_moe.__main__ import main
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout, ExpertWeights, convert, write_checkpoint
 from thunder_moe.checkpoint.formats.interface import has_e4m3_nan
@@ -62,6 +63,11 @@ FAULTS = {
     "NaN": (put(f"{UP}.weight", 0x7F), rf"tensor '{UP}.weight' has NaN, wanted finite values"),
     "NaN with a sign": (put(f"{UP}.weight", 0xFF), rf"tensor '{UP}.weight' has NaN, wanted finite values"),
     "scale that is NaN": (put(f"{UP}.weight_scale", 255), rf"tensor '{UP}.weight_scale' has the byte 255"),
+    "scale beyond the kernels": (
+        put(f"{UP}.weight_scale", 167),
+        rf"tensor '{UP}.weight_scale' has the byte 167, a scale of 2\*\*40, wanted at most 166",
+    ),
+    "the largest number": (put(f"{UP}.weight_scale", 254), rf"tensor '{UP}.weight_scale' has the byte 254"),
     "scales of 16": (
         reshape(f"{UP}.weight_scale", lambda t: torch.cat([t, t], 1)),
         rf"tensor '{UP}.weight_scale' has shape \(64, 2\), wanted one scale for every 32 along in_features",
@@ -94,6 +100,32 @@ def test_broken_files(tmp_path, edit, message, capsys):
     assert main(["convert", str(copy), str(tmp_path / "out"), "--quiet"]) == 1
     assert "error: " in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [copy.name]
+
+
+def test_the_scales_that_kernels_decode(tmp_path):
+    """From the least to the largest that a file may have, a GEMM gives finite numbers; nothing larger is written."""
+    copy = copy_export(tmp_path, MIXED)
+    edit_tensors(copy, lambda tensors: bits(tensors[f"{UP}.weight_scale"]).view(-1)[:2].copy_(torch.tensor([0, 166])))
+    weight = next(each.gate_up for each in all_of(Checkpoint(copy)) if each.gate_up.format.name == "mxfp8")
+    assert {0, 166} <= set(bits(weight.scale).flatten().tolist())
+    x, offsets = torch.ones(3, weight.shape[2], dtype=torch.bfloat16), torch.arange(1, 4, dtype=torch.int32)
+    out = f16a_mxfp8weight_scaled_grouped_mm(x, weight.qdata.mT, weight.scale, offsets)
+    assert out.isfinite().all()
+    large = mxfp8.quantize(torch.full((1, 32, 32), 2.0**50))
+    with pytest.raises(ValueError, match=r"weights: x.weight_scale has values .*, wanted scales of at most 2\*\*39"):
+        write_checkpoint(tmp_path / "out", {}, [("x", large)])
+
+
+def test_a_conversion_of_weights_beyond_the_kernels(tmp_path):
+    (tmp_path / "source").mkdir()
+    name = f"{PATH}.1.up_proj.weight"
+    names = [f"{PATH}.{expert}.{part}_proj.weight" for expert in range(2) for part in ("gate", "up", "down")]
+    save_file({each: torch.full((32, 32), 2.0 ** (60 * (each == name))) for each in names},
+              tmp_path / "source" / "model.safetensors")  # fmt: skip
+    (tmp_path / "source" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"weights: {name}_scale has values .*, wanted scales of at most 2\*\*39"):
+        convert(tmp_path / "source", tmp_path / "out", format="mxfp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_every_byte_that_is_nan():

@@ -232,7 +232,8 @@ def test_a_scale_per_row_has_no_form(tmp_path):
 INVALID = {
     "a code": (mxfp8, "qdata", 0x7F, "", "numbers, not NaN"),
     "a code with a sign": (mxfp8, "qdata", 0xFF, "", "numbers, not NaN"),
-    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", "numbers, not NaN"),
+    "a scale of 32": (mxfp8, "scale", 0xFF, "_scale", r"scales of at most 2\*\*39, not NaN"),
+    "a large scale": (mxfp8, "scale", 167, "_scale", r"scales of at most 2\*\*39, not NaN"),
     "a scale of 16": (nvfp4, "scale", 0x7F, "_scale", "scales that are finite and not negative"),
     "a negative scale": (nvfp4, "scale", 0x81, "_scale", "scales that are finite and not negative"),
     "a global scale": (nvfp4, "global_scale", float("nan"), "_scale_2", "finite and positive numbers"),

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from thunder_moe.checkpoint.companions import copy_companions
-from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.ignored import ignored_modules
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.partial import PartialCheckpoint, open_partial
@@ -28,6 +27,7 @@ from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.checkpoint.writer import (
     MAX_SHARD_SIZE,
     ShardWriter,
+    encode,
     parse_size,
     require_absent,
     write_configs,
@@ -235,12 +235,12 @@ def _convert_unit(
     if name in checkpoint.blocks:
         weights = checkpoint.read_experts(name)
         found = [LayerError(name, inf, inf, weights.nbytes)]
-        return MODELOPT.encode(name, weights, checkpoint.layout(name)), found
+        return encode(name, weights, checkpoint.layout(name)), found
     if name in plan.experts:
         form, block = FORMATS[plan.formats[name]], plan.experts[name]
         result = quantize_experts(checkpoint.floats, block, checkpoint.interleaved, form, device, scale_search)
         found = [LayerError(name, result.gate_up_error, result.down_error, result.weights.nbytes)]
-        return MODELOPT.encode(name, result.weights, checkpoint.layout(name)), found
+        return encode(name, result.weights, checkpoint.layout(name)), found
     if name in plan.groups or name in plan.kept:
         quantized = (
             [(name, checkpoint.read_dense_weight(name), inf)]
@@ -250,7 +250,7 @@ def _convert_unit(
             )
         )
         found = [LayerError(path, noise, None, weight.nbytes) for path, weight, noise in quantized]
-        return chain.from_iterable(MODELOPT.encode_dense(path, weight) for path, weight, _ in quantized), found
+        return chain.from_iterable(encode(path, weight) for path, weight, _ in quantized), found
     if name in plan.decoded:
         return iter([(name, checkpoint.floats.read(plan.decoded[name]).bfloat16())]), []
     if name in checkpoint.files:

@@ -176,7 +176,7 @@ def write_checkpoint(
 
 
 def encode(
-    name: str, value: torch.Tensor | ExpertWeights | PackedWeight, layout: ExpertsLayout
+    name: str, value: torch.Tensor | ExpertWeights | PackedWeight, layout: ExpertsLayout | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a file for one of those that `write_checkpoint` takes.
 
@@ -187,7 +187,7 @@ def encode(
         yield name, value
         return
     if isinstance(value, ExpertWeights):
-        tensors = MODELOPT.encode(name, value, layout)
+        tensors = MODELOPT.encode(name, value, layout or ExpertsLayout())
     else:
         tensors = MODELOPT.encode_dense(name, value)
     for key, tensor in tensors:

@@ -12,6 +12,7 @@ from torch import Tensor
 from thunder_moe.formats.block_format import MXFP8
 from thunder_moe.formats.checks import require_type
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES, check_finite, expert_amax, require_dense, row_chunks
 from thunder_moe.formats.nvfp4 import check_quantizable as check_quantizable_in
 from thunder_moe.formats.weight import MXFP8Weight
@@ -19,6 +20,7 @@ from thunder_moe.formats.weight import MXFP8Weight
 __all__ = [
     "BLOCK_SIZE",
     "E8M0_NAN",
+    "MAX_SCALE",
     "MXFP8Weight",
     "check_amax",
     "check_quantizable",
@@ -30,6 +32,7 @@ __all__ = [
 
 BLOCK_SIZE = MXFP8.block_size
 E8M0_NAN = 255
+MAX_SCALE = E8M0_NAN - 1 - SCALE_OFFSET  # 2**39: the CUDA kernels decode what is larger to NaN
 # The largest E4M3 number is 448 = 1.75 * 2**8. Of a float32 the upper bits are its exponent, the lower 23 its mantissa.
 _E4M3_MAX_EXPONENT = 8
 _E4M3_MAX_MANTISSA = 0x600000

@@ -25,7 +25,7 @@ from thunder_moe.checkpoint.formats.interface import (
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.gate_up import interleave
 from thunder_moe.formats.layouts import BLOCK_SIZE
-from thunder_moe.formats.mxfp8 import E8M0_NAN
+from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 
 __all__ = ["MODELOPT", "ModelOpt"]
@@ -134,7 +134,8 @@ class ModelOpt(NVFP4Format):
         """Checks that a tensor of `encode` or `encode_dense` has values that readers take.
 
         Raises:
-            ValueError: it has NaN, or is a scale that is negative, or one of a whole tensor that is not positive.
+            ValueError: it has NaN, or is a scale that is negative or too large, or one of a whole tensor that is not
+                positive.
         """
         if name.endswith("weight_scale_2"):
             bad, wanted = has_invalid_global_scales(tensor), "finite and positive numbers"
@@ -147,7 +148,8 @@ class ModelOpt(NVFP4Format):
             if is_scale and is_e4m3:
                 bad, wanted = has_invalid_scales(bits), "scales that are finite and not negative"
             elif is_scale:
-                bad = bits.numel() > 0 and int(bits.max()) == E8M0_NAN
+                bad = bits.numel() > 0 and int(bits.max()) > MAX_SCALE
+                wanted = f"scales of at most 2**{MAX_SCALE - 127}, not NaN"
             elif is_e4m3:
                 bad = has_e4m3_nan(bits)
         if bad:

@@ -13,7 +13,7 @@ from thunder_moe.checkpoint.formats.interface import CheckpointFormat, has_e4m3_
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.part import CutFiles
 from thunder_moe.formats.block_format import MXFP8
-from thunder_moe.formats.mxfp8 import E8M0_NAN
+from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 
 __all__ = ["MXFP8_MODULES"]
 
@@ -85,6 +85,12 @@ class _MXFP8Modules(CheckpointFormat):
             raise infos[0].error("has NaN, wanted finite values")
         if bits.numel() and int(bits.max()) == E8M0_NAN:
             raise infos[1].error(f"has the byte {E8M0_NAN}, which is NaN, wanted scales that are finite")
+        if bits.numel() and int(bits.max()) > MAX_SCALE:
+            found = int(bits.max())
+            raise infos[1].error(
+                f"has the byte {found}, a scale of 2**{found - 127}, wanted at most {MAX_SCALE} (2**{MAX_SCALE - 127}):"
+                " the CUDA kernels decode no larger one"
+            )
         return codes, bits, None
 
 

@@ -27,7 +27,7 @@ from thunder_moe.checkpoint.experts import ExpertsLayout, ExpertWeights
 from thunder_moe.checkpoint.files import TensorInfo
 from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.modules import sort_modules
-from thunder_moe.formats.mxfp8 import E8M0_NAN
+from thunder_moe.formats.mxfp8 import MAX_SCALE
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.integrations.huggingface.checkpoint import expert_sources, linear_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
@@ -193,7 +193,7 @@ def _valid(name: str, tensor: Tensor) -> Tensor:
         values = tensor.float().nan_to_num()
         return (values.abs() if name.endswith("_scale") else values).to(tensor.dtype)
     if name.endswith("_scale") and tensor.dtype == torch.uint8:
-        return tensor.clamp_max(E8M0_NAN - 1)
+        return tensor.clamp_max(MAX_SCALE)
     if name.endswith("_scale_2") and not bool((tensor.isfinite() & (tensor > 0)).all()):
         return torch.ones_like(tensor)
     return tensor

@@ -14,8 +14,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.utils import replace_parameter
 
-from thunder_moe.formats.mxfp8 import E8M0_NAN
-from thunder_moe.formats.mxfp8_tiled_64x64 import SCALE_OFFSET
+from thunder_moe.formats.mxfp8 import E8M0_NAN, MAX_SCALE
 
 __all__ = ["mark_unloaded", "refuse_reload", "replace", "require_decoded_scales", "require_loaded"]
 
@@ -108,10 +107,10 @@ def require_decoded_scales(layer: Any, layer_name: str, *names: str) -> None:
     """Raises a ValueError for E8M0 scales that the CUDA kernels read as NaN: they decode weights times 2**-32."""
     for name in names:
         largest = int(getattr(layer, name).data.view(torch.uint8).max())
-        if largest + SCALE_OFFSET >= E8M0_NAN:
+        if largest > MAX_SCALE:
             raise ValueError(
                 f"{name} of {layer_name!r}: got a scale of 2**{largest - 127}, the CUDA kernels of thunder_moe"
-                f" take those up to 2**{E8M0_NAN - 1 - SCALE_OFFSET - 127}; THUNDER_MOE_VLLM=0 has vLLM's own run them"
+                f" take those up to 2**{MAX_SCALE - 127}; THUNDER_MOE_VLLM=0 has vLLM's own run them"
             )
 
 
