@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 
@@ -381,6 +382,45 @@ def test_shards_that_went_away_are_made_again(tmp_path, source):
     assert run(tmp_path, "--max-shard-size", "9KB", before=("kill_at", "rename", 1))[0] == -signal.SIGKILL
     next((tmp_path / "out.partial" / "checkpoint").glob("*.safetensors")).unlink()
     convert(source, tmp_path / "out", max_shard_size="9KB")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def flip(file, at):
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a weight": ("checkpoint/model-00002-*", lambda file: flip(file, -9)),
+    "a header": ("checkpoint/model-00001-*", lambda file: flip(file, 20)),
+    "an end": ("checkpoint/model-00001-*", lambda file: os.truncate(file, 700)),
+    "a digit of the progress": ("progress.json", lambda file: flip(file, file.read_text().index('"nbytes"') + 11)),
+    "half of the progress": ("progress.json", lambda file: os.truncate(file, 500)),
+    "all of the progress": ("progress.json", lambda file: os.truncate(file, 0)),
+    "zeros": ("progress.json", lambda file: file.write_bytes(bytes(800))),
+    "another version": ("progress.json", lambda file: file.write_text('{"job": {}, "done": []}')),
+}
+
+
+@pytest.mark.parametrize(("pattern", "damage"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_of_an_interrupted_conversion(tmp_path, source, capsys, monkeypatch, pattern, damage):
+    """Nothing of it gets into the result: the next call names the file and what to remove."""
+    convert(source, tmp_path / "whole", max_shard_size="9KB")
+    with monkeypatch.context() as patch:
+        patch.setattr(partial.PartialCheckpoint, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out", max_shard_size="9KB")
+    (file,) = (tmp_path / "out.partial").glob(pattern)
+    damage(file)
+    for _ in range(2):
+        status, said = command(tmp_path, capsys, "--max-shard-size", "9KB")
+        assert (status, said) == (
+            1,
+            f"error: path: {file} is damaged, or of another version; remove {tmp_path / 'out.partial'} to start anew",
+        )
+    shutil.rmtree(tmp_path / "out.partial")
+    assert command(tmp_path, capsys, "--max-shard-size", "9KB") == (0, "")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 

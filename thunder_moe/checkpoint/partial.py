@@ -1,14 +1,17 @@
 """The working directory of a conversion beside its destination: locked, resumed, and renamed when all is written.
 Called by convert; calls files, scratch and writer.
 
-``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination.
+``<destination>.partial`` holds progress.json and the directory "checkpoint", which becomes the destination. Checksums
+(CRC-32) of progress.json's content and of each finished shard tell at the next run what was damaged meanwhile.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ __all__ = ["PartialCheckpoint", "open_partial"]
 logger = logging.getLogger(__name__)
 
 PROGRESS_NAME = "progress.json"
+_PIECE = 1 << 24
 
 
 @dataclass
@@ -46,9 +50,17 @@ class PartialCheckpoint:
         return self.directory / "checkpoint"
 
     def save(self, **state: Any) -> None:
-        """Notes what was done."""
+        """Notes what was done, and the checksums of new shards."""
         self.state |= state
-        write_json(self.directory / PROGRESS_NAME, self.state)
+        for number, shard in enumerate(self.state["shards"]):
+            if "crc32" not in shard:
+                shard["crc32"] = _checksum(self.shard(number))
+        write_json(self.directory / PROGRESS_NAME, {"state": self.state, "crc32": _checksum_of(self.state)})
+
+    def shard(self, number: int) -> Path:
+        """The file of a finished shard, by the name that it has now."""
+        part, final = shard_paths(self.checkpoint, number, len(self.state["shards"]))
+        return final if final.is_file() else part
 
     def remove(self) -> None:
         """Removes everything."""
@@ -75,22 +87,28 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
 
     Raises:
         FileExistsError: another conversion is at work there, or it holds another job.
+        ValueError: progress.json or a finished shard was damaged; names the file and what to do.
     """
     directory = destination.with_name(f"{destination.name}.partial")
     with _locked(directory):
         require_absent(destination)
         progress = directory / PROGRESS_NAME
-        state: dict[str, Any] = {"job": job}
+        state: dict[str, Any] = {"job": job, "done": [], "shards": [], "errors": []}
         if progress.is_file():
-            state = read_json(progress)
+            state = _read_progress(progress)
         elif any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
             raise FileExistsError(f"path: {directory} exists and is of no conversion; remove it to start anew")
         if state.get("job") != job:
             raise FileExistsError(f"path: {directory} is of another source or other options; remove it to start anew")
         partial = PartialCheckpoint(destination, directory, state)
-        if not _resumable(partial):
+        files = [partial.shard(number) for number in range(len(state["shards"]))]
+        if not all(file.is_file() for file in files):
+            logger.warning("%s lacks a shard that was finished: the conversion starts anew", directory)
             state = partial.state = {"job": job, "done": [], "shards": [], "errors": []}
-        elif state["done"]:
+        for file, shard in zip(files, state["shards"], strict=False):
+            if _checksum(file) != shard["crc32"]:
+                raise _damaged(file, directory)
+        if state["done"]:
             logger.info("%s: resuming after %d modules", directory, len(state["done"]))
         partial.save()
         partial.checkpoint.mkdir(exist_ok=True)
@@ -98,13 +116,32 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
         yield partial
 
 
-def _resumable(partial: PartialCheckpoint) -> bool:
-    """Whether all shards that the state lists are there."""
-    shards = partial.state.get("shards")
-    return shards is not None and all(
-        any(path.is_file() for path in shard_paths(partial.checkpoint, number, len(shards)))
-        for number in range(len(shards))
-    )
+def _read_progress(file: Path) -> dict[str, Any]:
+    try:
+        content = read_json(file)
+    except ValueError as error:
+        raise _damaged(file, file.parent) from error
+    state: Any = content.get("state")
+    if not isinstance(state, dict) or _checksum_of(state) != content.get("crc32"):
+        raise _damaged(file, file.parent)
+    return state
+
+
+def _damaged(file: Path, directory: Path) -> ValueError:
+    return ValueError(f"path: {file} is damaged, or of another version; remove {directory} to start anew")
+
+
+def _checksum_of(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state).encode())
+
+
+def _checksum(file: Path) -> int:
+    """The CRC-32 of a file, read in pieces (7 GB/s from memory)."""
+    checksum = 0
+    with file.open("rb") as content:
+        while piece := content.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
 def _tidy(partial: PartialCheckpoint) -> None:
