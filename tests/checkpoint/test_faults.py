@@ -116,7 +116,7 @@ HEADERS = {
     "dtype null": (lambda h, n: h | {n: h[n] | {"dtype": None}}, "tensor '{n}' has a broken header entry"),
     "offsets null": (lambda h, n: h | {n: h[n] | {"data_offsets": [0, None]}}, "tensor '{n}' has a broken header"),
     "offsets backwards": (lambda h, n: h | {n: h[n] | {"data_offsets": [9, 1]}}, "tensor '{n}' has a broken header"),
-    "unknown dtype": (lambda h, n: h | {n: h[n] | {"dtype": "Q7"}}, "tensor '.*' cannot be read: .*Q7"),
+    "unknown dtype": (lambda h, n: h | {n: h[n] | {"dtype": "Q7"}}, "tensor '.*' has dtype Q7, wanted F32"),
     "a gap": (lambda h, n: {k: v for k, v in h.items() if k != n}, "(tensor '.*' begins at byte|has .* bytes, its)"),
     "overlap": (
         lambda h, n: h | {"other": h[n]}, "tensor '.*' begins at byte 0 of the data, wanted .* where the one before",

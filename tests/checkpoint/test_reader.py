@@ -211,6 +211,10 @@ TENSOR_ERRORS = {
         ),
         r"'.*down_proj.*' belongs to down projections of shape \(3, 16, 64\), gate and up want \(3, 32, 64\)",
     ),
+    "a router of integers": (
+        lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.ones(3, 32, dtype=torch.int64)}),
+        r"'model.layers.0.mlp.gate.weight' has dtype I64, wanted F32, BF16 or F16 of a weight that is not quantized",
+    ),
     "not understood": (
         lambda t: t.update({f"{UP}.pre_quant_scale": torch.ones(32)}),
         rf"'{UP}.pre_quant_scale' is not understood",

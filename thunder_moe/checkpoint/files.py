@@ -18,7 +18,7 @@ import torch
 
 from thunder_moe.formats.checks import require_type
 
-__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_json", "require_inside"]
+__all__ = ["TensorFiles", "TensorInfo", "find_checkpoint", "read_headers", "read_json", "require_inside"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -54,6 +54,11 @@ class TensorInfo:
     def error(self, message: str) -> ValueError:
         """The ValueError about this tensor: names the file and the tensor."""
         return ValueError(f"{self.file}: tensor {self.name!r} {message}")
+
+    def require_float(self) -> None:
+        """Raises for a weight or bias, by its name, that is of integers or 8-bit floats: those of 16-bit modules."""
+        if self.name.endswith((".weight", ".bias", "_proj")) and self.dtype not in ("F64", "F32", "BF16", "F16"):
+            raise self.error(f"has dtype {self.dtype}, wanted F32, BF16 or F16 of a weight that is not quantized")
 
     def require(self, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, why: str = "") -> None:
         """Raises unless the tensor has one of these dtypes and (when given) this shape."""
@@ -136,10 +141,7 @@ class TensorFiles:
         for file, name in first.items():
             if not (self.path / file).is_file():
                 raise FileNotFoundError(f"{index}: names {file} for tensor {name!r}, which is not there")
-            for info in _read_header(self.path / file).values():
-                if info.name in self.infos:
-                    raise info.error(f"is also in {self.infos[info.name].file}, wanted in one file only")
-                self.infos[info.name] = info
+        self.infos = read_headers(self.path / file for file in first)
         for name, file in weight_map.items():
             if name not in self.infos or self.infos[name].file != self.path / file:
                 raise ValueError(f"{self.path / file}: has no tensor {name!r}, which {INDEX_NAME} places there")
@@ -152,6 +154,21 @@ def _check_inside(index: Path, name: str, file: Any) -> None:
     posix, windows = PurePosixPath(file), PureWindowsPath(file)
     if posix.is_absolute() or windows.anchor or ".." in (*posix.parts, *windows.parts):
         raise ValueError(f"{index}: names {file!r} for tensor {name!r}, wanted a file inside {index.parent}")
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
+    """The tensors of safetensors files, by name.
+
+    Raises:
+        ValueError: a file is truncated or inconsistent, or a tensor is in two of them.
+    """
+    infos: dict[str, TensorInfo] = {}
+    for file in files:
+        for info in _read_header(file).values():
+            if info.name in infos:
+                raise info.error(f"is also in {infos[info.name].file}, wanted in one file only")
+            infos[info.name] = info
+    return infos
 
 
 def require_inside(files: Iterable[str], directory: Path) -> None:

@@ -94,6 +94,7 @@ class Checkpoint:
         for name in self.others:
             if self.files[name].dtype.startswith("F8_"):
                 raise self.files[name].error("is FP8, and by its name of no module that is known here")
+            self.files[name].require_float()
         if self.method is not None:
             self.others = [name for name in self.others if name.rpartition(".")[2] not in CACHE_FIELDS]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_files import DATA, bits, edit_json, edit_tensors
 from oracle import relative_error
+from safetensors.torch import load_file
 from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -366,6 +367,28 @@ def test_an_index_that_leaves_its_folder(saved, tmp_path):
 
     edit_json(tmp_path / "copy" / "model.safetensors.index.json", outside)
     refused((cls, tmp_path / "copy"), rf"copy: its index names the file .*\.\./{shard.name}, wanted a file inside")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64])
+def test_weights_that_are_not_in_16_bits(saved, tmp_path, dtype):
+    """Transformers would cast them, without the scales that they were made with."""
+    cls, path = saved("qwen3_moe")
+    cls.from_pretrained(path, dtype=BF16).save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    refused((cls, tmp_path), rf"model.safetensors: tensor '{name}' has dtype .*, wanted F32, BF16 or F16")
+
+
+def test_files_that_contradict_each_other(saved, tmp_path):
+    cls, path = saved("qwen3_moe")
+    shutil.copytree(path, tmp_path / "copy")
+    first, second, *_ = sorted((tmp_path / "copy").glob("*.safetensors"))
+    (name, *_) = load_file(first)
+    edit_tensors(tmp_path / "copy", lambda tensors: tensors.update({name: load_file(first)[name] * 2}), second.name)
+    refused((cls, tmp_path / "copy"), rf"tensor '{name}' is also in .*, wanted in one file only")
+    with second.open("r+b") as file:
+        file.truncate(second.stat().st_size - 5)
+    refused((cls, tmp_path / "copy"), rf"{second.name}: tensor '.*' ends at byte \d+, the file at \d+: truncated")
 
 
 def test_a_model_without_its_head(saved):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.checkpoint.files import require_inside
+from thunder_moe.checkpoint.files import read_headers, require_inside
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.formats.registry import FORMATS
@@ -75,6 +75,9 @@ class ThunderMoeQuantizer(SavesNVFP4):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         refuse_outside(model, checkpoint_files)
+        files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+        for info in read_headers(files).values():
+            info.require_float()
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return param_name in self._load_of(model).units

@@ -214,7 +214,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         ]
         if lacking:
             raise ValueError(
-                f"{self.checkpoint.path}: lacks the weights of {', '.join(lacking[:5])}, which the"
+                f"path: {self.checkpoint.path} lacks the weights of {', '.join(lacking[:5])}, which the"
                 f" {type(model).__name__} of its config.json has"
             )
 
