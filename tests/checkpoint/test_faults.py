@@ -4,6 +4,8 @@ finished.
 Called by pytest.
 """
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -341,6 +343,20 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path, caplog):
     assert [record.message.split(": ")[0] for record in caplog.records] == [str(left)]
     assert "GB that an interrupted save had left" in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.mine", "other", "out"]
+
+
+def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
+    """Nobody can tell a leftover from a save that is running there: it stays, which is said."""
+    left = tmp_path / ".out.thunder_moe_save.x"
+    left.mkdir()
+
+    def flock(*args):
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_checkpoint(tmp_path / "out", {}, [("a", torch.zeros(3))])
+    assert caplog.messages == [f"{left}: left by another save; remove it if none is running (it cannot be locked)"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "out"]
 
 
 def test_two_conversions_to_one_folder(tmp_path, source, capsys, monkeypatch):

@@ -69,7 +69,7 @@ def remove_leftovers(path: Path) -> None:
 
     Directories that a running process has locked stay.
     """
-    path = path.absolute()
+    path = path.resolve()
     for place in (path.parent, path):
         try:
             names = sorted(os.listdir(place))
@@ -83,7 +83,7 @@ def remove_leftovers(path: Path) -> None:
             try:
                 descriptor = lock(left)
                 if descriptor is None:
-                    raise OSError("it cannot be locked, so a save may still be running there")
+                    raise OSError("it cannot be locked")
                 nbytes = sum(file.stat().st_size for file in left.rglob("*") if file.is_file())
                 shutil.rmtree(left)
             except (BlockingIOError, FileNotFoundError):
@@ -98,4 +98,4 @@ def remove_leftovers(path: Path) -> None:
 
 
 def _prefix(path: Path) -> str:
-    return f".{path.absolute().name}.thunder_moe_save."
+    return f".{path.resolve().name}.thunder_moe_save."

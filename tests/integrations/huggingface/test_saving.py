@@ -418,6 +418,20 @@ def test_the_next_save_removes_what_a_killed_one_left(tmp_path, quantized, caplo
     assert_same(quantized, from_pretrained(path))
 
 
+def test_a_model_is_saved_where_it_was_loaded_from(tmp_path, quantized):
+    """Also through a link. What it has of the files is mapped memory until then."""
+    quantized.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    (tmp_path / "link").symlink_to("saved")
+    left = tmp_path / "saved" / ".saved.thunder_moe_save.x"
+    for path in (tmp_path / "saved", tmp_path / "link"):
+        left.mkdir()
+        back = from_pretrained(path)
+        back.save_pretrained(path)
+        assert_same(quantized, back)
+        assert_same(quantized, load_checkpoint(path))
+        assert not left.exists()
+
+
 def test_a_folder_that_is_a_mount_point(tmp_path, quantized, monkeypatch):
     replace = os.replace
 
