@@ -27,6 +27,8 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
 }  # fmt: skip
+# Ends of the names of tensors that are of floating-point numbers in every model.
+_FLOAT_NAMES = (".weight", ".bias", "_proj", "_bias", ".sinks")
 # The longest header that safetensors reads.
 _MAX_HEADER = 100_000_000
 # Files kept open: the tensors of one layer are in two or three shards; closing a file releases its mapping.
@@ -56,8 +58,8 @@ class TensorInfo:
         return ValueError(f"{self.file}: tensor {self.name!r} {message}")
 
     def require_float(self) -> None:
-        """Raises for a weight or bias, by its name, that is of integers or 8-bit floats: those of 16-bit modules."""
-        if self.name.endswith((".weight", ".bias", "_proj")) and self.dtype not in ("F64", "F32", "BF16", "F16"):
+        """Raises for a weight or bias of a 16-bit module, by its name, that is of integers or 8-bit floats."""
+        if self.name.endswith(_FLOAT_NAMES) and self.dtype not in ("F64", "F32", "BF16", "F16"):
             raise self.error(f"has dtype {self.dtype}, wanted F32, BF16 or F16 of a weight that is not quantized")
 
     def require(self, dtypes: tuple[str, ...], shape: tuple[int, ...] | None, why: str = "") -> None:

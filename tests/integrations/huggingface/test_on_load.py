@@ -369,12 +369,19 @@ def test_an_index_that_leaves_its_folder(saved, tmp_path):
     refused((cls, tmp_path / "copy"), rf"copy: its index names the file .*\.\./{shard.name}, wanted a file inside")
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64])
-def test_weights_that_are_not_in_16_bits(saved, tmp_path, dtype):
+@pytest.mark.parametrize(
+    ("architecture", "name", "dtype"),
+    [
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight", torch.float8_e4m3fn),
+        ("qwen3_moe", "lm_head.weight", torch.int64),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias", torch.int8),
+        ("gpt_oss", "model.layers.1.self_attn.sinks", torch.uint8),
+    ],
+)
+def test_weights_that_are_not_in_16_bits(saved, tmp_path, architecture, name, dtype):
     """Transformers would cast them, without the scales that they were made with."""
-    cls, path = saved("qwen3_moe")
+    cls, path = saved(architecture)
     cls.from_pretrained(path, dtype=BF16).save_pretrained(tmp_path)
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
     edit_tensors(tmp_path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
     refused((cls, tmp_path), rf"model.safetensors: tensor '{name}' has dtype .*, wanted F32, BF16 or F16")
 
