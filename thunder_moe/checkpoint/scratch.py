@@ -19,11 +19,15 @@ __all__ = ["lock", "remove_leftovers", "scratch_directory"]
 logger = logging.getLogger(__name__)
 
 
-def lock(directory: Path) -> int | None:
+def lock(directory: Path, *, wait: bool = False) -> int | None:
     """Locks a directory until the returned descriptor is closed; returns None where the file system has no locks.
 
+    Args:
+        directory: an existing one.
+        wait: until another process, or another thread, gives the lock back.
+
     Raises:
-        BlockingIOError: another process, or another thread, holds the lock.
+        BlockingIOError: another one holds the lock, and `wait` is False.
         FileNotFoundError: the directory is not there, or was replaced meanwhile.
     """
     try:
@@ -32,7 +36,7 @@ def lock(directory: Path) -> int | None:
         return None
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         if os.path.samestat(os.fstat(descriptor), directory.stat()):
             return descriptor
         raise FileNotFoundError(f"{directory}: was replaced while it was locked")

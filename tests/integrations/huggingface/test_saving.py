@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -430,6 +431,27 @@ def test_a_model_is_saved_where_it_was_loaded_from(tmp_path, quantized):
         assert_same(quantized, back)
         assert_same(quantized, load_checkpoint(path))
         assert not left.exists()
+
+
+def test_two_saves_at_once_are_not_mixed(tmp_path, quantized, monkeypatch):
+    """The second one moves its files when the first one has, so that the folder holds the second model."""
+    path, replace, other = tmp_path / "saved", os.replace, copy.deepcopy(quantized)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    quantized.save_pretrained(path, max_shard_size="20KB")
+    second = threading.Thread(target=other.save_pretrained, args=(path,), kwargs={"max_shard_size": "20KB"})
+
+    def meanwhile(source, target):
+        replace(source, target)
+        if Path(target).parent == path and second.ident is None:
+            second.start()
+            second.join(0.7)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    quantized.save_pretrained(path, max_shard_size="20KB")
+    second.join(60)
+    assert_same(other, from_pretrained(path))
 
 
 def test_a_folder_that_is_a_mount_point(tmp_path, quantized, monkeypatch):

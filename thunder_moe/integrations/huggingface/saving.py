@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from thunder_moe.checkpoint.files import INDEX_NAME
-from thunder_moe.checkpoint.scratch import remove_leftovers, scratch_directory
+from thunder_moe.checkpoint.scratch import lock, remove_leftovers, scratch_directory
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.qat import FakeQuantize
@@ -380,14 +380,19 @@ def _move(whole: Path, directory: Path) -> None:
         os.rename(whole, directory)
         return
     new = sorted(file.name for file in whole.iterdir())
-    (directory / CONFIG_NAME).unlink(missing_ok=True)
-    for name in new:
-        if name != CONFIG_NAME:
-            os.replace(whole / name, directory / name)
-    for file in directory.iterdir():
-        if file.name not in new and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
-            file.unlink()
-    os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
+    descriptor = lock(directory, wait=True)  # another save that moves its files there would mix them with these
+    try:
+        (directory / CONFIG_NAME).unlink(missing_ok=True)
+        for name in new:
+            if name != CONFIG_NAME:
+                os.replace(whole / name, directory / name)
+        for file in directory.iterdir():
+            if file.name not in new and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
+                file.unlink()
+        os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _upload(directory: Path, token: str | bool | None, **options: Any) -> None:
