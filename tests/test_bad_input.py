@@ -49,8 +49,14 @@ def test_a_model_is_a_module(name, given):
     ("call", "error", "message"),
     [
         (lambda: expert_load(None), TypeError, "model: got NoneType"),
-        (lambda: quantize_(model(), filter="experts"), TypeError, "filter: got 'experts', wanted a function"),
-        (lambda: thunder_moe.prepare_qat_(model(), filter=["experts"]), TypeError, "filter: got"),
+        (
+            lambda: quantize_(model(), filter="expert"),
+            ValueError,
+            "filter: 'expert' fits no experts of .* close names are 'experts'",
+        ),
+        (lambda: quantize_(model(), filter=8), TypeError, "filter: got 8, wanted names or patterns of modules"),
+        (lambda: quantize_(model(), ignore=print), TypeError, "ignore: got <.*; a function is an option of `filter`"),
+        (lambda: thunder_moe.prepare_qat_(model(), filter=["expert"]), ValueError, "filter: 'expert' fits no"),
         (lambda: ThunderMoeConfig(format="nvfp5"), ValueError, "format: got 'nvfp5', wanted one of"),
         (lambda: ThunderMoeConfig(format={"*": "nvfp5"}), ValueError, "format: got 'nvfp5'"),
         (lambda: ThunderMoeConfig(format={"*": 4}), ValueError, "format: got 4"),

@@ -1,7 +1,8 @@
 """Runs the Python code of README.md and of docs/; checks the links, `make` targets and benchmarks that the pages name.
 Called by pytest; calls what the pages call.
 
-The ```python blocks of a page run in order in one namespace, in an empty working directory. A block is left out only
+The ```python blocks of a page run in order in one namespace, in an empty working directory. A block without a language
+that follows one directly is what it prints. A block is left out only
 when the line above it is an HTML comment `<!-- not run: why -->`; `NOT_RUN` counts those of each page. torch.compile
 runs its graphs as they are ("eager" in the place of inductor, which takes seconds per graph and is tested elsewhere).
 """
@@ -28,18 +29,22 @@ NOT_RUN = {
     "torch_compile.md": 1,
 }
 _BLOCK = re.compile(
-    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- not run: (?P<why>[^\n]+) -->\n+)?^```python\n(?P<code>.*?)^```$(?:\n+```\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
 )
 _LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)")
 
 
-def blocks(page: Path) -> list[tuple[int, str, str | None]]:
-    """(line, code, why it is not run or None) of each Python block of a page."""
+def blocks(page: Path) -> list[tuple[int, str, str | None, str | None]]:
+    """(line, code, why it is not run or None, what the page says that it prints) of each Python block of a page."""
     text = page.read_text()
-    return [(text.count("\n", 0, match.start("code")), match["code"], match["why"]) for match in _BLOCK.finditer(text)]
+    return [
+        (text.count("\n", 0, match.start("code")), match["code"], match["why"], match["printed"])
+        for match in _BLOCK.finditer(text)
+    ]
 
 
-PAGES_WITH_CODE = [page for page in PAGES if any(why is None for _, _, why in blocks(page))]
+PAGES_WITH_CODE = [page for page in PAGES if any(why is None for _, _, why, _ in blocks(page))]
 SLOW = {"thunder.md"}  # three of Thunder's compilations, 7 s; README.md has one
 
 
@@ -65,12 +70,14 @@ def eager_graphs(monkeypatch):
     "page",
     [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in SLOW)) for page in PAGES_WITH_CODE],
 )
-def test_code_of_a_page_runs(page, eager_graphs, monkeypatch, tmp_path):
+def test_code_of_a_page_runs(page, eager_graphs, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
-    for line, code, why in blocks(page):
+    for line, code, why, printed in blocks(page):
         if why is None:
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
+            output = capsys.readouterr().out
+            assert printed is None or printed.strip() == output.strip(), f"{page.name}, line {line}"
 
 
 def test_pages_with_code_are_found():
@@ -78,7 +85,7 @@ def test_pages_with_code_are_found():
 
 
 def test_blocks_that_are_not_run_are_counted():
-    left_out = {page.name: sum(why is not None for _, _, why in blocks(page)) for page in PAGES}
+    left_out = {page.name: sum(why is not None for _, _, why, _ in blocks(page)) for page in PAGES}
     assert {name: count for name, count in left_out.items() if count} == NOT_RUN
 
 

@@ -17,6 +17,7 @@ LAYERS = {
     "thunder_moe.families": 0,
     "thunder_moe.dense_names": 0,
     "thunder_moe.formats": 0,
+    "thunder_moe.selection": 0,
     "thunder_moe.activations": 1,
     "thunder_moe.routing": 1,  # the plain-torch definitions that kernels share
     "thunder_moe.checkpoint": 1,
@@ -33,6 +34,8 @@ LAYERS = {
     "thunder_moe.replaceable": 6,
     "thunder_moe.grouped_experts": 6,
     "thunder_moe.dense_linears": 6,
+    "thunder_moe.plan": 6,
+    "thunder_moe.choose": 6,
     "thunder_moe.quantize": 6,
     "thunder_moe.qat": 6,
     "thunder_moe.integrations": 6,
@@ -180,7 +183,7 @@ def test_optional_packages_are_imported_in_one_place(package):
 
 def test_formats_and_checkpoint_stand_alone():
     for name in SOURCES:
-        for part, below in (("formats", ()), ("checkpoint", ("formats", "dense_names", "progress"))):
+        for part, below in (("formats", ()), ("checkpoint", ("formats", "dense_names", "progress", "selection"))):
             if name.startswith(f"thunder_moe.{part}"):
                 allowed = tuple(f"thunder_moe.{own}" for own in (part, *below))
                 assert all(t.startswith(allowed) or (name, t) in UPWARDS for t in ours(name)), name

@@ -354,8 +354,10 @@ def test_bad_calls():
 
 def test_functions_that_are_none():
     for name in ("filter", "linears"):
-        with pytest.raises(TypeError, match=f"{name}: got 'down_proj', wanted a function"):
-            add_lora_(MODULES["mlp"](None), 2, 4, **{name: "down_proj"})
+        with pytest.raises(TypeError, match=f"{name}: got 8, wanted names or patterns of modules"):
+            add_lora_(MODULES["mlp"](None), 2, 4, **{name: 8})
+        with pytest.raises(ValueError, match=f"{name}: 'down' fits no linear for an adapter of GroupedMLP"):
+            add_lora_(MODULES["mlp"](None), 2, 4, **{name: "down"})
 
 
 def test_nothing_is_added_twice():

@@ -50,7 +50,7 @@ ALL_LINEARS = dict(linears=lambda module, name: True)
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
 
 
-def by_name(name, module):
+def by_name(module, name):
     """NVFP4 for the MLP and the stacked dense layers, 16 bits for a linear of experts, MXFP8 for the others."""
     return None if name == "linear" else "nvfp4" if name in ("mlp", "q_proj", "k_proj") else "mxfp8"
 
@@ -88,7 +88,7 @@ def test_quantize_and_back(format, caplog):
 
 
 def test_parts_of_a_block_that_a_function_declines():
-    def down_alone(name, module):
+    def down_alone(module, name):
         return "mxfp8" if name == "swiglu.down_proj" else None
 
     layer = quantize_(model(), format=down_alone)
@@ -96,12 +96,12 @@ def test_parts_of_a_block_that_a_function_declines():
     # A filter is asked first.
     asked = []
     only = dict(filter=lambda module, name: name == "mlp")
-    quantize_(model(), **only, format=lambda name, module: asked.append(name) or "mxfp8")
+    quantize_(model(), **only, format=lambda module, name: asked.append(name) or "mxfp8")
     assert asked == ["mlp"]
 
 
 def test_dense_layers_of_two_formats_are_not_stacked():
-    layer = quantize_(model(), format=lambda name, module: "nvfp4" if name == "q_proj" else "mxfp8", **ALL_LINEARS)
+    layer = quantize_(model(), format=lambda module, name: "nvfp4" if name == "q_proj" else "mxfp8", **ALL_LINEARS)
     assert formats(layer)["q_proj"] == "nvfp4"
     assert formats(layer)["k_proj"] == "mxfp8"
 
@@ -173,9 +173,9 @@ def test_refusals():
     before = layer.state_dict()
     cases = [
         (dict(format="fp8"), ValueError, r"format: got 'fp8', wanted one of \('nvfp4', 'mxfp8'\)"),
-        (dict(format=lambda name, module: "int4"), ValueError, "format: got 'int4' for 'swiglu', wanted one of"),
+        (dict(format=lambda module, name: "int4"), ValueError, "format: got 'int4' for 'swiglu', wanted one of"),
         (
-            dict(format=lambda name, module: ["mxfp8"]),
+            dict(format=lambda module, name: ["mxfp8"]),
             ValueError,
             r"format: got \[.mxfp8.\] for .swiglu., wanted one of",
         ),
@@ -193,7 +193,7 @@ def test_refusals():
     layer.other = thunder_moe.GroupedLinear(4, 64, 64)
     layer.other.weight = layer.linear.weight
     with pytest.raises(ValueError, match="format: got 'mxfp8' for 'other', which is tied to 'linear' in 'nvfp4'"):
-        quantize_(layer, format=lambda name, module: "mxfp8" if name == "other" else "nvfp4")
+        quantize_(layer, format=lambda module, name: "mxfp8" if name == "other" else "nvfp4")
 
 
 def test_what_takes_no_mxfp8_says_so():

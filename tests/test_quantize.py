@@ -22,10 +22,10 @@ from thunder_moe import (
     NVFP4GroupedSwiGLU,
     dequantize_,
     families,
+    plan,
     quantize_,
     to_layout_,
 )
-from thunder_moe import quantize as quantize_module
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.grouped_experts import GroupedExperts
 from thunder_moe.nn import MODULE_LAYOUTS
@@ -257,7 +257,7 @@ def test_torch_compile_without_a_graph_break():
 def test_progress_bar_on_big_models(monkeypatch, capfd):
     quantize_(model())
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(quantize_module, "_PROGRESS_WEIGHTS", 1)
+    monkeypatch.setattr(plan, "_PROGRESS_WEIGHTS", 1)
     quantize_(model(2))
     assert "quantizing experts: 100%" in capfd.readouterr().err
 

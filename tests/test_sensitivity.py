@@ -54,7 +54,7 @@ def test_losses_and_bytes_are_those_of_quantize_and_the_model_is_unchanged():
     for block, format in itertools.product(found.blocks, ("nvfp4", "mxfp8")):
         other = tiny_model("gpt_oss")
         saved = bytes_of(other)
-        quantize_(other, format=lambda name, _, block=block, format=format: format if name == block.name else None)
+        quantize_(other, format=lambda _, name, block=block, format=format: format if name == block.name else None)
         increase = loss_of(other, text) - base
         assert abs(increase) > 2e-5  # to be told from rounding
         assert block.increase[format] == pytest.approx(increase, abs=2e-6)
@@ -252,8 +252,8 @@ def test_convert_takes_both_formats(folder, tmp_path):
     loaded = load_checkpoint(tmp_path / "out")
     chosen = load_formats(file)
 
-    def format_of(name, module):  # --format is of what the file does not name
-        return "mxfp8" if isinstance(module, nn.Linear) else chosen(name, module)
+    def format_of(module, name):  # --format is of what the file does not name
+        return "mxfp8" if isinstance(module, nn.Linear) else chosen(module, name)
 
     def linears(module, name):
         return "self_attn" in name

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.router import moe_linear_router, moe_router
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
-    from thunder_moe.quantize import dequantize_, quantize_, to_layout_
+    from thunder_moe.quantize import dequantize_, plan_quantization, quantize_, to_layout_
     from thunder_moe.routing import offsets_from_splits
     from thunder_moe.weight_cache import refresh_
 
@@ -83,7 +83,7 @@ _HOMES = {
     "ops.scaled_mm": ("f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_scaled_mm"),
     "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
-    "quantize": ("dequantize_", "quantize_", "to_layout_"),
+    "quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "routing": ("offsets_from_splits",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -128,6 +128,7 @@ __all__ = [
     "moe_router",
     "offsets_from_splits",
     "per_expert_state_dict",
+    "plan_quantization",
     "prepare_qat_",
     "quantize_",
     "refresh_",

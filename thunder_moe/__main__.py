@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from math import isinf
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from thunder_moe.checkpoint import LayerError, convert
 
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         errors = convert(
             options.source,
             options.destination,
-            filter=_filter(options.filter),
+            filter=options.filter,
+            ignore=options.ignore,
             linears=options.linears or None,
             format=_format(options.format, options.formats),
             scale_search=options.scale_search,
@@ -72,18 +73,7 @@ def summary(errors: Sequence[LayerError]) -> str:
     return "\n".join(lines)
 
 
-def _filter(pattern: str | None) -> Callable[[str], bool] | None:
-    """Whether a regular expression is found in a path."""
-    if pattern is None:
-        return None
-    try:
-        expression = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"--filter: got {pattern!r}, wanted a regular expression ({error})") from error
-    return lambda path: expression.search(path) is not None
-
-
-def _format(name: str, file: str | None) -> str | Callable[[str], str | None]:
+def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str | None]:
     """What `convert` takes: the format of each block that a file of `sensitivity` has, and of all else this one."""
     if file is None:
         return name
@@ -92,7 +82,7 @@ def _format(name: str, file: str | None) -> str | Callable[[str], str | None]:
     formats = read_formats(file)
     endings = {block.rpartition(".")[2] for block in formats}
 
-    def format_of(path: str) -> str | None:
+    def format_of(module: nn.Module, path: str) -> str | None:
         if path.rpartition(".")[2] not in endings:
             return name
         try:
@@ -120,20 +110,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("source", help="directory of the checkpoint, or name of a model in the local hub cache")
     command.add_argument("destination", help="directory to create; unfinished work is in DESTINATION.partial")
-    command.add_argument("--filter", metavar="REGEX", help="quantize only what has a path where this is found")
+    _add_selection(command, "experts and dense layers")
     command.add_argument(
-        "--format", choices=["nvfp4", "mxfp8"], default="nvfp4", help="the number format (default: %(default)s)"
+        "--format",
+        type=str.lower,
+        choices=["nvfp4", "mxfp8"],
+        default="nvfp4",
+        help="the number format (default: %(default)s)",
     )
     command.add_argument(
         "--formats", metavar="FILE", help="JSON of `sensitivity --budget`: the format of each block of experts"
     )
-    command.add_argument("--linears", action="store_true", help="dense layers, too, but for the head and routers")
+    command.add_argument(
+        "--linears",
+        action="store_true",
+        help="also dense layers: attention, dense MLPs and shared experts, not the head",
+    )
     command.add_argument("--scale-search", choices=["mse"], help="try a few scales per block for less error (slower)")
     command.add_argument("--device", default="cpu", help="where to quantize (default: %(default)s)")
     command.add_argument("--max-shard-size", default="2GB", help="largest file (default: %(default)s)")
     command.add_argument("--quiet", action="store_true", help="no progress and no table")
     _add_sensitivity(commands)
     return parser
+
+
+def _add_selection(command: argparse.ArgumentParser, what: str) -> None:
+    pattern = "a name, a glob such as '*.layers.0.*', or 're:' and a regular expression (repeat it for several)"
+    for option, text in (("--filter", "to take (default: all)"), ("--ignore", "to leave in 16 bits")):
+        command.add_argument(option, metavar="PATTERN", action="append", help=f"{what} {text}: {pattern}")
 
 
 def _add_sensitivity(commands: Any) -> None:
@@ -147,6 +151,7 @@ def _add_sensitivity(commands: Any) -> None:
         " for another budget without measuring again",
     )
     command.add_argument("--data", metavar="TEXT", help="a text file (UTF-8)")
+    _add_selection(command, "experts")
     command.add_argument("--budget", type=float, metavar="GB", help="of all weights of the model, in 10^9 bytes")
     command.add_argument("--tokens", type=int, default=8192, help="of the text, at most (default: %(default)s)")
     command.add_argument("--context", type=int, default=512, help="tokens in a row (default: %(default)s)")

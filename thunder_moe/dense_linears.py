@@ -33,10 +33,10 @@ from thunder_moe.kernels.dense import SlowerFrom, slower_from, why_slower
 from thunder_moe.kernels.select import lay_out, preferred_layout
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.replaceable import has_own_forward, impure
+from thunder_moe.selection import shortened
 
-__all__ = ["DenseLinears", "join_read_together", "read_by_parents", "read_together"]
+__all__ = ["DenseLinears", "is_dense_layer", "join_read_together", "read_by_parents", "read_together"]
 
-Filter = Callable[[nn.Module, str], bool]
 _LOGGER = logging.getLogger("thunder_moe")
 _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
 
@@ -46,10 +46,14 @@ class DenseLinears(ExpertFamily):
 
     Args:
         model: the model that `quantize_` is called with; None to restore.
-        linears: as in `quantize_`.
+        linears: as in `quantize_`, with patterns as a function.
+        declined: why the options `filter` and `ignore` leave a module of this name in 16 bits, or None.
         device_of: where the weight of a linear is going to be, of a model that is still to be loaded. Nothing is logged
             then. None: where it is.
-        kept: says which linears stay 16-bit whatever `linears` is.
+        format_of: the format of a module of this name, None for 16 bits.
+
+    Attributes:
+        left: name of each linear that was asked about and stays 16-bit -> why.
     """
 
     description = "nn.Linear"
@@ -57,12 +61,12 @@ class DenseLinears(ExpertFamily):
     def __init__(
         self,
         model: nn.Module | None = None,
-        linears: bool | Filter = False,
+        linears: bool | Callable[[nn.Module, str], bool] = False,
+        declined: Callable[[nn.Module, str], str | None] = lambda module, name: None,
         device_of: Callable[[nn.Module], torch.device] | None = None,
-        kept: Filter | None = None,
-        format_of: Callable[[str, nn.Module], str | None] | None = None,
+        format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
     ) -> None:
-        self._format_of = format_of or (lambda name, module: NVFP4.name)
+        self.left: dict[str, str] = {}
         self._formats: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._quiet = device_of is not None
         self._device_of = device_of or _device_of_weight
@@ -70,21 +74,28 @@ class DenseLinears(ExpertFamily):
         self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
         self._siblings: WeakKeyDictionary[nn.Module, _Siblings] = WeakKeyDictionary()
         if model is not None and linears is not False:
-            self._choose(model, linears, kept)
+            self._choose(model, linears, declined, format_of)
 
-    def _choose(self, model: nn.Module, linears: bool | Filter, kept: Filter | None) -> None:
+    def _choose(
+        self,
+        model: nn.Module,
+        linears: bool | Callable[[nn.Module, str], bool],
+        declined: Callable[[nn.Module, str], str | None],
+        format_of: Callable[[nn.Module, str], str | None],
+    ) -> None:
         left: dict[str, list[str]] = defaultdict(list)
         tied = _tied(model)
         found: dict[nn.Linear, str] = {}
         for name, module in model.named_modules():
-            if not isinstance(module, nn.Linear) or _is_router(name, module):
+            if not is_dense_layer(name, module):
                 continue
-            if (callable(linears) and not linears(module, name)) or (kept is not None and kept(module, name)):
-                continue
-            if linears is True and is_encoder(name):
-                continue
-            format = self._format_of(name, module)
+            assert isinstance(module, nn.Linear)
+            asked = "linears declines it" if callable(linears) and not linears(module, name) else declined(module, name)
+            if asked is None and linears is True and is_encoder(name):
+                asked = "it belongs to an encoder of images or sound"
+            format = format_of(module, name) if asked is None else None
             if format is None:
+                self.left[name] = asked or "format is None for it"
                 continue
             reason = tied.get(module) or (_unfit(module, BLOCK_FORMATS[format]) if linears is True else None)
             if reason is not None:
@@ -103,6 +114,7 @@ class DenseLinears(ExpertFamily):
                     del found[module]
         for parent in model.modules():
             self._relate(parent, found)
+        self.left |= {name: reason for reason, names in left.items() for name in names}
         slower: dict[tuple[SlowerFrom, str], list[str]] = defaultdict(list)
         for module, name in found.items():
             self._names[module] = name
@@ -120,10 +132,10 @@ class DenseLinears(ExpertFamily):
                 " that declines them",
                 bits,
                 *limit,
-                _shortened(names),
+                shortened(names),
             )
         for reason, names in left.items():
-            _LOGGER.info("stays 16-bit: %s: %s", _shortened(names), reason)
+            _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
 
     def _group(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
         """Finds the children of a module that read the same rows."""
@@ -254,6 +266,11 @@ class DenseLinears(ExpertFamily):
         for key, child in list(parent._modules.items()):
             if isinstance(child, NVFP4LinearStack) and child not in needed:
                 delattr(parent, key)
+
+
+def is_dense_layer(name: str, module: nn.Module) -> bool:
+    """True for an `nn.Linear` that is not a router: what `linears` is about."""
+    return isinstance(module, nn.Linear) and not is_router(name) and not _ROUTER_CLASS.search(type(module).__name__)
 
 
 def _device_of_weight(module: nn.Module) -> torch.device:
@@ -474,10 +491,6 @@ def _weights_read(cls: Any) -> frozenset[str]:
     )
 
 
-def _is_router(name: str, module: nn.Module) -> bool:
-    return is_router(name) or bool(_ROUTER_CLASS.search(type(module).__name__))
-
-
 def _tied(model: nn.Module) -> dict[nn.Module, str]:
     """Why linears stay as they are because of others: another module has the weight too, or their parent reads it."""
     owners: dict[Any, list[tuple[int, int, str, nn.Module]]] = defaultdict(list)  # by device or, without data, identity
@@ -526,11 +539,3 @@ def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:
     if module.in_features % format.block_size or not weight.numel():
         return f"its in_features are no multiple of {format.block_size}"
     return None
-
-
-def _shortened(names: list[str]) -> str:
-    """The names with their numbers as ``*``, each once."""
-    short: dict[str, int] = defaultdict(int)
-    for name in names:
-        short[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
-    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in short.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["READ_TOGETHER", "is_encoder", "is_linear", "is_router", "sharing_scale"]
+__all__ = ["READ_TOGETHER", "is_embedding", "is_encoder", "is_linear", "is_router", "sharing_scale"]
 
 # What routes: a changed choice of experts is no error of rounding, and the layer is small.
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
@@ -16,6 +16,7 @@ _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 _ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
 # Not DeepSeek's indexer.weights_proj, a few rows whose weight's dtype the model's code reads.
 _LINEARS = re.compile(r"(^|[._])((?!weights_proj$)\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
+_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens\w*|embed_positions|embed_in|\w*embeddings?|wte|wpe)$")
 # Names of siblings that read the same rows, and so share a global scale in the checkpoints of all engines.
 READ_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
@@ -36,6 +37,11 @@ def sharing_scale(names: Iterable[str]) -> list[list[int]]:
 def is_router(name: str) -> bool:
     """Whether the name of a module is that of a router or gate."""
     return _ROUTERS.search(name) is not None
+
+
+def is_embedding(name: str) -> bool:
+    """True if the name of a module is that of a table of embeddings, which has a matrix and is not a linear."""
+    return _EMBEDDINGS.search(name) is not None
 
 
 def is_encoder(name: str) -> bool:

@@ -31,8 +31,8 @@ from thunder_moe.nn.lora import (
     NVFP4LoRALinear,
     NVFP4LoRALinearPart,
 )
-from thunder_moe.quantize import Filter
 from thunder_moe.replaceable import has_hook, has_own_forward, impure
+from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 
 __all__ = [
     "STATE",
@@ -73,8 +73,8 @@ def add_lora_(
     alpha: float,
     *,
     dropout: float = 0.0,
-    filter: Filter | None = None,
-    linears: bool | Filter = False,
+    filter: Selection | None = None,
+    linears: bool | Selection = False,
     rslora: bool = False,
     share: str | None = None,
     split_gate_up: bool = False,
@@ -94,9 +94,10 @@ def add_lora_(
         rank: r.
         alpha: B (A x) is multiplied by alpha / rank.
         dropout: of A's input in training.
-        filter: called with each linear of experts and its qualified name; False leaves it without an adapter.
+        filter: which linears of experts, and which of the dense layers of `linears`, get an adapter; None: all. A
+            pattern, a list of patterns, or a function of a linear and its name, as in `quantize_`.
         linears: 4-bit dense layers (of ``quantize_(linears=...)``) get adapters too, A (1, r, K) and B (1, N, r): all
-            of them, or those for which a function of the layer and its qualified name is True.
+            of them, or those that patterns or a function name.
         rslora: the factor is alpha / sqrt(rank) instead.
         share: "A" or "B": the experts of a linear have one in common, (1, r, K) or (1, N, r).
         split_gate_up: where one weight has the rows of gate and up, each has an adapter of its own: A (E, 2r, K), of
@@ -113,21 +114,26 @@ def add_lora_(
         ValueError: no such linears, or all declined; a rank, alpha, dropout, share, dtype or adapter name that is not
             valid, a name that is taken, a weight on the "meta" device, adapters that are merged anywhere in the model.
             The model is unchanged then.
-        TypeError: `filter` or `linears` is neither a function nor one of the other values that it may have.
+        TypeError: `filter` or `linears` is of another type.
     """
     require_module(model)
     _check_options(rank, alpha, dropout, share, dtype, adapter)
-    for name, choice, values in (("filter", filter, (None,)), ("linears", linears, (True, False))):
-        if not callable(choice) and choice not in values:
-            raise TypeError(f"{name}: got {choice!r}, wanted a function of a module and its name, or one of {values}")
+    names = Names.of_model(model)
+    takes = Selector(names, filter, None)
+    dense = linears if isinstance(linears, bool) else select("linears", linears, names)
+    adaptable = [name for name, module in model.named_modules(remove_duplicate=False) if is_adaptable(module)]
+    if adaptable:
+        require_matches("filter", filter, names, adaptable, "linear for an adapter")
+        require_matches("linears", linears, names, adaptable, "linear for an adapter")
     refuse_merged(lora_linears(model))
     chosen: dict[str, Any] = {}
     left: list[str] = []
     for name, module in model.named_modules():
         if not is_adaptable(module):
             continue
-        wanted: bool | Filter | None = linears if is_dense(module) else filter
-        if wanted is False or (callable(wanted) and not wanted(module, name)):
+        if is_dense(module) and not (dense(module, name) if callable(dense) else dense):
+            continue
+        if takes.declined(module, name) is not None:
             continue
         reason = _obstacle(module)
         if reason is not None:

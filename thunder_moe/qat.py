@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from thunder_moe.choose import choose_experts
 from thunder_moe.families import families_of
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.registry import find_format
 from thunder_moe.ops.fake_quantize import fake_quantize, fake_quantize_mxfp8
-from thunder_moe.quantize import Filter, choose_experts
+from thunder_moe.selection import Patterns, Selection
 
 __all__ = ["FakeQuantize", "finish_qat_", "prepare_qat_"]
 
@@ -56,7 +57,12 @@ class FakeQuantize(nn.Module):
 
 @torch.no_grad()
 def prepare_qat_(
-    model: Model, *, filter: Filter | None = None, scale_search: str | None = None, format: str = "nvfp4"
+    model: Model,
+    *,
+    filter: Selection | None = None,
+    ignore: Patterns | None = None,
+    scale_search: str | None = None,
+    format: str = "nvfp4",
 ) -> Model:
     """Lets the experts of a model train with the values that `quantize_` will give them, in place.
 
@@ -69,6 +75,7 @@ def prepare_qat_(
     Args:
         model: as in `quantize_`.
         filter: as in `quantize_`.
+        ignore: as in `quantize_`.
         scale_search: that of the later `quantize_`.
         format: that of the later `quantize_`, "nvfp4" or "mxfp8", of all weights.
 
@@ -83,7 +90,7 @@ def prepare_qat_(
     known = find_format(format)
     known.check_quantizable(torch.zeros(1, 1, known.block_size, device="cpu"), scale_search)
     families = families_of(model)
-    chosen = choose_experts(model, filter, families)
+    chosen = choose_experts(model, filter, ignore, families)
     for module, family in chosen.items():
         for _, view in family.weights(module):
             known.check_quantizable(view.detach(), scale_search)
@@ -95,7 +102,7 @@ def prepare_qat_(
                     continue
                 # A transposed view shares the parameter's memory in another order of dimensions.
                 transposed = views[parameter] is not parameter
-                rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=format)
+                rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=known.name)
                 parametrize.register_parametrization(owner, name, rounding)
     for family in families:
         family.finish(model)

@@ -475,7 +475,7 @@ def test_what_goes_along(tmp_path, source):
 
 def test_filter(tmp_path, capsys):
     plain_source(tmp_path / "source", layers=3)
-    assert command(tmp_path, capsys, "--filter", r"layers\.[02]\.") == (0, "")
+    assert command(tmp_path, capsys, "--filter", "model.layers.0", "--filter", r"re:.*layers\.2\.") == (0, "")
     checkpoint = Checkpoint(tmp_path / "out")
     first, second, third = (PATH.replace("0", str(layer)) for layer in range(3))
     assert checkpoint.experts == [first, third]
@@ -484,14 +484,15 @@ def test_filter(tmp_path, capsys):
     for info in before.plain_blocks[second].infos():
         assert torch.equal(checkpoint.read(info.name), before.read(info.name))
     for pattern, message in (
-        ("(", "--filter: got '(', wanted a regular expression"),
-        ("nothing", "source has no experts whose paths the filter takes"),
+        ("re:(", "filter: got 're:(', wanted a regular expression"),
+        (r"layers\.[02]\.", rf"filter: 'layers\\.[02]\\.' fits no experts of {tmp_path / 'source'}"),
+        ("experts", f"close names are '{PATH.replace('0', '*')}'"),
     ):
         status = main(["convert", str(tmp_path / "source"), str(tmp_path / "two"), "--filter", pattern])
         assert status == 1
         assert message in capsys.readouterr().err
-    with pytest.raises(TypeError, match="filter: got 'x', wanted None or a function of a path"):
-        convert(tmp_path / "source", tmp_path / "two", filter="x")
+    with pytest.raises(TypeError, match=r"filter: got a function of \(path\), wanted .* called as f\(module, name\)"):
+        convert(tmp_path / "source", tmp_path / "two", filter=lambda path: True)
 
 
 def test_words_of_other_writers(tmp_path):

@@ -111,7 +111,7 @@ def test_linears_and_filter(tmp_path):
     for number, name in enumerate("qk"):
         weight = checkpoint.read_dense_weight(f"{ATTENTION}.{name}_proj")
         assert torch.equal(weight.qdata[0], whole.qdata[0, HIDDEN * number : HIDDEN * (number + 1)])
-    convert(tmp_path / "source", tmp_path / "dense", linears=True, filter=lambda path: "experts" not in path)
+    convert(tmp_path / "source", tmp_path / "dense", linears=True, ignore="*.experts")
     checkpoint, written = Checkpoint(tmp_path / "dense"), load_tensors(tmp_path / "dense")
     assert not checkpoint.experts
     assert len(checkpoint.dense) == 2

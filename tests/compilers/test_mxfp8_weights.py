@@ -42,7 +42,7 @@ def model():
     return layers.to(torch.bfloat16).requires_grad_(False)
 
 
-def linear_alone(name, module_or_gemm):
+def linear_alone(module_or_gemm, name):
     return "mxfp8" if "linear" in name else "nvfp4"
 
 
@@ -70,7 +70,7 @@ def test_the_option_chooses_the_format(compiler, format):
     }
     assert len(decisions) == 4
     for name, entry in decisions.items():
-        wanted = format if isinstance(format, str) else linear_alone(name, None)
+        wanted = format if isinstance(format, str) else linear_alone(None, name)
         assert entry.decision.partition(" ")[0] == wanted
         assert entry.gemm.format == wanted
         assert ("swiglu" in entry.decision) == ("gate" in name or "up" in name)
@@ -93,12 +93,12 @@ def test_copies_in_two_formats_live_beside_each_other():
 @pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 def test_none_leaves_a_weight_in_16_bits(compiler):
     layers = model()
-    compiled = compile_by(compiler, layers, lambda name, gemm: None if "linear" in name else "mxfp8")
+    compiled = compile_by(compiler, layers, lambda gemm, name: None if "linear" in name else "mxfp8")
     out = compiled(X, OFFSETS)
     (left,) = (entry for entry in rewrite_report(compiled) if entry.decision == "16-bit")
     assert "linear" in left.gemm.weight
     assert left.reason == "no number format is chosen for it"
-    expected = quantize_(model(), format=lambda name, module: None if name == "linear" else "mxfp8")
+    expected = quantize_(model(), format=lambda module, name: None if name == "linear" else "mxfp8")
     assert relative_error(out, expected(X, OFFSETS)) < 1e-2
 
 
@@ -152,8 +152,8 @@ def test_the_option_refuses(compiler):
     for format, message in (
         ("fp8", "format'?]?: got 'fp8', wanted one of"),
         (8, "format'?]?: got 8, wanted one of"),
-        (lambda name, gemm: "int4", "format: got 'int4', wanted one of"),
-        (lambda name, gemm: "mxfp8" if "gate" in name else "nvfp4", "format: got 'mxfp8' for .* wanted one for all"),
+        (lambda gemm, name: "int4", "format: got 'int4', wanted one of"),
+        (lambda gemm, name: "mxfp8" if "gate" in name else "nvfp4", "format: got 'mxfp8' for .* wanted one for all"),
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):

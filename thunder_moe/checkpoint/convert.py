@@ -1,5 +1,5 @@
 """Converts a checkpoint to NVFP4 or MXFP8 layer by layer, resumably, and measures the error of each layer.
-Called by the command line and users; calls reader, quantize_experts, quantize_linears, writer, partial and companions.
+Called by the command line and users; calls reader, choice, quantize_experts, quantize_linears, writer and partial.
 
 Pipeline: headers checked -> per layer: 16-bit or FP8 experts or linears -> quantize -> ModelOpt tensors -> shard ->
 configs -> companions -> rename.
@@ -8,7 +8,7 @@ configs -> companions -> rename.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 from math import inf
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from thunder_moe.checkpoint.choice import Choice
 from thunder_moe.checkpoint.companions import copy_companions
 from thunder_moe.checkpoint.ignored import ignored_modules
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
@@ -35,10 +36,10 @@ from thunder_moe.checkpoint.writer import (
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.registry import FORMATS, find_format
 from thunder_moe.progress import progress_bar
+from thunder_moe.selection import Format, Patterns, Selection
 
 __all__ = ["LayerError", "convert"]
 
-Format = str | Callable[[str], str | None]
 logger = logging.getLogger(__name__)
 
 
@@ -65,8 +66,9 @@ def convert(
     source: str | Path,
     destination: str | Path,
     *,
-    filter: Callable[[str], bool] | None = None,
-    linears: bool | Callable[[str], bool] | None = None,
+    filter: Selection | None = None,
+    ignore: Patterns | None = None,
+    linears: bool | Selection | None = None,
     format: Format = "nvfp4",
     scale_search: str | None = None,
     device: torch.device | str = "cpu",
@@ -86,18 +88,23 @@ def convert(
     renamed. After an interruption (a signal, a full disk) the same call resumes after the last complete shard. An
     invalid source leaves nothing behind.
 
+    `filter`, `ignore`, `linears` and `format` mean what they mean in `quantize_`. The names are those of the
+    checkpoint: experts by their block ("model.layers.0.mlp.experts"), which is converted as one. A function is called
+    with a name, and in the place of the module with an `nn.Linear` without data for a dense layer, with an empty
+    `nn.Module` for experts.
+
     Args:
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
-        filter: asked about each block of experts and each dense layer to quantize, by its path; False leaves it, or
-            makes it, 16-bit. What is NVFP4, MXFP8 or MXFP4 already is not asked about.
-        linears: True: the linears of attention, dense MLPs and shared experts of the decoder are quantized, too; not
-            the head, for which other engines have no 4-bit kernel, nor routers. Those that read the same rows (q, k and
-            v; gate and up) share a global scale in NVFP4. A function is asked about each matrix but routers by its
-            path. None: 16-bit ones stay so, and quantized ones, too. False: quantized ones become 16-bit.
-        format: "nvfp4" or "mxfp8". Or a function that is asked about each block of experts and each dense layer that
-            `filter` and `linears` take, by its path; it names one of these, or None for 16 bits. Engines merge q, k and
-            v, and gate and up, which have to be of one format then.
+        filter: as in `quantize_`; what it declines stays, or becomes, 16-bit. What is NVFP4, MXFP8 or MXFP4 already is
+            not asked about.
+        ignore: as in `quantize_`.
+        linears: True: the dense layers of attention, dense MLPs and shared experts of the decoder, by their names, are
+            quantized, too; not the head, for which other engines have no 4-bit kernel, nor routers. `quantize_` goes by
+            speed on the device at hand instead, and takes the head. Those that read the same rows (q, k and v; gate and
+            up) share a global scale in NVFP4. Patterns or a function: the matrices that they take, but routers and
+            embeddings. None: 16-bit ones stay so, and quantized ones, too. False: quantized ones become 16-bit.
+        format: as in `quantize_`. Engines merge q, k and v, and gate and up, which have to be of one format then.
         scale_search: as in `nvfp4.quantize`, of weights in NVFP4.
         device: where to quantize.
         max_shard_size: of a file, in bytes or as "5GB".
@@ -107,7 +114,7 @@ def convert(
         The errors, layer by layer.
 
     Raises:
-        TypeError: `linears`, `filter` or `format` is something else.
+        TypeError: `filter`, `ignore`, `linears` or `format` is something else.
         FileNotFoundError: no checkpoint at the source.
         FileExistsError: the destination exists, or the partial one is of another source or other options, or another
             conversion is writing it.
@@ -116,25 +123,20 @@ def convert(
         ValueError: a file of the source is truncated or inconsistent (names file and tensor), or one of the partial
             conversion is damaged (says what to remove), a weight's in_features
             are no multiple of 16 (of 32 for MXFP8), the device is not there, an unknown format, a scale_search with
-            MXFP8 alone, or there are no experts, nor with `linears` dense layers, to convert.
+            MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.
     """
-    if not (linears is None or isinstance(linears, bool) or callable(linears)):
-        raise TypeError(f"linears: got {linears!r}, wanted a bool, None, or a function of a path")
-    if not (filter is None or callable(filter)):
-        raise TypeError(f"filter: got {filter!r}, wanted None or a function of a path")
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination)
-    format_of = _format_of(format)
-    # A wrong name is an error before any work.
-    found = FORMATS[format if isinstance(format, str) else NVFP4.name]
+    found = find_format(format if isinstance(format, str) else NVFP4.name)  # a wrong name is an error before any work
     found.check_quantizable(torch.zeros(1, 1, found.block_size, dtype=torch.float32, device="cpu"), scale_search)
     place = _device(device)
     checkpoint = Checkpoint(source)
-    plan = _plan(checkpoint, lambda path: format_of(path) if filter is None or filter(path) else None, linears)
+    plan = _plan(checkpoint, Choice(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format))
     if not checkpoint.blocks and not plan.experts and not plan.groups:
         every = checkpoint.plain_blocks or checkpoint.fp8_blocks
-        chooses = filter is not None or callable(format)
-        why = "whose paths the filter takes" if every and chooses else "(tensors named '...experts...') to convert"
+        chooses = filter is not None or ignore is not None or not isinstance(format, str)
+        why = "(tensors named '...experts...') to convert"
+        why = "that filter, ignore and format take" if every and chooses else why
         raise ValueError(f"source: {checkpoint.path} has no experts {why}")
     with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
         try:
@@ -259,39 +261,11 @@ def _convert_unit(
     return iter([(f"{name}.weight", checkpoint.read_dense(name, device=device))]), []
 
 
-def _format_of(format: Format) -> Callable[[str], str | None]:
-    """The option `format` as a function that names only formats that there are.
-
-    Raises:
-        ValueError: it is a name of none; the function raises it likewise.
-        TypeError: it is neither a name nor a function.
-    """
-    if isinstance(format, str):
-        name = find_format(format).name
-        return lambda path: name
-    if not callable(format):
-        raise TypeError(f"format: got {format!r}, wanted one of {tuple(FORMATS)}, or a function of a path")
-
-    def format_of(path: str) -> str | None:
-        found = format(path)
-        if found is not None and not (isinstance(found, str) and found in FORMATS):
-            raise ValueError(f"format: got {found!r} for {path!r}, wanted one of {tuple(FORMATS)}, or None")
-        return found
-
-    return format_of
-
-
-def _plan(
-    checkpoint: Checkpoint, format_of: Callable[[str], str | None], linears: bool | Callable[[str], bool] | None
-) -> _Plan:
+def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
     first = {name: block.any() for name, block in checkpoint.blocks.items()}
     others = set(checkpoint.others)
-    experts = dict(checkpoint.fp8_blocks)
-    if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
-        experts |= checkpoint.plain_blocks
-    named = {path: format_of(path) for path in experts}
-    formats = {path: name for path, name in named.items() if name is not None}
-    experts = {path: block for path, block in experts.items() if path in formats}
+    formats = choice.formats_of_experts()
+    experts = {path: choice.experts[path] for path in formats}
     decoded: dict[str, Module] = {}
     for path, block in experts.items():
         first[path] = block.any()
@@ -300,14 +274,14 @@ def _plan(
         if path not in experts:
             decoded |= {checkpoint.floats.info(module).name: module for module in block.modules.values()}
             others |= {module.fields["bias"].name for module in block.modules.values() if "bias" in module.fields}
-    groups = _groups(checkpoint, format_of, linears)
+    groups = linear_groups(choice.dense, choice.takes_dense, choice.format_of_dense)
     formats |= {path: name for path, (name, _) in groups.items()}
-    modules = {path: members for path, (_, members) in groups.items()}
+    modules = {path: {member: choice.dense[member] for member in members} for path, (_, members) in groups.items()}
     for path, members in modules.items():
         first[path] = members[path].any()
         others -= {f"{member}.weight" for member in members}
     grouped = {member for members in modules.values() for member in members}
-    kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and linears is not False)
+    kept = frozenset(name for name in checkpoint.dense if checkpoint.is_4_bit(name) and choice.linears is not False)
     dense = [name for name in checkpoint.dense if name not in kept and name not in grouped]
     for name in others | decoded.keys():
         first[name] = checkpoint.files[name]
@@ -322,15 +296,3 @@ def _plan(
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
     units = sorted(first, key=lambda name: order[first[name].name])
     return _Plan(units, experts, modules, formats, decoded, kept, ignore)
-
-
-def _groups(
-    checkpoint: Checkpoint, format_of: Callable[[str], str | None], linears: bool | Callable[[str], bool] | None
-) -> dict[str, tuple[str, dict[str, Module]]]:
-    """The dense layers to quantize: path of the first -> number format, and all that read the same rows, by path."""
-    experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
-    weights = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
-    modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in weights}
-    modules |= checkpoint.fp8_dense()
-    groups = linear_groups(modules, linears or False, format_of)
-    return {path: (name, {member: modules[member] for member in members}) for path, (name, members) in groups.items()}

@@ -10,10 +10,9 @@ from collections.abc import Callable
 import torch
 
 from thunder_moe.checkpoint.float_weights import FloatWeights
-from thunder_moe.checkpoint.formats.interface import FLOATS
 from thunder_moe.checkpoint.modules import Module
 from thunder_moe.checkpoint.quantize_experts import Noise, quantize_tensor
-from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_linear, is_router
+from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_linear
 from thunder_moe.formats.registry import FORMATS, NumberFormat
 from thunder_moe.formats.weight import PackedWeight
 
@@ -27,17 +26,14 @@ def linear_groups(
     rows, which in NVFP4 share a global scale.
 
     Args:
-        modules: path -> what to choose from, no experts.
-        linears: True: linears of attention, dense MLPs and shared experts of the decoder, by their names, whose
-            in_features are blocks of their format. A function is asked about each matrix that is no router's, by its
-            path.
+        modules: path -> matrix; neither experts nor routers.
+        linears: True: those of attention, dense MLPs and shared experts of the decoder, by their names, whose
+            in_features are blocks of their format. Or a function of a path that is True for those to take.
         format_of: a path -> the name of a format, or None for a module that stays 16-bit.
     """
     paths: dict[str, tuple[str, int]] = {}
     for path, module in modules.items():
         info = module.fields["weight"]
-        if len(info.shape) != 2 or info.dtype not in (*FLOATS, "F8_E4M3") or is_router(path) or not linears:
-            continue
         known = is_linear(path) and not is_encoder(path) and 0 not in info.shape
         if not (linears(path) if callable(linears) else known):
             continue

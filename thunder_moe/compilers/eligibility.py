@@ -25,6 +25,7 @@ import torch
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.selection import require_signature
 
 __all__ = [
     "EXPERTS",
@@ -76,8 +77,8 @@ class GroupedGemm:
     format: str | None = NVFP4.name
 
 
-# The option "thunder_moe.format" or moe_format: a format's name, or a function of a weight's qualified name and GEMM.
-Format = str | Callable[[str, GroupedGemm], str | None]
+# The option "thunder_moe.format" or moe_format: a format's name, or a function of a GEMM and its weight's full name.
+Format = str | Callable[[GroupedGemm, str], str | None]
 _CHOSEN: ContextVar[Format] = ContextVar("thunder_moe_format", default=NVFP4.name)
 
 
@@ -91,10 +92,14 @@ def choosing_format(option: str, format: Format | None) -> Iterator[None]:
     """
     format = NVFP4.name if format is None else format
     if isinstance(format, str):
-        if format not in FORMATS:
+        if format.lower() not in FORMATS:
             raise ValueError(f"{option}: got {format!r}, wanted one of {tuple(FORMATS)}, or a function")
+        format = format.lower()
     elif not callable(format):
-        raise TypeError(f"{option}: got {format!r}, wanted one of {tuple(FORMATS)}, or a function of a weight's name")
+        wanted = f"wanted one of {tuple(FORMATS)}, or a function of a GEMM and its weight's name"
+        raise TypeError(f"{option}: got {format!r}, {wanted}")
+    else:
+        require_signature(option, format, "gemm")
     token = _CHOSEN.set(format)
     try:
         yield
@@ -115,7 +120,7 @@ def in_chosen_format(gemm: GroupedGemm) -> GroupedGemm:
     elif gemm.weight is None:
         return gemm
     else:
-        name = choice(gemm.weight, gemm)
+        name = choice(gemm, gemm.weight)
         name = None if name is None else find_format(name).name
     return gemm if name == gemm.format else replace(gemm, format=name)
 

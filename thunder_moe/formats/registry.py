@@ -55,12 +55,12 @@ FORMATS = {
 
 
 def find_format(name: str) -> NumberFormat:
-    """The number format of a name.
+    """The number format of a name, in lower or upper case.
 
     Raises:
         ValueError: there is none.
     """
-    found = FORMATS.get(name) if isinstance(name, str) else None
+    found = FORMATS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         raise ValueError(f"format: got {name!r}, wanted one of {tuple(FORMATS)}")
     return found

@@ -34,6 +34,9 @@ def run(options: argparse.Namespace) -> None:
         model, windows = None, None
         if options.data is not None:
             raise ValueError(f"--data: got {options.data!r} with a measurement as MODEL, wanted a model, or no --data")
+        for name, patterns in (("--filter", options.filter), ("--ignore", options.ignore)):
+            if patterns is not None:
+                raise ValueError(f"{name}: got {patterns} with a measurement as MODEL, wanted a model to measure")
         found, about = read_sensitivity(options.model)
         about = {name: about[name] for name in ("model", "data", "context", "dtype") if name in about}
     else:
@@ -43,7 +46,9 @@ def run(options: argparse.Namespace) -> None:
 
         windows = token_windows(options.model, options.data, options.tokens, options.context)
         model = load_model(options.model, options.dtype, options.device)
-        found = measure_sensitivity(model, windows, progress=not options.quiet)
+        found = measure_sensitivity(
+            model, windows, filter=options.filter, ignore=options.ignore, progress=not options.quiet
+        )
         about = {"model": options.model, "data": options.data, "context": options.context, "dtype": options.dtype}
     write(files[0], found, **about)  # what took long is kept whatever follows
     choice = choose_formats(found, options.budget) if options.budget is not None else None
@@ -86,6 +91,7 @@ def _summary(choice: Choice, measured: float | None, budget: float) -> str:
         counts[format or WIDE] = counts.get(format or WIDE, 0) + 1
     kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     text = (
-        f"chosen for {budget:g} GB: {kinds}; {choice.nbytes / 1e9:.6g} GB, loss {choice.increase:+.6f} if losses add up"
+        f"chosen for {budget:g} GB: {kinds}; {choice.nbytes / 1e9:.6g} GB,"
+        f" increase of the loss {choice.increase:+.6f} if increases add up"
     )
     return text if measured is None else f"{text}, {measured:+.6f} measured"

@@ -22,7 +22,7 @@ from thunder_moe.sensitivity.measure import WIDE, BlockLoss, Sensitivity
 __all__ = ["format_of_path", "load_formats", "read_formats", "read_sensitivity", "write"]
 
 
-def load_formats(path: str | Path) -> Callable[[str, nn.Module], str | None]:
+def load_formats(path: str | Path) -> Callable[[nn.Module, str], str | None]:
     """The formats that ``python -m thunder_moe sensitivity --budget`` has written, as `quantize_` takes them.
 
     ``quantize_(model, format=load_formats("sensitivity.json"))``. Of dense layers that are no part of a block of the
@@ -32,7 +32,7 @@ def load_formats(path: str | Path) -> Callable[[str, nn.Module], str | None]:
         path: of the file.
 
     Returns:
-        A function of a qualified name and a module, that gives the name of a format, or None for 16 bits. It raises a
+        A function of a module and its qualified name that gives the name of a format, or None for 16 bits. It raises a
         ValueError for experts that the file does not have: it is of another model.
 
     Raises:
@@ -41,7 +41,7 @@ def load_formats(path: str | Path) -> Callable[[str, nn.Module], str | None]:
     """
     formats = read_formats(path)
 
-    def format_of(name: str, module: nn.Module) -> str | None:
+    def format_of(module: nn.Module, name: str) -> str | None:
         if name in formats:
             return formats[name]
         if any(name.startswith(f"{block}.") for block, format in formats.items() if format is None):

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_moe.choose import choose_modules
 from thunder_moe.formats.registry import FORMATS, NumberFormat
 from thunder_moe.progress import progress_bar
-from thunder_moe.quantize import choose_modules
+from thunder_moe.selection import Patterns, Selection
 
 __all__ = ["WIDE", "BlockLoss", "Sensitivity", "measure_choice", "measure_sensitivity"]
 
@@ -60,10 +61,17 @@ class Sensitivity:
 
 
 @torch.no_grad()
-def measure_sensitivity(model: nn.Module, windows: Tensor, *, progress: bool = False) -> Sensitivity:
+def measure_sensitivity(
+    model: nn.Module,
+    windows: Tensor,
+    *,
+    filter: Selection | None = None,
+    ignore: Patterns | None = None,
+    progress: bool = False,
+) -> Sensitivity:
     """Measures the loss of a language model with each block of experts alone in each number format.
 
-    The blocks are those that `quantize_` would replace. The weights of one at a time are rounded to the format in
+    The blocks are the experts that `quantize_` would replace. The weights of one at a time are rounded to the format in
     place, in their own dtype, and computed with the model's own code; then the kept weights are put back, bit for bit,
     after an error or an interrupt, too. Memory: the model, and one block once more.
 
@@ -71,6 +79,8 @@ def measure_sensitivity(model: nn.Module, windows: Tensor, *, progress: bool = F
         model: called as ``model(input_ids=...)``, whose result has `logits` (1, L, vocabulary), as transformers' causal
             language models; in 16 bits or float32.
         windows: int64 (W, L), token ids; each row is a text of its own, in which all but the first are predicted.
+        filter: as in `quantize_`: which experts are measured; the others stay in 16 bits.
+        ignore: as in `quantize_`.
         progress: show a bar.
 
     Raises:
@@ -81,7 +91,7 @@ def measure_sensitivity(model: nn.Module, windows: Tensor, *, progress: bool = F
         raise ValueError(
             f"windows: got {windows.dtype} {tuple(windows.shape)}, wanted int64 (windows, length), two or more of each"
         )
-    weights = _weights(model)
+    weights = _weights(model, filter, ignore)
     fitting = {name: _fitting(views) for name, views in weights.items()}
     was_training = model.training
     model.eval()
@@ -116,18 +126,18 @@ def measure_choice(model: nn.Module, windows: Tensor, formats: Mapping[str, str 
     Args:
         model: as in `measure_sensitivity`.
         windows: likewise.
-        formats: name of each block -> its format, None for 16 bits.
+        formats: name of each block that was measured -> its format, None for 16 bits.
     """
-    for name, views in _weights(model).items():
+    for name, views in _weights(model, lambda module, name: name in formats, None).items():
         if (format := formats[name]) is not None:
             for view in views:
                 _round(view, view, FORMATS[format])
     return _losses(model, windows, "with the chosen formats").mean().item()
 
 
-def _weights(model: nn.Module) -> dict[str, list[Tensor]]:
+def _weights(model: nn.Module, filter: Selection | None, ignore: Patterns | None) -> dict[str, list[Tensor]]:
     """The weights (E, N, K) of each block, views of the parameters."""
-    _, chosen = choose_modules(model)
+    chosen = choose_modules(model, filter=filter, ignore=ignore).chosen
     weights: dict[str, list[Tensor]] = {}
     owners: dict[nn.Parameter, str] = {}
     for module, place in chosen.items():

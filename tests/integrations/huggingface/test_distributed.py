@@ -95,14 +95,14 @@ def test_compiles_without_a_graph_break(layout, saved, ranks):
 def mxfp8_and_nvfp4(model):
     """Experts of a layer in each format, linears in MXFP8."""
 
-    def format_of(name, module):
+    def format_of(module, name):
         return "nvfp4" if "layers.1." in name and "experts" in name else "mxfp8"
 
     quantize_(model, linears=lambda module, name: "self_attn" in name, format=format_of)
 
 
 def mxfp8_linears(model):
-    quantize_(model, linears=lambda module, name: True, format=lambda name, _: "nvfp4" if "exp" in name else "mxfp8")
+    quantize_(model, linears=lambda module, name: True, format=lambda _, name: "nvfp4" if "exp" in name else "mxfp8")
 
 
 @needs_sharding

@@ -57,7 +57,7 @@ def test_both_formats_compile_and_report():
     assert found == {"nvfp4", "nvfp4 + swiglu", "mxfp8", "mxfp8 + swiglu"}
 
 
-def mixed(name, module):
+def mixed(module, name):
     """Experts of a layer in each format, linears in both."""
     return "mxfp8" if ("layers.0." in name and "experts" in name) or "o_proj" in name else "nvfp4"
 
@@ -113,6 +113,6 @@ def test_state_dicts_by_the_names_of_files(tmp_path):
 
 def test_convert_makes_what_quantize_makes(tmp_path):
     tiny_model("qwen3_moe").save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "out", format=lambda path: mixed(path, None))
+    convert(tmp_path / "source", tmp_path / "out", format=mixed)
     model = type(tiny_model("qwen3_moe")).from_pretrained(tmp_path / "source")
     same_states(load_checkpoint(tmp_path / "out"), quantize_(model, format=mixed))

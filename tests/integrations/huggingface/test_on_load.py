@@ -22,6 +22,7 @@ from thunder_moe.integrations.huggingface import on_load, sharding  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts  # noqa: E402
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
+from thunder_moe.plan import QuantizationPlan  # noqa: E402
 
 BF16 = torch.bfloat16
 ANY = "*"
@@ -31,7 +32,7 @@ def projections(module, name):
     return name.endswith("_proj")
 
 
-def by_name(name, module):
+def by_name(module, name):
     if name.endswith("q_proj"):
         return None
     return "mxfp8" if name.endswith("o_proj") or ".0.mlp" in name else "nvfp4"
@@ -100,9 +101,10 @@ def test_on_load_equals_quantize(saved, name):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
 def test_weights_are_quantized_as_they_arrive(saved, name, monkeypatch):
     """Nothing is left for after the load."""
-    monkeypatch.setattr(on_load, "quantize_modules", None)
-    assert_same(load(saved(name), ThunderMoeConfig()), quantized(saved(name)))
-    assert_same(load(saved(name), ThunderMoeConfig(format="mxfp8")), quantized(saved(name), format="mxfp8"))
+    wanted = {format: quantized(saved(name), format=format) for format in ("nvfp4", "mxfp8")}
+    monkeypatch.setattr(QuantizationPlan, "quantize_modules", None)
+    for format, model in wanted.items():
+        assert_same(load(saved(name), ThunderMoeConfig(format=format)), model)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +114,17 @@ def test_weights_are_quantized_as_they_arrive(saved, name, monkeypatch):
         (dict(layout="linear"), dict(layout="linear")),
         (dict(filter="model.layers.1.*"), dict(filter=lambda module, name: name.startswith("model.layers.1."))),
         (
-            dict(modules_to_not_convert=["model.layers.0.*", "lm_head"], linears=["*_proj", "lm_head"]),
+            dict(modules_to_not_convert="model.layers.0.*", ignore=["lm_head"], linears=["*_proj", "lm_head"]),
+            dict(filter=lambda module, name: name.startswith("model.layers.1."), linears=projections),
+        ),
+        (dict(linears="*", filter="model.layers.1"), dict(linears="*", ignore=["model.layers.0", "lm_head"])),
+        (dict(linears="*", ignore=r"re:.*\.0\..*"), dict(linears="*", filter=lambda module, name: ".0." not in name)),
+        (
+            dict(linears="*", filter=["*.q_proj", "*.1.*"], ignore="*.k_proj", format={"*.1.*": "MXFP8", "*": "nvfp4"}),
             dict(
-                filter=lambda module, name: name.startswith("model.layers.1."),
-                linears=lambda module, name: name.startswith("model.layers.1."),
+                linears=lambda module, name: name != "lm_head",
+                filter=lambda module, name: (".1." in name or "q_proj" in name) and "k_proj" not in name,
+                format=lambda module, name: "mxfp8" if ".1." in name else "nvfp4",
             ),
         ),
         (dict(linears="*.q_proj"), dict(linears=lambda module, name: name.endswith(".q_proj"))),
@@ -149,7 +158,7 @@ def test_linears_that_are_faster_but_for_some(saved, monkeypatch):
     loaded = load(saved("qwen3_moe"), ThunderMoeConfig(linears=True))
     assert_same(loaded, quantized(saved("qwen3_moe"), linears=True))
     assert set(asked) == {("cpu", BF16, 128, 64), ("cpu", BF16, 64, 64)}  # q, k and v together, o; the head
-    left = load(saved("qwen3_moe"), ThunderMoeConfig(linears=True, modules_to_not_convert=["*.o_proj", "lm_head"]))
+    left = load(saved("qwen3_moe"), ThunderMoeConfig(linears=True, ignore=["*.o_proj", "lm_head"]))
     names = {name for name, module in left.named_modules() if isinstance(module, NVFP4LinearPart)}
     assert names == {f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkv"}
     assert type(left.lm_head) is type(left.model.layers[0].self_attn.o_proj) is torch.nn.Linear
@@ -227,13 +236,13 @@ class Live:
 
     def __init__(self, monkeypatch):
         gc.collect()
-        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.is_finite
+        self.peak, self.calls, before, own = 0, 0, live_bytes(), on_load.not_finite
 
-        def count(*args):
+        def count(*args, **options):
             self.peak, self.calls = max(self.peak, live_bytes() - before), self.calls + 1
-            return own(*args)
+            return own(*args, **options)
 
-        monkeypatch.setattr(on_load, "is_finite", count)
+        monkeypatch.setattr(on_load, "not_finite", count)
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["per expert", "fused"])
@@ -411,23 +420,21 @@ def refused(saved, match, error=ValueError, config=None, **options):
 
 def test_bad_options(saved):
     here = saved("qwen3_moe")
-    with pytest.raises(TypeError, match=r"linears: got <function .*, wanted names of modules .* call quantize_"):
+    with pytest.raises(TypeError, match=r"linears: got <function .*, wanted names or patterns .* call quantize_"):
         ThunderMoeConfig(linears=lambda module, name: True)
-    with pytest.raises(TypeError, match=r"filter: got \[1\], wanted names"):
+    with pytest.raises(TypeError, match=r"filter: got \[1\], wanted names or patterns"):
         ThunderMoeConfig(filter=[1])
     with pytest.raises(ValueError, match="quant_method: got 'fp8', wanted 'thunder_moe_on_load'"):
         ThunderMoeConfig(quant_method="fp8")
-    for option in ("filter", "linears", "modules_to_not_convert"):
-        match = (
-            rf"{option}: 'layers\.\*' is the name of no module of Qwen3MoeForCausalLM; names are whole, such as 'model"
-        )
-        refused(here, match, config=ThunderMoeConfig(**{option: ["lm_head", "layers.*"]}))
-    refused(here, "found no experts of transformers", config=ThunderMoeConfig(filter="lm_head"))
+    for option, what in (("filter", "experts"), ("linears", "dense layer"), ("modules_to_not_convert", "module")):
+        match = rf"'layers\.\*' fits no {what} of Qwen3MoeForCausalLM, .* close names are 'model.layers.\*"
+        refused(here, match, config=ThunderMoeConfig(**{option: ["*layers.0.*", "layers.*"]}))
+    refused(here, "filter: 'lm_head' fits no experts", config=ThunderMoeConfig(filter="lm_head"))
     for option in (dict(scale_search="best"), dict(layout="swizzled"), dict(format="int4"), dict(format={"*": "int4"})):
         with pytest.raises(ValueError, match=rf"{next(iter(option))}: got '\w+', wanted"):
             ThunderMoeConfig(**option)
-    refused(here, r"format: 'layers\.\*' is the name of no", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
-    with pytest.raises(TypeError, match="format: got 8, wanted the name of a format, or a dictionary"):
+    refused(here, r"format: 'layers\.\*' fits no module", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
+    with pytest.raises(TypeError, match="format: got 8, wanted a format, or a dictionary"):
         ThunderMoeConfig(format=8)
     refused(here, "layout: got 'tiled_64x64' for 'model.layers.0", config=ThunderMoeConfig(layout="tiled_64x64"))
 
@@ -446,7 +453,7 @@ def test_bad_weights(tmp_path, saved):
     cls.from_pretrained(path, dtype=BF16).save_pretrained(tmp_path)
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     edit_tensors(tmp_path, lambda tensors: tensors[name].view(-1)[5].fill_(float("nan")))
-    refused((cls, tmp_path), "model: 'model.layers.1.mlp.experts' has NaN or Inf in a weight, wanted finite values")
+    refused((cls, tmp_path), r"model: 'model.layers.1.mlp.experts' has NaN or Inf in a weight of experts \[3\], wanted")
     edit_json(tmp_path / "config.json", lambda config: config.update(num_experts=9, num_local_experts=9))
     match = r"checkpoint: model.layers.0.mlp.experts.down_proj has shape \(8, 64, 32\), the model's has \(9, 64, 32\)"
     refused((cls, tmp_path), match)

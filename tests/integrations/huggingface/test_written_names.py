@@ -138,7 +138,7 @@ def test_saved_partly_quantized(tmp_path, name):
     """The first block of experts stays 16-bit, and the linears of its layer alone become 4-bit."""
     first = f"layers.{ALL[known(name)][2][0]}."
     model = tiny_model(name, BF16)
-    quantize_(model, filter=lambda _, path: first not in path, linears=lambda _, path: first in path)
+    quantize_(model, filter=lambda module, path: (first in path) == isinstance(module, torch.nn.Linear), linears="*")
     blocks = [path for path, module in model.named_modules() if isinstance(module, NVFP4Experts)]
     assert len(blocks) == len(ALL[name][2]) - 1
     save_checkpoint(model, tmp_path / "out")

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.lora import add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
 from thunder_moe.nn.lora import LoRALinear
-from thunder_moe.quantize import Filter
 
 __all__ = [
     "CONFIG",
@@ -303,7 +302,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     return found, rest, config
 
 
-def only(path: str) -> Filter:
+def only(path: str) -> Callable[[nn.Module, str], bool]:
     """A filter that takes the linear of this name alone."""
     return lambda module, name: name == path
 

@@ -1,5 +1,5 @@
 """transformers' quantizer plug-in for `ThunderMoeConfig`: a 16-bit checkpoint is quantized while it loads.
-Called by transformers once `quantizer.register` has run; calls quantize to choose and to replace modules, experts to
+Called by transformers once `quantizer.register` has run; calls choose for the modules, plan to replace them, experts to
 pack single weights.
 
 Pipeline: 16-bit skeleton on "meta" -> the modules that `quantize_` would replace are chosen in it -> transformers reads
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.checkpoint.files import read_headers, require_inside
+from thunder_moe.choose import choose_modules, not_finite
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, Quantization
 from thunder_moe.formats.registry import FORMATS
@@ -32,7 +33,7 @@ from thunder_moe.integrations.huggingface.sharded_forward import local_of, shard
 from thunder_moe.integrations.huggingface.sharding import refuse_parallel
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.quantize import NOT_FINITE, Place, choose_modules, is_finite, quantize_modules, replace_module
+from thunder_moe.plan import Place, replace_module
 
 try:
     from transformers.core_model_loading import ConversionOps
@@ -119,14 +120,14 @@ class _Load:
 
     def __init__(self, model: Any, config: ThunderMoeConfig, device_map: Any, dtype: torch.dtype | None) -> None:
         refuse_parallel(model)
-        config.check_names(model)
         self.model, self.config, self.device_map = model, config, device_map or {"": "cpu"}
         self.units: dict[str, _Unit] = {}
         self.replaced = False
         self._offloaded: list[Offloaded] = []
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with torch.inference_mode(False), torch.no_grad():
-            run, chosen = choose_modules(model, **config.options(), device_of=self._device_of(model))
+            plan = choose_modules(model, **config.options(), device_of=self._device_of(model))
+        run, chosen = plan.run, plan.chosen
         parents: dict[nn.Module, list[tuple[nn.Module, str]]] = defaultdict(list)
         for parent in model.modules():
             for name, child in parent._modules.items():
@@ -196,9 +197,9 @@ class _Load:
                     f"checkpoint: {name} has shape {tuple(parameter.shape)}, the model's has {tuple(wanted)}"
                 )
         with torch.inference_mode(False), torch.no_grad():
-            run, chosen = choose_modules(self.model, **self.config.options(), required=not self.replaced)
-        if chosen:
-            quantize_modules(self.model, chosen, run, "quantizing")
+            plan = choose_modules(self.model, **self.config.options(), required=not self.replaced)
+        if plan.chosen:
+            plan.quantize_modules()
 
 
 class _Unit:
@@ -245,7 +246,7 @@ class _Unit:
                 f"checkpoint: {full_name} has shape {tuple(tensor.shape)}, the model's has {tuple(wanted)}"
             )
         if name in (*_WEIGHTS, "weight"):
-            problem = None if is_finite(tensor) else NOT_FINITE
+            problem = not_finite(tensor, whole=sharding is None)
             problem = problem if sharding is None else sharding.agree(problem)
             if problem is not None:
                 raise ValueError(f"model: {full_name.rpartition('.')[0]!r} {problem}")

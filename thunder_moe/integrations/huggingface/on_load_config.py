@@ -1,18 +1,15 @@
 """`ThunderMoeConfig`: how ``from_pretrained(..., quantization_config=)`` quantizes a 16-bit checkpoint while it loads.
-Made by users, and by transformers from a dictionary; read by on_load; calls formats.
+Made by users, and by transformers from a dictionary; read by on_load; calls selection to check patterns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import nn
 
 from thunder_moe.formats.layouts import MODULE_LAYOUTS
 from thunder_moe.formats.nvfp4 import SCALE_SEARCHES
-from thunder_moe.formats.registry import FORMATS
+from thunder_moe.selection import Names, Patterns, format_function, parse_patterns
 
 try:
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -23,25 +20,22 @@ __all__ = ["ON_LOAD", "ThunderMoeConfig"]
 
 ON_LOAD = "thunder_moe_on_load"  # its name among transformers' methods
 _LAYOUTS = ("auto", *MODULE_LAYOUTS)
-_Filter = Callable[[nn.Module, str], bool]
 
 
 class ThunderMoeConfig(QuantizationConfigMixin):
     """Makes ``from_pretrained`` quantize the experts of a 16-bit checkpoint to NVFP4 (or MXFP8) while it loads them.
 
     The model is bit for bit what `quantize_` with the same options makes of the loaded one, but its weights are
-    quantized as they arrive: at no time are the experts of more than one layer in memory in 16 bits. Options are
-    strings, so that the configuration is JSON (``to_dict``, ``from_dict``); names are those of the model's modules,
-    with ``*``, ``?`` and ``[...]`` as in a shell, where ``*`` takes dots, too.
+    quantized as they arrive: at no time are the experts of more than one layer in memory in 16 bits. Options are names
+    and patterns of the model's modules, not functions, so that the configuration is JSON (``to_dict``, ``from_dict``).
 
     Args:
-        filter: names of the experts to quantize; None: all.
-        linears: whether dense layers become 4-bit, too: True for those that are faster then, or the names of those that
-            shall (as `quantize_` takes a function).
-        modules_to_not_convert: names of experts and dense layers that stay 16-bit.
-        format: "nvfp4" or "mxfp8"; or a dictionary of names of modules and their formats, None for 16 bits, of which
-            the first that fits counts (``{"*.layers.0.*": "mxfp8", "*": "nvfp4"}``); what none fits becomes "nvfp4".
-            The "formats" of a file of ``python -m thunder_moe sensitivity --budget`` are such a dictionary.
+        filter: as in `quantize_`, but for functions.
+        ignore: as in `quantize_`.
+        linears: as in `quantize_`, but for functions.
+        modules_to_not_convert: transformers' name for `ignore`; both count.
+        format: as in `quantize_`, but for functions; a dictionary may be a list of its pairs. The "formats" of a file
+            of ``python -m thunder_moe sensitivity --budget`` are such a dictionary.
         scale_search: as in `quantize_`.
         layout: as in `quantize_`.
         quant_method: this one's name, as dictionaries have it.
@@ -54,10 +48,11 @@ class ThunderMoeConfig(QuantizationConfigMixin):
     def __init__(
         self,
         *,
-        filter: str | Sequence[str] | None = None,
-        linears: bool | str | Sequence[str] = False,
-        modules_to_not_convert: str | Sequence[str] | None = None,
-        format: str | Mapping[str, str | None] = "nvfp4",
+        filter: Patterns | None = None,
+        ignore: Patterns | None = None,
+        linears: bool | Patterns = False,
+        modules_to_not_convert: Patterns | None = None,
+        format: str | Mapping[str, str | None] | Sequence[tuple[str, str | None]] = "nvfp4",
         scale_search: str | None = None,
         layout: str = "auto",
         quant_method: str = ON_LOAD,
@@ -65,73 +60,33 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         if quant_method != ON_LOAD:
             raise ValueError(f"quant_method: got {quant_method!r}, wanted {ON_LOAD!r}")
         self.quant_method: Any = ON_LOAD
-        self.filter = None if filter is None else _names("filter", filter)
-        self.linears: bool | list[str] = linears if isinstance(linears, bool) else _names("linears", linears)
-        left = modules_to_not_convert
-        self.modules_to_not_convert = None if left is None else _names("modules_to_not_convert", left)
-        if not isinstance(format, str | Mapping) or not all(isinstance(name, str) for name in format):
-            raise TypeError(
-                f"format: got {format!r}, wanted the name of a format, or a dictionary of names of modules and formats"
-            )
-        of_names = () if isinstance(format, str) else tuple(name for name in format.values() if name is not None)
-        for name in (format,) if isinstance(format, str) else of_names:
-            if name not in tuple(FORMATS):
-                raise ValueError(f"format: got {name!r}, wanted one of {tuple(FORMATS)}")
+        self.filter = None if filter is None else _patterns("filter", filter)
+        self.linears: bool | list[str] = linears if isinstance(linears, bool) else _patterns("linears", linears)
+        left = [("ignore", ignore), ("modules_to_not_convert", modules_to_not_convert)]
+        self.ignore = [name for option, names in left if names is not None for name in _patterns(option, names)]
+        try:
+            self.format = format if isinstance(format, str) else dict(format)
+        except (TypeError, ValueError) as error:
+            wanted = "wanted a format, or a dictionary of patterns and formats"
+            raise TypeError(f"format: got {format!r}, {wanted}") from error
+        format_function(self.format, Names("", {}))  # checks it
         if scale_search is not None and scale_search not in SCALE_SEARCHES:
             raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
         if layout not in _LAYOUTS:
             raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
-        self.format: str | dict[str, str | None] = format if isinstance(format, str) else dict(format)
         self.scale_search, self.layout = scale_search, layout
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the configuration as JSON takes it, with the formats as pairs: transformers sorts keys there."""
+        pairs = self.format if isinstance(self.format, str) else [[*pair] for pair in self.format.items()]
+        return {**super().to_dict(), "format": pairs}
+
     def options(self) -> dict[str, Any]:
-        """The options of `quantize.choose_modules`."""
-        excluded = self.modules_to_not_convert or []
-
-        def taking(names: list[str] | None) -> _Filter:
-            return lambda module, name: (names is None or _match(name, names)) and not _match(name, excluded)
-
-        return dict(
-            filter=taking(self.filter),
-            linears=self.linears if isinstance(self.linears, bool) else taking(self.linears),
-            kept_linears=lambda module, name: _match(name, excluded),
-            format=self.format if isinstance(self.format, str) else self._format_of,
-            scale_search=self.scale_search,
-            layout=self.layout,
-        )
-
-    def _format_of(self, name: str, module: nn.Module) -> str | None:
-        assert not isinstance(self.format, str)
-        return next((format for names, format in self.format.items() if fnmatchcase(name, names)), "nvfp4")
-
-    def check_names(self, model: nn.Module) -> None:
-        """Raises a ValueError that names what is the name of no module."""
-        modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        linears = [] if isinstance(self.linears, bool) else self.linears
-        for option, names in (
-            ("filter", self.filter or []),
-            ("linears", linears),
-            ("modules_to_not_convert", self.modules_to_not_convert or []),
-            ("format", [] if isinstance(self.format, str) else self.format),
-        ):
-            for name in names:
-                if not any(fnmatchcase(module, name) for module in modules):
-                    some = next((module for module in modules if module.endswith("experts")), modules[-1])
-                    raise ValueError(
-                        f"{option}: {name!r} is the name of no module of {type(model).__name__}; names are whole, such"
-                        f" as {some!r} or '*.{some.rpartition('.')[2]}'"
-                    )
+        """Returns the options of `choose.choose_modules`."""
+        names = ("filter", "ignore", "linears", "format", "scale_search", "layout")
+        return {name: getattr(self, name) for name in names}
 
 
-def _names(option: str, value: Any) -> list[str]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f"{option}: got {value!r}, wanted names of modules (a function cannot be saved with the model: load it in"
-            " 16 bits and call quantize_)"
-        )
-    return list(names)
-
-
-def _match(name: str, names: list[str]) -> bool:
-    return any(fnmatchcase(name, one) for one in names)
+def _patterns(option: str, value: Any) -> list[str]:
+    why = " (a function cannot be saved with the model: load it in 16 bits and call quantize_)"
+    return parse_patterns(option, value, why)

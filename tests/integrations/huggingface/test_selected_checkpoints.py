@@ -1,0 +1,98 @@
+"""The same filter, ignore, linears and format in quantize_, ThunderMoeConfig and convert: bit for bit the same weights.
+Called by pytest; test_selection.py says what the options mean.
+"""
+
+import json
+import logging
+
+import pytest
+import torch
+from checkpoint_files import bits
+from tiny_models import tiny_model
+
+transformers = pytest.importorskip("transformers")
+
+from thunder_moe import ThunderMoeConfig, load_checkpoint, quantize_  # noqa: E402
+from thunder_moe.__main__ import main  # noqa: E402
+from thunder_moe.checkpoint import convert  # noqa: E402
+
+BF16 = torch.bfloat16
+CASES = {
+    "a layer": dict(filter="model.layers.1", linears="*_proj"),
+    "all but a layer": dict(ignore="model.layers.0.*", linears="*_proj"),
+    "experts alone": dict(filter="*.experts", linears="*_proj"),
+    "dense layers alone": dict(ignore=["*.experts", "lm_head"], linears="*_proj"),
+    "the head": dict(filter=["lm_head", "*.experts"], linears="lm_head"),
+    "a regular expression": dict(filter=r"re:.*layers\.(?!0\.)", linears="*_proj", ignore=["*.o_proj", "lm_head"]),
+    "formats": dict(
+        filter=["*.layers.1.*", "*.q_proj"],
+        linears="*_proj",
+        format={"*.layers.1.mlp": "MXFP8", "*.v_proj": None, "*.self_attn": "mxfp8", "*": "nvfp4"},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    paths = {}
+
+    def save(name):
+        if name not in paths:
+            paths[name] = tmp_path_factory.mktemp(name)
+            tiny_model(name, BF16).save_pretrained(paths[name], max_shard_size="60KB")
+        return type(tiny_model(name, BF16)), paths[name]
+
+    return save
+
+
+def assert_same(one, other):
+    first, second = one.state_dict(), other.state_dict()
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(bits(tensor), bits(second[name])), name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_entry_points_agree(source, tmp_path, name, options):
+    cls, path = source(name)
+    wanted = quantize_(cls.from_pretrained(path, dtype=BF16), **options)
+    packed = [key for key in wanted.state_dict() if key.endswith("qdata")]
+    assert packed
+    config = ThunderMoeConfig.from_dict(json.loads(ThunderMoeConfig(**options).to_json_string()))
+    assert_same(cls.from_pretrained(path, dtype=BF16, quantization_config=config), wanted)
+    if any(".experts." in key for key in packed):  # load_checkpoint is for 4-bit experts
+        convert(path, tmp_path / "out", **options)
+        assert_same(load_checkpoint(tmp_path / "out", device="cpu"), wanted)
+
+
+def test_the_command_line(source, tmp_path, capsys):
+    cls, path = source("qwen3_moe")
+    command = ["convert", str(path), str(tmp_path / "out"), "--linears", "--format", "MXFP8", "--quiet"]
+    assert main([*command, "--filter", "model.layers.1", "--filter", "*.q_proj", "--ignore", "*.v_proj"]) == 0
+    same = dict(filter=["model.layers.1", "*.q_proj"], ignore="*.v_proj", linears="*_proj", format="mxfp8")
+    wanted = quantize_(cls.from_pretrained(path, dtype=BF16), **same)
+    assert_same(load_checkpoint(tmp_path / "out", device="cpu"), wanted)
+    assert main(["convert", str(path), str(tmp_path / "no"), "--ignore", "*.experts.3.*"]) == 1
+    error = capsys.readouterr().err
+    assert "ignore: got '*.experts.3.*', but 'model.layers.0.mlp.experts.3" in error
+    assert "is a part of 'model.layers.0.mlp.experts', which is converted as one" in error
+    assert main(["convert", str(path), str(tmp_path / "no"), "--filter", "lm_head"]) == 1
+    assert "filter: 'lm_head' fits no experts of" in capsys.readouterr().err
+
+
+def test_tables_of_embeddings_are_no_dense_layers(source, tmp_path):
+    _, path = source("qwen3_moe")
+    convert(path, tmp_path / "out", linears="*")
+    loaded = load_checkpoint(tmp_path / "out", device="cpu")
+    assert type(loaded.model.embed_tokens) is torch.nn.Embedding
+    assert type(loaded.lm_head).__name__ == "NVFP4Linear"
+    with pytest.raises(ValueError, match=r"linears: '\*embed_tokens' fits no dense layer"):
+        convert(path, tmp_path / "no", linears="*embed_tokens")
+
+
+def test_nothing_is_said_of_what_the_user_declined(source, caplog):
+    cls, path = source("qwen3_moe")
+    caplog.set_level(logging.WARNING, "thunder_moe")
+    quantize_(cls.from_pretrained(path, dtype=BF16), ignore="model.layers.0", linears="*")
+    assert "stays" not in caplog.text

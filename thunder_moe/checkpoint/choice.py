@@ -1,0 +1,129 @@
+"""`Choice`: which experts and dense layers of a checkpoint the options of convert take, and in which format.
+Made by convert; calls selection for what the options mean, dense_names for routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from thunder_moe.checkpoint.formats.interface import FLOATS
+from thunder_moe.checkpoint.ignored import HEAD
+from thunder_moe.checkpoint.modules import ExpertBlock, Module
+from thunder_moe.checkpoint.reader import Checkpoint
+from thunder_moe.dense_names import is_embedding, is_router
+from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, format_function, require_matches, select
+
+__all__ = ["Choice"]
+
+
+class Choice:
+    """What the options say about each block of experts and each dense layer, by its path.
+
+    Args:
+        checkpoint: the source.
+        filter: as in `convert`.
+        ignore: likewise.
+        linears: likewise.
+        format: likewise.
+
+    Attributes:
+        experts: path of each block of experts that may be quantized.
+        dense: path of each dense layer that may be, with its weight; empty without `linears`.
+        linears: the option.
+        takes_dense: True: by what the names of `dense` say; False: none; or a function of a path.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: a pattern fits nothing.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        filter: Selection | None,
+        ignore: Patterns | None,
+        linears: bool | Selection | None,
+        format: Format,
+    ) -> None:
+        self.linears = linears
+        self.experts: dict[str, ExpertBlock] = dict(checkpoint.fp8_blocks)
+        if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
+            self.experts |= checkpoint.plain_blocks
+        self.dense: dict[str, Module] = _matrices(checkpoint) if linears not in (None, False) else {}
+        tensors = (*checkpoint.files.infos, *checkpoint.blocks, *self.experts, *self.dense, HEAD)
+        names = Names(str(checkpoint.path), {path: (path,) for name in tensors for path in _outer(name)})
+        self._selector, self._format = Selector(names, filter, ignore), format_function(format, names)
+        self.takes_dense: bool | Callable[[str], bool] = False
+        if linears is not None and not isinstance(linears, bool):
+            takes = select("linears", linears, names)
+            self.takes_dense = lambda path: takes(self._linear(path), path)
+        elif linears:
+            self.takes_dense = True
+        if self.dense:
+            require_matches("linears", linears, names, self.dense, "dense layer")
+        if self.dense or self.experts:
+            what = "experts or dense layers" if self.dense else "experts"
+            require_matches("filter", filter, names, [*self.experts, *self.dense], what)
+        require_matches("ignore", ignore, names)
+        if not isinstance(format, str):
+            require_matches("format", format, names)
+
+    def formats_of_experts(self) -> dict[str, str]:
+        """Returns the number format of each block of experts to quantize.
+
+        Raises:
+            ValueError: `ignore` has a part of one, which is converted as a whole; or `format` names no format.
+        """
+        formats = {}
+        for path, block in self.experts.items():
+            format = self._format_of(nn.Module(), path)
+            if format is None:
+                continue
+            for part in {part for info in block.infos() for part in _outer(info.name.rpartition(".")[0])}:
+                reason = None if part in _outer(path) else self._selector.ignored(part)
+                if reason is not None:
+                    what = f"{part!r} is a part of {path!r}, which is converted as one, wanted the whole"
+                    raise ValueError(f"{reason.replace(' has', ': got', 1)}, but {what}")
+            formats[path] = format
+        return formats
+
+    def format_of_dense(self, path: str) -> str | None:
+        """Returns the number format of a dense layer, None for 16 bits."""
+        return self._format_of(self._linear(path), path)
+
+    def _format_of(self, module: nn.Module, path: str) -> str | None:
+        return self._format(module, path) if self._selector.declined(module, path) is None else None
+
+    def _linear(self, path: str) -> nn.Linear:
+        """Returns what functions are called with in the place of a dense layer of a model."""
+        n, k = self.dense[path].fields["weight"].shape
+        with torch.device("meta"):
+            return nn.Linear(k, n, bias=False)
+
+
+def _matrices(checkpoint: Checkpoint) -> dict[str, Module]:
+    """Returns the matrices in 16 bits and in FP8 of dense layers, routers and embeddings excepted, by path."""
+    experts = {info.name for block in checkpoint.plain_blocks.values() for info in block.infos()}
+    names = [name for name in checkpoint.others if name.endswith(".weight") and name not in experts]
+    modules = {name.removesuffix(".weight"): Module({"weight": checkpoint.files[name]}) for name in names}
+    modules |= checkpoint.fp8_dense()
+    weights = {path: module.fields["weight"] for path, module in modules.items()}
+    return {
+        path: module
+        for path, module in modules.items()
+        if len(weights[path].shape) == 2
+        and weights[path].dtype in (*FLOATS, "F8_E4M3")
+        and not is_router(path)
+        and not is_embedding(path)
+    }
+
+
+def _outer(name: str) -> Iterator[str]:
+    """Yields a name and the names of what holds it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

@@ -1,0 +1,346 @@
+"""Chooses the modules that a conversion of a model replaces, by the options, and checks them ahead of any change.
+Called by quantize, qat, sensitivity and integrations.huggingface.on_load; loops over the families of
+thunder_moe.families and dense_linears; calls selection for the options, replaceable for what wraps modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe import grouped_experts
+from thunder_moe.dense_linears import DenseLinears, is_dense_layer
+from thunder_moe.families import ExpertFamily, Quantization, families_of, register
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
+from thunder_moe.formats.checks import require_module
+from thunder_moe.formats.layouts import layout_fits
+from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
+from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.kernels.select import quantize, quantize_to
+from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan
+from thunder_moe.replaceable import wrapped
+from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, format_function, require_matches, select
+
+__all__ = [
+    "choose_experts",
+    "choose_modules",
+    "not_finite",
+    "place",
+    "refuse_root",
+    "report_left",
+    "require_fit",
+    "require_layout",
+    "walk",
+]
+
+Model = TypeVar("Model", bound=nn.Module)
+register(grouped_experts.__name__)
+_LOGGER = logging.getLogger("thunder_moe")
+_LAYOUTS = ("auto", *MODULE_LAYOUTS)
+
+
+def choose_modules(
+    model: Model,
+    *,
+    filter: Selection | None = None,
+    ignore: Patterns | None = None,
+    linears: bool | Selection = False,
+    format: Format = "nvfp4",
+    scale_search: str | None = None,
+    layout: str = "auto",
+    device_of: Callable[[nn.Module], torch.device] | None = None,
+    required: bool = True,
+) -> QuantizationPlan[Model]:
+    """Finds the modules that `quantize_` replaces, and checks them; nothing is changed.
+
+    Args:
+        model: as in `quantize_`, whose options the next six are.
+        filter: see there.
+        ignore: see there.
+        linears: see there.
+        format: see there.
+        scale_search: see there.
+        layout: see there.
+        device_of: of a model on "meta" whose weights are still to be loaded: where those of a module are going to be.
+            Nothing is logged then.
+        required: whether it is an error that nothing is chosen, or that a pattern fits nothing.
+
+    Raises:
+        ValueError: as `quantize_`.
+        TypeError: as `quantize_`.
+    """
+    require_module(model)
+    names = Names.of_model(model)
+    selector, format_of = Selector(names, filter, ignore), format_function(format, names)
+    takes = linears if isinstance(linears, bool) else select("linears", linears, names)
+    packs: dict[str, Callable[[Tensor], Any]] = {name: partial(quantize_to, name) for name in FORMATS}
+    pack = packs[NVFP4.name] = partial(quantize, scale_search=scale_search)
+    # A wrong name is an error before any change.
+    pack(torch.zeros(1, 1, NVFP4.block_size, dtype=torch.float32, device="cpu"))
+    if isinstance(format, str) and scale_search is not None:
+        known = find_format(format)
+        known.check_quantizable(torch.zeros(1, 1, known.block_size), scale_search)
+    require_layout(layout)
+    families: list[ExpertFamily] = families_of(model)
+    if required:
+        _check_patterns(model, names, families, filter=filter, ignore=ignore, linears=linears, format=format)
+    dense = DenseLinears(model, takes, selector.declined, device_of, format_of)
+    if takes is not False:
+        families.append(dense)
+    chosen, left, declined = _choose(model, selector, families, format_of)
+    if chosen or left or required:
+        _check_choice(model, chosen, left, families, loaded=device_of is None, required=required)
+    formats = {module: packs[place.format] for module, place in chosen.items() if place.format != NVFP4.name}
+    run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
+    for family in families:
+        family.prepare((module for module, place in chosen.items() if place.family is family), run)
+    _check_layout(layout, chosen, run)
+    for name, module in model.named_modules():
+        if name in dense.left:
+            declined[module] = name, dense.left[name]
+    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears)
+
+
+def _check_patterns(
+    model: nn.Module,
+    names: Names,
+    families: list[ExpertFamily],
+    *,
+    filter: Selection | None,
+    ignore: Patterns | None = None,
+    linears: bool | Selection = False,
+    format: Format | None = None,
+) -> None:
+    """Raises a ValueError for a pattern that fits nothing: no module that could be converted, or for `ignore` and
+    `format`, which people share between models, no module at all."""
+    dense, experts = [], []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if linears is not False and is_dense_layer(name, module):
+            dense.append(name)
+        elif any(family.match(module) for family in families):
+            experts.append(name)
+    if dense:
+        require_matches("linears", linears, names, dense, "dense layer")
+    if dense or experts:
+        what = "experts" if linears is False else "experts or dense layers"
+        require_matches("filter", filter, names, [*experts, *dense], what)
+    require_matches("ignore", ignore, names)
+    if not isinstance(format, str):
+        require_matches("format", format, names)
+
+
+def choose_experts(
+    model: nn.Module, filter: Selection | None, ignore: Patterns | None, families: list[ExpertFamily]
+) -> dict[nn.Module, ExpertFamily]:
+    """Returns the experts that `quantize_` would replace, with their families.
+
+    Raises:
+        ValueError: as `quantize_`.
+    """
+    require_module(model)
+    names = Names.of_model(model)
+    selector = Selector(names, filter, ignore)
+    _check_patterns(model, names, families, filter=filter, ignore=ignore)
+    chosen, left, _ = _choose(model, selector, families)
+    _check_choice(model, chosen, left, families)
+    return {module: place.family for module, place in chosen.items()}
+
+
+def _choose(
+    model: nn.Module,
+    selector: Selector,
+    families: list[ExpertFamily],
+    format_of: Callable[[nn.Module, str], str | None] = lambda module, name: NVFP4.name,
+) -> tuple[Chosen, Left, Left]:
+    """Returns the modules to convert, those that cannot be, and those that the options leave as they are."""
+    chosen: Chosen = {}
+    left: Left = {}
+    outside = wrapped(model)
+    declined: Left = {}
+
+    def take(module: nn.Module, name: str) -> bool:
+        family = next((family for family in families if family.match(module)), None)
+        if family is None:
+            return False
+        if isinstance(family, DenseLinears):
+            place(module, Place(name, family, family.format_of(module)), outside, chosen, left)
+            return True
+        reason = selector.declined(module, name) or _ignored_part(module, name)
+        format = format_of(module, name) if reason is None else None
+        if format is None:
+            declined[module] = name, reason or "format is None for it"
+            return False
+        place(module, Place(name, family, format), outside, chosen, left)
+        return True
+
+    def _ignored_part(block: nn.Module, name: str) -> str | None:
+        for key, part in block.named_modules(prefix=name):
+            reason = selector.ignored(key) if part is not block else None
+            if reason is not None and any(family.match(part) for family in families):
+                return f"{reason}, a part of it"
+            if reason is not None and [*part.parameters()]:
+                what = f"a part of {name!r}, which is converted as one, wanted the whole"
+                raise ValueError(f"{reason.replace(' has', ': got', 1)}, {what}")
+        return None
+
+    walk(model, take)
+    for block, (name, *_) in chosen.items():
+        for module in block.modules():
+            if module in declined:
+                raise ValueError(f"filter: took {name!r} but not {declined[module][0]!r}, which is a part of it")
+    return chosen, left, declined
+
+
+def walk(
+    module: nn.Module, take: Callable[[nn.Module, str], bool], name: str = "", seen: set[nn.Module] | None = None
+) -> None:
+    """Calls `take(module, name)` for each module once, and for what is in it unless that returned True. So it meets the
+    parts of a block that are elsewhere in the model, too, wherever they come first."""
+    seen = set() if seen is None else seen
+    if module in seen:
+        return
+    seen.add(module)
+    if not take(module, name):
+        for child_name, child in module._modules.items():
+            if child is not None:
+                walk(child, take, f"{name}.{child_name}" if name else child_name, seen)
+
+
+def place(module: nn.Module, where: Place, outside: dict[nn.Module, str], chosen: Chosen, left: Left) -> None:
+    """Adds the module to `chosen`, or to `left` when a wrapper around it or a customization prevents replacement."""
+    reason = outside.get(module) or where.family.obstacle(module)
+    if reason is None:
+        chosen[module] = where
+    else:
+        left[module] = where.name, reason
+
+
+def report_left(model: nn.Module, chosen: Chosen, left: Left, bits: str, required: bool = True) -> None:
+    """Logs the modules that are not replaced.
+
+    Raises:
+        ValueError: that is all there is, and something is `required`.
+    """
+    reasons = [f"{name or 'the model'} ({type(module).__name__}): {why}" for module, (name, why) in left.items()]
+    if not chosen and required:
+        raise ValueError(f"model: nothing in {type(model).__name__} can be replaced; {'; '.join(reasons)}")
+    for reason in reasons:
+        _LOGGER.warning("stays %s: %s", bits, reason)
+
+
+def _check_choice(
+    model: nn.Module,
+    chosen: Chosen,
+    left: Left,
+    families: list[ExpertFamily],
+    *,
+    loaded: bool = True,
+    required: bool = True,
+) -> None:
+    if not chosen and not left:
+        experts = ", or ".join(dict.fromkeys(family.description for family in families))
+        unknown = sorted({type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Experts")})
+        others = f"; it has {', '.join(unknown)}" if unknown else ""
+        raise ValueError(
+            f"model: found no {experts} to quantize in {type(model).__name__}"
+            f" (none there, quantized already, or all declined by the filter or ignored{others})"
+        )
+    refuse_root(model, chosen)
+    names: dict[nn.Parameter, str] = {}
+    formats: dict[nn.Parameter, str] = {}
+    for module, (name, family, format) in chosen.items():
+        weights = family.weights(module)
+        for parameter, _ in weights:
+            if formats.setdefault(parameter, format) != format:
+                tied = f"which is tied to {names[parameter]!r} in {formats[parameter]!r}"
+                raise ValueError(f"format: got {format!r} for {name!r}, {tied}")
+            names[parameter] = name
+        problems = (_problem_of(*weight, loaded, BLOCK_FORMATS[format]) for weight in weights)
+        problem = next(filter(None, problems), None)
+        problem = family.agree(module, problem) if loaded else problem
+        if problem is not None:
+            raise ValueError(f"model: {name!r} {problem}")
+        devices = sorted({str(weight.device) for _, weight in weights})
+        if len(devices) > 1:
+            raise ValueError(f"model: {name!r} has weights on {' and '.join(devices)}, wanted them on one device")
+    covered = {inner for module in chosen for inner in module.modules()}
+    why = {inner: reason for module, (_, reason) in left.items() for inner in module.modules()}
+    for module, (name, *_) in chosen.items():
+        if module in why:
+            raise ValueError(f"model: {name!r} is a part of a block that has to stay 16-bit: {why[module]}")
+    for name, module in model.named_modules():
+        for parameter in () if module in covered else module.parameters(recurse=False):
+            if parameter not in names:
+                continue
+            if module in why:
+                raise ValueError(
+                    f"model: {name!r} is tied to {names[parameter]!r} and has to stay 16-bit: {why[module]}"
+                )
+            raise ValueError(f"filter: took {names[parameter]!r} but not {name!r}, which is tied to its weight")
+        for child in module.children():
+            if child in chosen:
+                chosen[child].family.check_place(module, child)
+    if loaded or not chosen:
+        report_left(model, chosen, left, "16-bit", required)
+
+
+def _problem_of(parameter: Tensor, weight: Tensor, loaded: bool, format: BlockFormat) -> str | None:
+    """What keeps a weight (E, N, K) from being quantized."""
+    if weight.ndim != 3:
+        return f"has a weight of shape {tuple(weight.shape)}, wanted three dimensions"
+    if weight.dtype not in WEIGHT_DTYPES:
+        return f"has a weight of {weight.dtype}, wanted one of {WEIGHT_DTYPES}"
+    if weight.is_meta and loaded:
+        return "is on the meta device: load its weights, then quantize"
+    if weight.shape[-1] % format.block_size:
+        return f"has in_features {weight.shape[-1]}, wanted a multiple of {format.block_size}"
+    return not_finite(weight, whole=not hasattr(parameter, "device_mesh")) if loaded else None
+
+
+def not_finite(weight: Tensor, *, whole: bool = True) -> str | None:
+    """Returns that a weight has NaN or Inf, in words that follow its name, and in which experts; None if it has none.
+
+    Args:
+        weight: (E, N, K) of experts, or (N, K), (1, N, K) of a dense layer.
+        whole: whether these are all experts, by whose numbers a reader finds them.
+    """
+    if bool(torch.isfinite(torch.stack([weight.amin(), weight.amax()])).all()):
+        return None
+    bad = [expert for expert, own in enumerate(weight) if not bool(own.isfinite().all())] if weight.ndim == 3 else []
+    experts = f" of experts {bad[:8]}" if whole and len(weight) > 1 and bad else ""
+    return f"has NaN or Inf in a weight{experts}, wanted finite values"
+
+
+def _check_layout(layout: str, chosen: Chosen, run: Quantization) -> None:
+    for module, (name, family, format) in chosen.items():
+        for n, k in family.sizes(module, run):
+            if layout != "auto":  # which fits all
+                require_fit(layout, name, n, k, BLOCK_FORMATS[format])
+
+
+def require_layout(layout: str) -> None:
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
+
+
+def require_fit(layout: str, name: str, n: int, k: int, format: BlockFormat = NVFP4) -> None:
+    needs = layout_fits(n, k, layout, format)
+    if needs is not None:
+        raise ValueError(
+            f"layout: got {layout!r} for {name!r}, which has a weight of out_features {n} and in_features {k},"
+            f" wanted {needs}"
+        )
+
+
+def refuse_root(model: nn.Module, chosen: Chosen) -> None:
+    if model in chosen:
+        raise ValueError(
+            f"model: got a bare {type(model).__name__}, which cannot be replaced in place: pass a module that holds it"
+        )

@@ -1,0 +1,233 @@
+"""`QuantizationPlan`: the modules that a conversion of a model replaces, as a table; and the swap of modules in place.
+Made by choose; called by quantize and integrations.huggingface.on_load; calls the families of the modules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from thunder_moe.dense_linears import is_dense_layer
+from thunder_moe.families import ExpertFamily, Quantization, families_of
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.formats.checks import require_module
+from thunder_moe.progress import progress_bar
+
+__all__ = ["Chosen", "Left", "Place", "PlannedModule", "QuantizationPlan", "exclusive", "replace_module", "swap"]
+
+Model = TypeVar("Model", bound=nn.Module)
+_LOGGER = logging.getLogger("thunder_moe")
+# Models with more expert weights than this (a few seconds' work) show a progress bar.
+_PROGRESS_WEIGHTS = 2**28
+# The modules of models that are being converted; the lock is held while it is read or changed.
+_BUSY: WeakSet[nn.Module] = WeakSet()
+_BUSY_LOCK = Lock()
+
+
+class Place(NamedTuple):
+    """Qualified name and family of a module that is replaced, and the number format of its weights."""
+
+    name: str
+    family: ExpertFamily
+    format: str = NVFP4.name
+
+
+Chosen = dict[nn.Module, Place]
+Left = dict[nn.Module, tuple[str, str]]  # what is not replaced, its qualified name and why
+
+
+@dataclass(frozen=True)
+class PlannedModule:
+    """Experts or a dense layer in a `QuantizationPlan`.
+
+    Attributes:
+        name: qualified name.
+        kind: name of the module's class.
+        format: number format that it is going to have; None: it stays in 16 bits.
+        bytes_before: of its parameters and buffers.
+        bytes_after: the same once the plan is applied, but for global scales (4 bytes an expert, or a row).
+        reason: why it stays; "" if it does not.
+    """
+
+    name: str
+    kind: str
+    format: str | None
+    bytes_before: int
+    bytes_after: int
+    reason: str = ""
+
+
+class QuantizationPlan(Generic[Model]):
+    """What `quantize_` with the same options does to a model; made by `plan_quantization`. ``print(plan)``: a table.
+
+    Attributes:
+        modules: experts and dense layers in the order of the model: those that are replaced, and those that stay, with
+            the reason. Routers are not among them.
+        bytes_before: of all parameters and buffers of the model; tied ones count once.
+        bytes_after: the same once the plan is applied.
+    """
+
+    def __init__(self, model: Model, run: Quantization, chosen: Chosen, left: Left, linears: object) -> None:
+        self.run, self.chosen = run, chosen
+        self._model, self._left, self._linears = model, left, linears
+        self.modules: tuple[PlannedModule, ...] = ()
+        self.bytes_before = self.bytes_after = 0
+
+    def describe(self) -> QuantizationPlan[Model]:
+        """Fills `modules` and the sizes, and returns the plan."""
+        tensors = {id(tensor): tensor for tensor in _tensors(self._model)}
+        self.bytes_before = self.bytes_after = sum(tensor.nbytes for tensor in tensors.values())
+        rows: dict[str, PlannedModule] = {}
+        packed: set[nn.Parameter] = set()
+        for module, (name, family, format) in self.chosen.items():
+            before = after = sum(tensor.nbytes for tensor in _tensors(module))
+            for parameter, view in family.weights(module):
+                saved = view.nbytes - int(view.numel() * BLOCK_FORMATS[format].bits_per_weight / 8)
+                after -= saved
+                self.bytes_after -= 0 if parameter in packed else saved
+                packed.add(parameter)
+            rows[name] = PlannedModule(name, type(module).__name__, format, before, after)
+        chosen = {part for module in self.chosen for part in module.modules()}
+        inside: set[nn.Module] = set()
+        for module, (name, reason) in self._left.items():
+            if module not in inside and chosen.isdisjoint(module.modules()):
+                inside.update(module.modules())
+                size = sum(tensor.nbytes for tensor in _tensors(module))
+                rows[name] = PlannedModule(name, type(module).__name__, None, size, size, reason)
+        order = {name: at for at, (name, _) in enumerate(self._model.named_modules(remove_duplicate=False))}
+        self.modules = tuple(sorted(rows.values(), key=lambda row: order[row.name]))
+        return self
+
+    def apply(self) -> Model:
+        """Replaces the modules, as `quantize_`, and returns the model.
+
+        Raises:
+            ValueError: the plan is applied already, the model has changed since, or another thread converts it.
+        """
+        with exclusive(self._model):
+            if not self.chosen or not self.chosen.keys() <= set(self._model.modules()):
+                raise ValueError("plan: it is applied already, or the model has other modules now: make a plan again")
+            self.quantize_modules()
+            return self._model
+
+    @torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
+    @torch.no_grad()
+    def quantize_modules(self) -> None:
+        """Replaces `chosen`, which is empty afterwards."""
+        run, label = self.run, "quantizing experts" if self._linears is False else "quantizing"
+        try:
+            swap(self._model, self.chosen, lambda module, family: family.convert(module, run.of(module)), label)
+        finally:  # what was replaced before an interrupt is saved as such, too
+            for family in families_of(self._model):
+                family.finish(self._model)
+
+    def __str__(self) -> str:
+        lines = [("module", "class", "format", "MB before", "MB after", "why it stays")]
+        for row in self.modules:
+            sizes = f"{row.bytes_before / 1e6:.3f}", f"{row.bytes_after / 1e6:.3f}"
+            lines.append((row.name, row.kind, row.format or "16-bit", *sizes, row.reason))
+        lines.append(("whole model", "", "", f"{self.bytes_before / 1e6:.3f}", f"{self.bytes_after / 1e6:.3f}", ""))
+        if self._linears is False:
+            dense = sum(is_dense_layer(name, module) for name, module in self._model.named_modules())
+            lines[-1] = (*lines[-1][:-1], f"linears=False: {dense} dense layers are left out") if dense else lines[-1]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if at in (3, 4) else cell.ljust(width)
+                for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+
+@contextmanager
+def exclusive(model: nn.Module) -> Iterator[None]:
+    """Lets one thread at a time convert a model.
+
+    Raises:
+        ValueError: another thread is converting it, or a module of it.
+    """
+    require_module(model)
+    with _BUSY_LOCK:
+        if model in _BUSY or any(module in _BUSY for module in model.modules()):
+            raise ValueError(f"model: another thread is converting this {type(model).__name__}, wanted one at a time")
+        own = WeakSet(model.modules())
+        _BUSY.update(own)
+    try:
+        yield
+    finally:
+        with _BUSY_LOCK:
+            _BUSY.difference_update(own)
+
+
+def swap(model: nn.Module, chosen: Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str) -> None:
+    """Puts `replace(module, family)` into every parent of each module, and frees the old one at once; a bar on big
+    models."""
+    places = defaultdict(list)
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # named_children gives a child of two names once
+            if child is not None and child in chosen:  # others would keep the blocks above them alive
+                places[child].append((parent, name))
+    weights = sum(tensor.numel() for module in chosen for tensor in _tensors(module))
+    modules = _blocks_first(chosen)
+    chosen.clear()
+    modules.reverse()
+    bar = progress_bar(
+        total=len(modules), desc=label, unit="module", disable=len(modules) == 1 or weights < _PROGRESS_WEIGHTS
+    )
+    with bar:
+        while modules:
+            module, place = modules.pop()
+            replace_module(module, place, places.pop(module), replace, label)
+            del module
+            bar.update()
+
+
+def replace_module(
+    module: nn.Module,
+    place: Place,
+    parents: Iterable[tuple[nn.Module, str]],
+    replace: Callable[[nn.Module, ExpertFamily], nn.Module],
+    label: str,
+) -> nn.Module:
+    """Puts `replace(module, family)` into each of the parents, and logs its sizes.
+
+    Args:
+        module: what is replaced.
+        place: its qualified name and family.
+        parents: of the module, each with its name there.
+        replace: makes the new module.
+        label: of the line in the log.
+
+    Returns:
+        The new module.
+    """
+    where, family, _ = place
+    before, kind = sum(tensor.nbytes for tensor in _tensors(module)), type(module).__name__
+    new = replace(module, family)
+    for parent, name in parents:
+        family.put(parent, name, new)
+    after = sum(tensor.nbytes for tensor in _tensors(new))
+    sizes = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB"
+    detail = f"({new.extra_repr()})" if new.extra_repr() else ""
+    _LOGGER.info("%s: %s %s -> %s%s, %s", label, where, kind, new._get_name(), detail, sizes)
+    return new
+
+
+def _blocks_first(chosen: Chosen) -> list[tuple[nn.Module, Place]]:
+    """Those that are parts of others come last: a block is converted while its parts are what it knows."""
+    parts = {part for module in chosen for part in module.modules() if part is not module}
+    return sorted(chosen.items(), key=lambda item: item[0] in parts)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

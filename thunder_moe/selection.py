@@ -1,0 +1,233 @@
+"""What the options `filter`, `ignore`, `linears` and `format` mean at every entry point: patterns, or a function.
+Called by choose, lora, checkpoint.convert and on_load_config; calls formats.registry for the names of formats.
+
+A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too ("*.layers.0.*"), or "re:" and a regular expression
+that is matched from the start of a name ("re:.*layers\\.[02]\\."). A name or a glob that fits a module covers all that
+is in it; a regular expression covers only what it matches, because "not layer 0" would match the parents of layer 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from thunder_moe.formats.registry import FORMATS, find_format
+
+__all__ = [
+    "Format",
+    "Names",
+    "Patterns",
+    "Selection",
+    "Selector",
+    "format_function",
+    "parse_patterns",
+    "require_matches",
+    "require_signature",
+    "select",
+    "shortened",
+    "without_numbers",
+]
+
+Patterns = str | Sequence[str]
+Selection = Patterns | Callable[[nn.Module, str], bool]
+Format = str | Mapping[str, str | None] | Callable[[nn.Module, str], str | None]
+
+
+@dataclass(frozen=True)
+class Names:
+    """The modules that patterns may name.
+
+    Attributes:
+        where: the model or checkpoint, for messages.
+        all: each name of a module -> all its names: a module that is in several places has several.
+    """
+
+    where: str
+    all: Mapping[str, Collection[str]]
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Names:
+        """Returns the names of the modules of a model."""
+        names: dict[nn.Module, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(name)
+        return cls(type(model).__name__, {name: each for each in names.values() for name in each})
+
+    def covered(self, pattern: str, name: str) -> bool:
+        """True if a pattern covers a module by one of its names. A pattern that is a name is no glob."""
+        names = self.all.get(name, (name,))
+        if pattern in self.all:
+            return any(f"{each}.".startswith(f"{pattern}.") for each in names)
+        return any(_covers(pattern, each) for each in names)
+
+
+def _covers(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    ends = [at for at, letter in enumerate(name) if letter == "."]
+    outer = (name[:end] for end in (*ends, len(name)))
+    return any(fnmatchcase(one, pattern) for one in outer)
+
+
+def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
+    """Returns the patterns of an option.
+
+    Args:
+        option: its name, for messages.
+        value: one pattern, or a list or tuple of them.
+        or_else: what else the option takes, for the message.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a regular expression is not valid.
+    """
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"{option}: got {value!r}, wanted names or patterns of modules{or_else}")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{option}: got {pattern!r}, wanted a regular expression ({error})") from error
+    return list(patterns)
+
+
+def select(option: str, value: Selection, names: Names) -> Callable[[nn.Module, str], bool]:
+    """Returns an option as a function of a module and its name.
+
+    Raises:
+        TypeError: it is neither patterns nor such a function.
+        ValueError: a regular expression is not valid.
+    """
+    if callable(value):
+        require_signature(option, value)
+        return value
+    patterns = parse_patterns(option, value, ", or a function of a module and its name")
+    return lambda module, name: any(names.covered(pattern, name) for pattern in patterns)
+
+
+class Selector:
+    """What the options `filter` and `ignore` of a call decide on each module.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: a regular expression is not valid.
+    """
+
+    def __init__(self, names: Names, filter: Selection | None, ignore: Patterns | None) -> None:
+        self._names = names
+        self._takes = None if filter is None else select("filter", filter, names)
+        or_else = "; a function is an option of `filter`"
+        self._ignore = [] if ignore is None else parse_patterns("ignore", ignore, or_else)
+
+    def declined(self, module: nn.Module, name: str) -> str | None:
+        """Returns why a module stays in 16 bits, None if it is taken."""
+        if self._takes is not None and not self._takes(module, name):
+            return "filter declines it"
+        return self.ignored(name)
+
+    def ignored(self, name: str) -> str | None:
+        """Returns the pattern of `ignore` that covers a module, in words; None if there is none."""
+        pattern = next((pattern for pattern in self._ignore if self._names.covered(pattern, name)), None)
+        return None if pattern is None else f"ignore has {pattern!r}"
+
+
+def require_matches(
+    option: str, value: object, names: Names, candidates: Iterable[str] | None = None, what: str = "module"
+) -> None:
+    """Raises a ValueError, with names that are close, for a pattern of an option that fits nothing.
+
+    Args:
+        option: its name.
+        value: as the user gave it; only patterns are checked.
+        names: of all modules.
+        candidates: names of which a pattern has to fit one; None: all.
+        what: a word for the candidates.
+    """
+    patterns = [value] if isinstance(value, str) else value if isinstance(value, list | tuple | Mapping) else ()
+    known = [*(names.all if candidates is None else candidates)]
+    for pattern in patterns:
+        if not any(names.covered(pattern, name) for name in known):
+            close = get_close_matches(
+                without_numbers(pattern), dict.fromkeys(map(without_numbers, known)), n=3, cutoff=0
+            )
+            near = f"; close names are {', '.join(map(repr, close))}" if close else ""
+            raise ValueError(
+                f"{option}: {pattern!r} fits no {what} of {names.where}, wanted a whole name, a pattern such as"
+                f" '*.name' or 're:...'{near}"
+            )
+
+
+def format_function(format: Format, names: Names) -> Callable[[nn.Module, str], str | None]:
+    """Returns the option `format` as a function of a module and its name, which names only formats that there are.
+
+    Of a mapping the first pattern that covers a module counts; what none covers becomes "nvfp4".
+
+    Raises:
+        ValueError: a format does not exist; the function raises it likewise.
+        TypeError: it is neither a name, nor a mapping of patterns, nor a function.
+    """
+    if isinstance(format, str):
+        found = find_format(format).name
+        return lambda module, name: found
+    if isinstance(format, Mapping):
+        parse_patterns("format", [*format], " and their formats")
+        formats = {key: None if value is None else find_format(value).name for key, value in format.items()}
+        return lambda module, name: next(
+            (value for pattern, value in formats.items() if names.covered(pattern, name)), "nvfp4"
+        )
+    if not callable(format) or isinstance(format, type):
+        kind = format.__name__ if isinstance(format, type) else type(format).__name__
+        like = next((f": format={name!r} says it" for name in FORMATS if name in kind.lower()), "")
+        raise TypeError(
+            f"format: got {format!r}, wanted one of {tuple(FORMATS)}, a dictionary of patterns and formats, or a"
+            f" function of a module and its name; configuration objects are not read{like}"
+        )
+    require_signature("format", format)
+
+    def checked(module: nn.Module, name: str) -> str | None:
+        found = format(module, name)
+        if found is None:
+            return None
+        if not isinstance(found, str) or found.lower() not in FORMATS:
+            raise ValueError(f"format: got {found!r} for {name!r}, wanted one of {tuple(FORMATS)}, or None")
+        return found.lower()
+
+    return checked
+
+
+def require_signature(option: str, function: Callable[..., Any], first: str = "module") -> None:
+    """Raises a TypeError for a function that does not take a module (or what `first` says) and its name."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(None, "")
+        names = (*signature.parameters, "", "")
+        fits = names[0] not in ("name", "path", "fqn") and names[1] != first
+    except TypeError:
+        fits = False
+    if not fits:
+        raise TypeError(f"{option}: got a function of {signature}, wanted one that is called as f({first}, name)")
+
+
+def without_numbers(name: str) -> str:
+    """Returns a name with its numbers as ``*``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Returns names in a line, those that differ in their numbers alone as one with ``*`` and how many there are."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(without_numbers(name), []).append(name)
+    return ", ".join(each[0] if len(each) == 1 else f"{name} ({len(each)})" for name, each in alike.items())
