@@ -154,7 +154,11 @@ def quantize_tensor(
 ) -> PackedWeight:
     """`quantize` of a format, with errors that name the tensor, of those that have the same rows each of (1, N, K).
 
-    `scale_search` is for weights in NVFP4.
+    Args:
+        weight: (E, N, K).
+        infos: of the tensors that its rows are from.
+        form: the number format.
+        scale_search: for weights in NVFP4.
     """
     try:
         packed: PackedWeight = form.quantize(weight, scale_search=scale_search if form.name == NVFP4.name else None)
@@ -166,7 +170,11 @@ def quantize_tensor(
             if not bool(torch.isfinite(rows).all()):
                 found = info
                 break
-        raise found.error(f"cannot be quantized: {error}") from error
+        bad = [expert for expert, rows in enumerate(weight) if not bool(torch.isfinite(rows).all())]
+        if not bad:
+            raise found.error(f"cannot be quantized: {error}") from error
+        which = f" in experts {bad[:8]}" if len(weight) > 1 else ""  # else the tensor's name says which
+        raise found.error(f"cannot be quantized: got NaN or Inf{which}, wanted finite values") from error
 
 
 def _bias(

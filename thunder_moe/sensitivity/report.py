@@ -20,7 +20,7 @@ def table(found: Sensitivity, formats: Mapping[str, str | None] | None = None) -
     width = max(len("block"), *(len(block.name) for block in found.blocks))
     head = f"{'block':{width}}  {'16-bit MB':>10}"
     for name in FORMATS:
-        head += f"  {name + ' MB':>10}  {'loss':>10} {'(+-)':>9}"
+        head += f"  {name + ' MB':>10}  {'increase':>10} {'(+-)':>9}"
     lines = [head + ("  chosen" if formats else "")]
     for block in found.blocks:
         line = f"{block.name:{width}}  {block.nbytes[WIDE] / 1e6:10.3f}"

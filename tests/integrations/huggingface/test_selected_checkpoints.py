@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from thunder_moe import ThunderMoeConfig, load_checkpoint, quantize_  # noqa: E402
 from thunder_moe.__main__ import main  # noqa: E402
 from thunder_moe.checkpoint import convert  # noqa: E402
+from thunder_moe.integrations.huggingface import quantizer  # noqa: E402
 
 BF16 = torch.bfloat16
 CASES = {
@@ -89,6 +90,39 @@ def test_tables_of_embeddings_are_no_dense_layers(source, tmp_path):
     assert type(loaded.lm_head).__name__ == "NVFP4Linear"
     with pytest.raises(ValueError, match=r"linears: '\*embed_tokens' fits no dense layer"):
         convert(path, tmp_path / "no", linears="*embed_tokens")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_the_expert_with_nan_is_named(tmp_path, name):
+    model = tiny_model(name, BF16)
+    for parameter, value in model.named_parameters():
+        if parameter == "model.layers.0.mlp.experts.down_proj":
+            value.data[3, 1, 2] = torch.nan
+    model.save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match=r"experts\.3\.down_proj.* got NaN or Inf, |got NaN or Inf in experts \[3\]"):
+        convert(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"mlp.experts' has NaN or Inf in a weight of experts \[3\]"):
+        type(model).from_pretrained(tmp_path / "source", dtype=BF16, quantization_config=ThunderMoeConfig())
+
+
+def test_the_name_of_quantized_checkpoints_is_not_that_of_a_load(source):
+    cls, path = source("qwen3_moe")
+    with pytest.raises(ValueError, match=r"quant_method: got 'thunder_moe', .* wanted ThunderMoeConfig\(...\)"):
+        cls.from_pretrained(path, quantization_config={"quant_method": "thunder_moe"})
+
+
+def test_the_bar_says_what_is_loaded(source, tmp_path, monkeypatch):
+    _, path = source("qwen3_moe")
+    labels = []
+    own = quantizer.progress_bar
+    monkeypatch.setattr(quantizer, "progress_bar", lambda **options: labels.append(options["desc"]) or own(**options))
+    formats = {"nvfp4": "NVFP4", "mxfp8": "MXFP8"}
+    for format in formats:
+        convert(path, tmp_path / format, format=format)
+        load_checkpoint(tmp_path / format, device="cpu")
+    convert(path, tmp_path / "both", format={"*.0.*": "mxfp8"})
+    load_checkpoint(tmp_path / "both", device="cpu")
+    assert labels == ["loading NVFP4 weights", "loading MXFP8 weights", "loading MXFP8 and NVFP4 weights"]
 
 
 def test_nothing_is_said_of_what_the_user_declined(source, caplog):

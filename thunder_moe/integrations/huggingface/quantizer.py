@@ -85,6 +85,11 @@ class NVFP4CheckpointConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """From the dictionary of a checkpoint, or ``{"quant_method": METHOD, "source": that, "linears": ...}``."""
         own = config_dict["quant_method"] == METHOD
+        if own and "source" not in config_dict:
+            raise ValueError(
+                f"quant_method: got {METHOD!r}, this package's word for a checkpoint that is quantized already, wanted"
+                f" ThunderMoeConfig(...), whose quant_method is {ON_LOAD!r}, to quantize a 16-bit one while it loads"
+            )
         config = cls(config_dict["source"], linears=config_dict["linears"]) if own else cls(config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
@@ -256,7 +261,9 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         if self._dense:
             logger.info("%d dense quantized modules are dequantized to 16 bits", len(self._dense))
         total = len(self._places) + len(self._linears) + len(self._dense)
-        with progress_bar(total=total, desc="loading 4-bit weights", unit="module", disable=total < 8) as bar:
+        sources = [*(place.source for place in self._places.values()), *self._linears]
+        formats = " and ".join(sorted({self.checkpoint.number_format(source).name.upper() for source in sources}))
+        with progress_bar(total=total, desc=f"loading {formats} weights", unit="module", disable=total < 8) as bar:
             for place in self._places.values():
                 _fill(place, self.checkpoint)
                 bar.update()

@@ -62,7 +62,7 @@ def _add_stand_ins(registry: Any) -> None:
     if _QUANTIZER in sys.modules:
         return
     mapping = registry.AUTO_QUANTIZATION_CONFIG_MAPPING
-    for method in ("modelopt", "compressed-tensors", "thunder_moe_on_load"):
+    for method in ("modelopt", "compressed-tensors", "thunder_moe", "thunder_moe_on_load"):
         if not isinstance(mapping.get(method), StandIn):
             mapping[method] = StandIn(mapping, method, _load_quantizer)
 
