@@ -172,7 +172,7 @@ def _choose(
         if isinstance(family, DenseLinears):
             place(module, Place(name, family, family.format_of(module)), outside, chosen, left)
             return True
-        reason = selector.declined(module, name) or _ignored_part(module, name)
+        reason = selector.declined(module, name) or ignored_part(module, name)
         format = format_of(module, name) if reason is None else None
         if format is None:
             declined[module] = name, reason or "format is None for it"
@@ -180,14 +180,14 @@ def _choose(
         place(module, Place(name, family, format), outside, chosen, left)
         return True
 
-    def _ignored_part(block: nn.Module, name: str) -> str | None:
+    def ignored_part(block: nn.Module, name: str) -> str | None:
         for key, part in block.named_modules(prefix=name):
-            reason = selector.ignored(key) if part is not block else None
-            if reason is not None and any(family.match(part) for family in families):
-                return f"{reason}, a part of it"
-            if reason is not None and [*part.parameters()]:
-                what = f"a part of {name!r}, which is converted as one, wanted the whole"
-                raise ValueError(f"{reason.replace(' has', ': got', 1)}, {what}")
+            pattern = selector.ignored(key) if part is not block else None
+            if pattern is not None and any(family.match(part) for family in families):
+                return f"ignore has {pattern!r}, a part of it"
+            if pattern is not None and [*part.parameters()]:
+                whole = f"a part of {name!r}, which is converted as one, wanted the whole"
+                raise ValueError(f"ignore: got {pattern!r}, {whole}")
         return None
 
     walk(model, take)

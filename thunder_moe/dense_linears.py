@@ -128,8 +128,7 @@ class DenseLinears(ExpertFamily):
         for (limit, format_name), names in slower.items():
             bits = 4 if format_name == NVFP4.name else 8
             _LOGGER.info(
-                "slower in %d bits than in 16 at %d rows and more, by up to %d %%: %s; `linears` may be a function"
-                " that declines them",
+                "slower in %d bits than in 16 at %d rows and more, by up to %d %%: %s; `ignore` leaves them in 16 bits",
                 bits,
                 *limit,
                 shortened(names),

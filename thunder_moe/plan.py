@@ -21,6 +21,7 @@ from thunder_moe.families import ExpertFamily, Quantization, families_of
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.checks import require_module
 from thunder_moe.progress import progress_bar
+from thunder_moe.replaceable import wrapped
 
 __all__ = ["Chosen", "Left", "Place", "PlannedModule", "QuantizationPlan", "exclusive", "replace_module", "swap"]
 
@@ -116,6 +117,12 @@ class QuantizationPlan(Generic[Model]):
         with exclusive(self._model):
             if not self.chosen or not self.chosen.keys() <= set(self._model.modules()):
                 raise ValueError("plan: it is applied already, or the model has other modules now: make a plan again")
+            outside = wrapped(self._model)
+            for module, (name, family, _) in self.chosen.items():
+                reason = outside.get(module) or family.obstacle(module)
+                if reason is not None:
+                    raise ValueError(f"plan: {name!r} has changed, {reason}: make a plan again")
+            del outside, module  # each is freed once it is converted
             self.quantize_modules()
             return self._model
 

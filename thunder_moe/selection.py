@@ -132,12 +132,12 @@ class Selector:
         """Returns why a module stays in 16 bits, None if it is taken."""
         if self._takes is not None and not self._takes(module, name):
             return "filter declines it"
-        return self.ignored(name)
+        pattern = self.ignored(name)
+        return None if pattern is None else f"ignore has {pattern!r}"
 
     def ignored(self, name: str) -> str | None:
-        """Returns the pattern of `ignore` that covers a module, in words; None if there is none."""
-        pattern = next((pattern for pattern in self._ignore if self._names.covered(pattern, name)), None)
-        return None if pattern is None else f"ignore has {pattern!r}"
+        """Returns the pattern of `ignore` that covers a module, None if there is none."""
+        return next((pattern for pattern in self._ignore if self._names.covered(pattern, name)), None)
 
 
 def require_matches(

@@ -4,6 +4,7 @@ Made by convert; calls selection for what the options mean, dense_names for rout
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,9 +15,21 @@ from thunder_moe.checkpoint.ignored import HEAD
 from thunder_moe.checkpoint.modules import ExpertBlock, Module
 from thunder_moe.checkpoint.reader import Checkpoint
 from thunder_moe.dense_names import is_embedding, is_router
-from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, format_function, require_matches, select
+from thunder_moe.selection import (
+    Format,
+    Names,
+    Patterns,
+    Selection,
+    Selector,
+    format_function,
+    require_matches,
+    select,
+    shortened,
+)
 
 __all__ = ["Choice"]
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Choice:
@@ -71,6 +84,12 @@ class Choice:
         require_matches("ignore", ignore, names)
         if not isinstance(format, str):
             require_matches("format", format, names)
+        packed = [*checkpoint.blocks, *(name for name in checkpoint.dense if checkpoint.is_4_bit(name))]
+        asked = [path for path in packed if self._selector.ignored(path) is not None]
+        if not callable(filter):  # functions are not asked about what is packed
+            asked = [path for path in packed if self._selector.declined(nn.Module(), path) is not None]
+        if asked:
+            _LOGGER.warning("packed in the source, and copied whatever filter and ignore say: %s", shortened(asked))
 
     def formats_of_experts(self) -> dict[str, str]:
         """Returns the number format of each block of experts to quantize.
@@ -84,10 +103,10 @@ class Choice:
             if format is None:
                 continue
             for part in {part for info in block.infos() for part in _outer(info.name.rpartition(".")[0])}:
-                reason = None if part in _outer(path) else self._selector.ignored(part)
-                if reason is not None:
-                    what = f"{part!r} is a part of {path!r}, which is converted as one, wanted the whole"
-                    raise ValueError(f"{reason.replace(' has', ': got', 1)}, but {what}")
+                pattern = None if part in _outer(path) else self._selector.ignored(part)
+                if pattern is not None:
+                    whole = f"{part!r} is a part of {path!r}, which is converted as one, wanted the whole"
+                    raise ValueError(f"ignore: got {pattern!r}, but {whole}")
             formats[path] = format
         return formats
 

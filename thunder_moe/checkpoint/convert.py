@@ -97,8 +97,8 @@ def convert(
         source: directory, or the name of a hub model in the local cache.
         destination: a directory that does not exist yet.
         filter: as in `quantize_`; what it declines stays, or becomes, 16-bit. What is NVFP4, MXFP8 or MXFP4 already is
-            not asked about.
-        ignore: as in `quantize_`.
+            copied all the same, with a warning if patterns decline it; functions are not asked about it.
+        ignore: as in `quantize_`; likewise.
         linears: True: the dense layers of attention, dense MLPs and shared experts of the decoder, by their names, are
             quantized, too; not the head, for which other engines have no 4-bit kernel, nor routers. `quantize_` goes by
             speed on the device at hand instead, and takes the head. Those that read the same rows (q, k and v; gate and

@@ -576,7 +576,7 @@ def test_refuses_and_leaves_the_model_unchanged():
     moved.model.layers[1].feed_forward = nn.ModuleDict({"experts": moved.model.layers[1].feed_forward.experts})
     bad = [
         (dense, ValueError, "found no experts of transformers, or .* to quantize in LlamaForCausalLM"),
-        (once, ValueError, "quantized already, or all declined by the filter; it has NVFP4Experts"),
+        (once, ValueError, "quantized already, or all declined by the filter or ignored; it has NVFP4Experts"),
         (broken, ValueError, "'model.layers.1.mlp.experts' has NaN or Inf"),
         (empty, ValueError, "is on the meta device"),
         (wrapped, ValueError, r"layers.1.mlp.experts \(Qwen3MoeExperts\): something .* has wrapped its forward"),

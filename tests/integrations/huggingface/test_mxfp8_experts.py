@@ -44,7 +44,7 @@ def test_every_form_of_experts(architecture):
 def test_both_formats_compile_and_report():
     model = tiny_model("mixtral")
 
-    def first_in_mxfp8(name, module):
+    def first_in_mxfp8(module, name):
         return "mxfp8" if "layers.0." in name else "nvfp4"
 
     quantized = quantize_(copy.deepcopy(model), format=first_in_mxfp8)

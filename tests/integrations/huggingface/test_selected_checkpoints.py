@@ -130,3 +130,12 @@ def test_nothing_is_said_of_what_the_user_declined(source, caplog):
     caplog.set_level(logging.WARNING, "thunder_moe")
     quantize_(cls.from_pretrained(path, dtype=BF16), ignore="model.layers.0", linears="*")
     assert "stays" not in caplog.text
+
+
+def test_a_warning_names_what_is_packed_in_the_source(source, tmp_path, caplog):
+    _, path = source("qwen3_moe")
+    convert(path, tmp_path / "packed", filter="model.layers.1", linears="*.o_proj")
+    assert not caplog.text
+    convert(tmp_path / "packed", tmp_path / "again", ignore="model.layers.1.mlp")
+    assert "copied whatever filter and ignore say: model.layers.1.mlp.experts\n" in caplog.text
+    assert load_checkpoint(tmp_path / "again", device="cpu").model.layers[1].mlp.experts.down_proj.qdata.numel()
