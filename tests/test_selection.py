@@ -126,11 +126,20 @@ def test_a_pattern_that_fits_nothing_is_an_error_with_close_names(option):
 
 
 def test_what_cannot_be_converted_is_no_match_of_a_filter():
-    with pytest.raises(ValueError, match="filter: 'head' fits no experts of Model"):
+    with pytest.raises(
+        ValueError, match="filter: 'head' fits modules of another kind, or converted already, wanted experts of Model"
+    ):
         quantize_(make(), filter=["layers.0", "head"])
-    with pytest.raises(ValueError, match="filter: '.*router' fits no experts or dense layers"):
+    with pytest.raises(ValueError, match="filter: '.*router' fits modules .*, wanted experts or dense layers"):
         quantize_(make(), filter="*.router", linears=True)
     quantize_(make(), ignore=["*.router", "head"])  # lists that models share name more than these options reach
+
+
+def test_a_second_call_for_the_same_names_is_an_error_and_for_others_converts_them():
+    model = quantize_(make(), filter="layers.0", linears="*")
+    with pytest.raises(ValueError, match="filter: 'layers.0' fits modules of another kind, or converted already"):
+        quantize_(model, filter="layers.0", linears="*")
+    assert repr(quantize_(model, linears="*")) == repr(quantize_(make(), linears="*"))
 
 
 def test_a_module_of_two_names_has_both():

@@ -216,6 +216,23 @@ def test_the_command(folder, capsys):
     assert "budget: got 1e-06 GB, wanted 0.000" in capsys.readouterr().err
 
 
+def test_the_command_measures_what_filter_and_ignore_take(folder, capsys):
+    sizes = str(bytes_of(tiny_model("qwen3_moe")) / 1e9)
+    for options in (["--filter", "model.layers.1"], ["--ignore", "*.layers.0.*"]):
+        assert main(arguments(folder, "--no-plot", "--budget", sizes, *options, output="one")) == 0
+        out = capsys.readouterr().out
+        assert NAMES[1] in out
+        assert NAMES[0] not in out
+        assert "increase" in out.splitlines()[0]
+        content = json.loads((folder / "one.json").read_text())
+        assert list(content["formats"]) == NAMES[1:]
+        assert abs(content["measured_increase"] - content["predicted_increase"]) < 1e-4
+        assert main(["sensitivity", str(folder / "one.json"), "--no-plot", *options]) == 1
+        assert f"{options[0]}: got ['" in capsys.readouterr().err
+    assert main(arguments(folder, "--no-plot", "--ignore", "layers.0")) == 1
+    assert "ignore: 'layers.0' fits no module of Qwen3MoeForCausalLM" in capsys.readouterr().err
+
+
 def write_formats(path, **formats):
     path.write_text(json.dumps({"formats": {NAMES[int(name[1])]: format for name, format in formats.items()}}))
     return str(path)

@@ -156,6 +156,9 @@ def require_matches(
     known = [*(names.all if candidates is None else candidates)]
     for pattern in patterns:
         if not any(names.covered(pattern, name) for name in known):
+            if any(names.covered(pattern, name) for name in names.all):
+                why = "fits modules of another kind, or converted already"
+                raise ValueError(f"{option}: {pattern!r} {why}, wanted {what} of {names.where} to convert")
             close = get_close_matches(
                 without_numbers(pattern), dict.fromkeys(map(without_numbers, known)), n=3, cutoff=0
             )
@@ -186,9 +189,10 @@ def format_function(format: Format, names: Names) -> Callable[[nn.Module, str], 
         )
     if not callable(format) or isinstance(format, type):
         kind = format.__name__ if isinstance(format, type) else type(format).__name__
+        got = repr(format) if type(format).__module__ == "builtins" else f"a {kind}"
         like = next((f": format={name!r} says it" for name in FORMATS if name in kind.lower()), "")
         raise TypeError(
-            f"format: got {format!r}, wanted one of {tuple(FORMATS)}, a dictionary of patterns and formats, or a"
+            f"format: got {got}, wanted one of {tuple(FORMATS)}, a dictionary of patterns and formats, or a"
             f" function of a module and its name; configuration objects are not read{like}"
         )
     require_signature("format", format)

@@ -79,7 +79,10 @@ def test_the_command_line(source, tmp_path, capsys):
     assert "ignore: got '*.experts.3.*', but 'model.layers.0.mlp.experts.3" in error
     assert "is a part of 'model.layers.0.mlp.experts', which is converted as one" in error
     assert main(["convert", str(path), str(tmp_path / "no"), "--filter", "lm_head"]) == 1
-    assert "filter: 'lm_head' fits no experts of" in capsys.readouterr().err
+    assert (
+        "filter: 'lm_head' fits modules of another kind, or converted already, wanted experts of"
+        in capsys.readouterr().err
+    )
 
 
 def test_tables_of_embeddings_are_no_dense_layers(source, tmp_path):
@@ -88,7 +91,7 @@ def test_tables_of_embeddings_are_no_dense_layers(source, tmp_path):
     loaded = load_checkpoint(tmp_path / "out", device="cpu")
     assert type(loaded.model.embed_tokens) is torch.nn.Embedding
     assert type(loaded.lm_head).__name__ == "NVFP4Linear"
-    with pytest.raises(ValueError, match=r"linears: '\*embed_tokens' fits no dense layer"):
+    with pytest.raises(ValueError, match=r"linears: '\*embed_tokens' fits modules of another kind"):
         convert(path, tmp_path / "no", linears="*embed_tokens")
 
 
