@@ -142,6 +142,15 @@ def test_a_second_call_for_the_same_names_is_an_error_and_for_others_converts_th
     assert repr(quantize_(model, linears="*")) == repr(quantize_(make(), linears="*"))
 
 
+def test_a_regular_expression_of_a_module_that_holds_others_is_an_error():
+    for option in ({"ignore": "re:.*moe$"}, {"format": {"re:.*moe$": "mxfp8"}}):
+        with pytest.raises(
+            ValueError, match=r"(ignore|format): 're:.\*moe\$' fits 'layers.*moe' alone, wanted one that"
+        ):
+            quantize_(make(), **option)
+    assert 0 not in layers(quantize_(make(), ignore=r"re:layers\.0\b"))
+
+
 def test_a_module_of_two_names_has_both():
     def tied():
         model = make()

@@ -26,13 +26,13 @@ from thunder_moe.kernels.select import quantize, quantize_to
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan
 from thunder_moe.replaceable import wrapped
-from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, format_function, require_matches, select
+from thunder_moe.selection import Format, Names, Patterns, Selection, Selector, check_patterns, format_function, select
 
 __all__ = [
     "choose_experts",
     "choose_modules",
+    "choose_or_leave",
     "not_finite",
-    "place",
     "refuse_root",
     "report_left",
     "require_fit",
@@ -118,22 +118,14 @@ def _check_patterns(
     linears: bool | Selection = False,
     format: Format | None = None,
 ) -> None:
-    """Raises a ValueError for a pattern that fits nothing: no module that could be converted, or for `ignore` and
-    `format`, which people share between models, no module at all."""
+    """Raises a ValueError for a pattern that fits nothing."""
     dense, experts = [], []
     for name, module in model.named_modules(remove_duplicate=False):
         if linears is not False and is_dense_layer(name, module):
             dense.append(name)
         elif any(family.match(module) for family in families):
             experts.append(name)
-    if dense:
-        require_matches("linears", linears, names, dense, "dense layer")
-    if dense or experts:
-        what = "experts" if linears is False else "experts or dense layers"
-        require_matches("filter", filter, names, [*experts, *dense], what)
-    require_matches("ignore", ignore, names)
-    if not isinstance(format, str):
-        require_matches("format", format, names)
+    check_patterns(names, experts, dense, filter=filter, ignore=ignore, linears=linears, format=format)
 
 
 def choose_experts(
@@ -170,14 +162,14 @@ def _choose(
         if family is None:
             return False
         if isinstance(family, DenseLinears):
-            place(module, Place(name, family, family.format_of(module)), outside, chosen, left)
+            choose_or_leave(module, Place(name, family, family.format_of(module)), outside, chosen, left)
             return True
         reason = selector.declined(module, name) or ignored_part(module, name)
         format = format_of(module, name) if reason is None else None
         if format is None:
             declined[module] = name, reason or "format is None for it"
             return False
-        place(module, Place(name, family, format), outside, chosen, left)
+        choose_or_leave(module, Place(name, family, format), outside, chosen, left)
         return True
 
     def ignored_part(block: nn.Module, name: str) -> str | None:
@@ -213,7 +205,7 @@ def walk(
                 walk(child, take, f"{name}.{child_name}" if name else child_name, seen)
 
 
-def place(module: nn.Module, where: Place, outside: dict[nn.Module, str], chosen: Chosen, left: Left) -> None:
+def choose_or_leave(module: nn.Module, where: Place, outside: dict[nn.Module, str], chosen: Chosen, left: Left) -> None:
     """Adds the module to `chosen`, or to `left` when a wrapper around it or a customization prevents replacement."""
     reason = outside.get(module) or where.family.obstacle(module)
     if reason is None:

@@ -1,5 +1,5 @@
 """Quantization-aware training: prepare_qat_ lets experts train with the values of a format, finish_qat_ ends it.
-Called by users; calls quantize for which modules there are, torch.nn.utils.parametrize, and ops.fake_quantize.
+Called by users; calls choose for which modules there are, torch.nn.utils.parametrize, and ops.fake_quantize.
 
 prepare_qat_(model) -> train -> finish_qat_(model) -> quantize_(model): the numbers of the quantized model are those
 that training saw, bit for bit.

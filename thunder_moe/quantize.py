@@ -12,7 +12,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.choose import choose_modules, place, refuse_root, report_left, require_fit, require_layout, walk
+from thunder_moe.choose import (
+    choose_modules,
+    choose_or_leave,
+    refuse_root,
+    report_left,
+    require_fit,
+    require_layout,
+    walk,
+)
 from thunder_moe.dense_linears import DenseLinears
 from thunder_moe.families import ExpertFamily, families_of
 from thunder_moe.formats.checks import require_module
@@ -184,7 +192,7 @@ def _dequantize(model: Model, needed: Mapping[str, nn.Module], only: bool = Fals
         if family is not None and only and module not in needed.values():
             return False
         if family is not None:
-            place(module, Place(name, family), outside, chosen, left)
+            choose_or_leave(module, Place(name, family), outside, chosen, left)
         return family is not None
 
     walk(model, take)

@@ -1,5 +1,5 @@
 """What the options `filter`, `ignore`, `linears` and `format` mean at every entry point: patterns, or a function.
-Called by choose, lora, checkpoint.convert and on_load_config; calls formats.registry for the names of formats.
+Called by choose, lora, checkpoint.choice, on_load_config and compilers.eligibility; calls formats.registry for names.
 
 A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too ("*.layers.0.*"), or "re:" and a regular expression
 that is matched from the start of a name ("re:.*layers\\.[02]\\."). A name or a glob that fits a module covers all that
@@ -26,6 +26,7 @@ __all__ = [
     "Patterns",
     "Selection",
     "Selector",
+    "check_patterns",
     "format_function",
     "parse_patterns",
     "require_matches",
@@ -71,9 +72,17 @@ class Names:
 def _covers(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    ends = [at for at, letter in enumerate(name) if letter == "."]
-    outer = (name[:end] for end in (*ends, len(name)))
-    return any(fnmatchcase(one, pattern) for one in outer)
+    return any(fnmatchcase(one, pattern) for one in (*_outer(name), name))
+
+
+def _outer(name: str) -> list[str]:
+    """Returns the names of the modules that hold a module, the outermost first."""
+    return [name[:at] for at, letter in enumerate(name) if letter == "."]
+
+
+def _patterns_of(value: object) -> Collection[str]:
+    """Returns the patterns of an option, none of a function."""
+    return [value] if isinstance(value, str) else value if isinstance(value, list | tuple | Mapping) else ()
 
 
 def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
@@ -140,6 +149,43 @@ class Selector:
         return next((pattern for pattern in self._ignore if self._names.covered(pattern, name)), None)
 
 
+def check_patterns(
+    names: Names,
+    experts: Collection[str],
+    dense: Collection[str],
+    *,
+    filter: Selection | None,
+    ignore: Patterns | None,
+    linears: bool | Selection | None = False,
+    format: Format | None = None,
+) -> None:
+    """Raises a ValueError for a pattern that fits nothing: of `filter` and `linears` no module that could be converted,
+    of `ignore` and `format`, which people share between models, no module at all.
+
+    Args:
+        names: of all modules.
+        experts: those that could be converted.
+        dense: likewise; none without `linears`.
+        filter: as the user gave it.
+        ignore: likewise.
+        linears: likewise.
+        format: likewise.
+    """
+    candidates = [*experts, *dense]
+    if dense:
+        require_matches("linears", linears, names, dense, "dense layer")
+    if candidates:
+        require_matches("filter", filter, names, candidates, "experts or dense layers" if dense else "experts")
+    for option, value in (("ignore", ignore), ("format", None if isinstance(format, str) else format)):
+        require_matches(option, value, names)
+        for pattern in _patterns_of(value):
+            if pattern.startswith("re:") and not any(names.covered(pattern, name) for name in candidates):
+                holders = dict.fromkeys(outer for name in candidates for outer in _outer(name))
+                whole = next((name for name in holders if names.covered(pattern, name)), None)
+                if whole is not None:
+                    raise ValueError(f"{option}: {pattern!r} fits {whole!r} alone, wanted one that fits what is in it")
+
+
 def require_matches(
     option: str, value: object, names: Names, candidates: Iterable[str] | None = None, what: str = "module"
 ) -> None:
@@ -152,9 +198,8 @@ def require_matches(
         candidates: names of which a pattern has to fit one; None: all.
         what: a word for the candidates.
     """
-    patterns = [value] if isinstance(value, str) else value if isinstance(value, list | tuple | Mapping) else ()
     known = [*(names.all if candidates is None else candidates)]
-    for pattern in patterns:
+    for pattern in _patterns_of(value):
         if not any(names.covered(pattern, name) for name in known):
             if any(names.covered(pattern, name) for name in names.all):
                 why = "fits modules of another kind, or converted already"

@@ -21,8 +21,8 @@ from thunder_moe.selection import (
     Patterns,
     Selection,
     Selector,
+    check_patterns,
     format_function,
-    require_matches,
     select,
     shortened,
 )
@@ -76,14 +76,7 @@ class Choice:
             self.takes_dense = lambda path: takes(self._linear(path), path)
         elif linears:
             self.takes_dense = True
-        if self.dense:
-            require_matches("linears", linears, names, self.dense, "dense layer")
-        if self.dense or self.experts:
-            what = "experts or dense layers" if self.dense else "experts"
-            require_matches("filter", filter, names, [*self.experts, *self.dense], what)
-        require_matches("ignore", ignore, names)
-        if not isinstance(format, str):
-            require_matches("format", format, names)
+        check_patterns(names, self.experts, self.dense, filter=filter, ignore=ignore, linears=linears, format=format)
         packed = [*checkpoint.blocks, *(name for name in checkpoint.dense if checkpoint.is_4_bit(name))]
         asked = [path for path in packed if self._selector.ignored(path) is not None]
         if not callable(filter):  # functions are not asked about what is packed

@@ -1,5 +1,5 @@
 """The loss of a model with one block of experts at a time in a number format.
-Called by the command line and users; calls quantize for the blocks, formats.registry to round their weights.
+Called by the command line and users; calls choose for the blocks, formats.registry to round their weights.
 
 loss of the 16-bit model -> per block, per format: round its weights in place -> loss -> put the kept weights back
 """
