@@ -3,6 +3,7 @@ Called by pytest; integrations/huggingface/test_selected_checkpoints.py compares
 """
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -252,6 +253,18 @@ def test_a_plan_is_a_table_that_changes_nothing():
         plan.apply()
     same = quantize_(make(), {"layers.1.moe": "mxfp8"}, filter="layers.1", linears=["*.q_proj", "*.o_proj"])
     assert repr(same) == repr(model)
+
+
+def test_a_plan_that_is_applied_keeps_no_weights():
+    model = make()
+    plan = plan_quantization(model, linears="*")
+    plan.apply()
+    memory = model.layers[0].moe.routed_experts.down_proj.qdata.data_ptr()
+    model.layers[0] = nn.Identity()
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and not thing.is_meta]
+    assert memory not in {tensor.data_ptr() for tensor in tensors if tensor.layout == torch.strided}
+    assert plan.modules
 
 
 def test_a_plan_says_why_modules_stay():

@@ -136,6 +136,7 @@ class QuantizationPlan(Generic[Model]):
         finally:  # what was replaced before an interrupt is saved as such, too
             for family in families_of(self._model):
                 family.finish(self._model)
+            run.memo.clear()  # who keeps the plan does not keep the weights
 
     def __str__(self) -> str:
         lines = [("module", "class", "format", "MB before", "MB after", "why it stays")]
