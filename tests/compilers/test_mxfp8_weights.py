@@ -147,12 +147,22 @@ def test_whole_layers_and_dense_layers(compiler):
     assert relative_error(compile_by(compiler, layer, None)(x), expected) < 1e-2
 
 
+def test_the_option_takes_upper_case():
+    expected = compile_by("dynamo", model(), "mxfp8")(X, OFFSETS)
+    torch._dynamo.reset()
+    assert torch.equal(compile_by("dynamo", model(), "MXFP8")(X, OFFSETS), expected)
+
+
 @pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
 def test_the_option_refuses(compiler):
     for format, message in (
         ("fp8", "format'?]?: got 'fp8', wanted one of"),
         (8, "format'?]?: got 8, wanted one of"),
         (lambda gemm, name: "int4", "format: got 'int4', wanted one of"),
+        (
+            lambda name, gemm: "mxfp8",
+            r"format'?]?: got a function of \(name, gemm\), wanted .* called as f\(gemm, name\)",
+        ),
         (lambda gemm, name: "mxfp8" if "gate" in name else "nvfp4", "format: got 'mxfp8' for .* wanted one for all"),
     ):
         torch._dynamo.reset()

@@ -67,8 +67,11 @@ class Choice:
         if checkpoint.method in (None, "fp8"):  # in a 4-bit checkpoint, layers were left 16-bit on purpose
             self.experts |= checkpoint.plain_blocks
         self.dense: dict[str, Module] = _matrices(checkpoint) if linears not in (None, False) else {}
-        tensors = (*checkpoint.files.infos, *checkpoint.blocks, *self.experts, *self.dense, HEAD)
-        names = Names(str(checkpoint.path), {path: (path,) for name in tensors for path in _outer(name)})
+        blocks = checkpoint.blocks | checkpoint.plain_blocks | checkpoint.fp8_blocks
+        parts = {info.name for block in blocks.values() for info in block.infos()}  # a block is converted as one
+        modules = [name.rpartition(".")[0] for name in checkpoint.files.infos if name not in parts]
+        paths = [path for name in (*modules, *blocks, *self.dense, HEAD) for path in _outer(name)]
+        names = Names(str(checkpoint.path), {path: (path,) for path in paths})
         self._selector, self._format = Selector(names, filter, ignore), format_function(format, names)
         self.takes_dense: bool | Callable[[str], bool] = False
         if linears is not None and not isinstance(linears, bool):
@@ -88,20 +91,10 @@ class Choice:
         """Returns the number format of each block of experts to quantize.
 
         Raises:
-            ValueError: `ignore` has a part of one, which is converted as a whole; or `format` names no format.
+            ValueError: the function `format` names no format.
         """
-        formats = {}
-        for path, block in self.experts.items():
-            format = self._format_of(nn.Module(), path)
-            if format is None:
-                continue
-            for part in {part for info in block.infos() for part in _outer(info.name.rpartition(".")[0])}:
-                pattern = None if part in _outer(path) else self._selector.ignored(part)
-                if pattern is not None:
-                    whole = f"{part!r} is a part of {path!r}, which is converted as one, wanted the whole"
-                    raise ValueError(f"ignore: got {pattern!r}, but {whole}")
-            formats[path] = format
-        return formats
+        formats = {path: self._format_of(nn.Module(), path) for path in self.experts}
+        return {path: format for path, format in formats.items() if format is not None}
 
     def format_of_dense(self, path: str) -> str | None:
         """Returns the number format of a dense layer, None for 16 bits."""

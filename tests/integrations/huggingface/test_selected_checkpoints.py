@@ -25,6 +25,7 @@ CASES = {
     "dense layers alone": dict(ignore=["*.experts", "lm_head"], linears="*_proj"),
     "the head": dict(filter=["lm_head", "*.experts"], linears="lm_head"),
     "a regular expression": dict(filter=r"re:.*layers\.(?!0\.)", linears="*_proj", ignore=["*.o_proj", "lm_head"]),
+    "names of experts, too": dict(ignore=["*.0.*", "re:.*[kv]_proj"], linears="*_proj"),
     "formats": dict(
         filter=["*.layers.1.*", "*.q_proj"],
         linears="*_proj",
@@ -76,8 +77,8 @@ def test_the_command_line(source, tmp_path, capsys):
     assert_same(load_checkpoint(tmp_path / "out", device="cpu"), wanted)
     assert main(["convert", str(path), str(tmp_path / "no"), "--ignore", "*.experts.3.*"]) == 1
     error = capsys.readouterr().err
-    assert "ignore: got '*.experts.3.*', but 'model.layers.0.mlp.experts.3" in error
-    assert "is a part of 'model.layers.0.mlp.experts', which is converted as one" in error
+    assert "ignore: '*.experts.3.*' fits no module of" in error  # a block is converted as one
+    assert "'model.layers.*.mlp.experts'" in error
     assert main(["convert", str(path), str(tmp_path / "no"), "--filter", "lm_head"]) == 1
     assert (
         "filter: 'lm_head' fits modules of another kind, or converted already, wanted experts of"
