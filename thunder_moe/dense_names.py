@@ -14,8 +14,9 @@ __all__ = ["READ_TOGETHER", "is_embedding", "is_encoder", "is_linear", "is_route
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 # Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
 _ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
-# Not DeepSeek's indexer.weights_proj, a few rows whose weight's dtype the model's code reads.
-_LINEARS = re.compile(r"(^|[._])((?!weights_proj$)\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
+_LINEARS = re.compile(r"(^|[._])(\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
+# Linears whose weight the models' code reads itself: DeepSeek's indexer its dtype, Mamba's kernels all of it.
+_READ_BY_CODE = re.compile(r"(^|[._])(weights_proj|dt_proj|(mixer|mamba)\.out_proj)$")
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens\w*|embed_positions|embed_in|\w*embeddings?|wte|wpe)$")
 # Names of siblings that read the same rows, and so share a global scale in the checkpoints of all engines.
 READ_TOGETHER = (
@@ -51,4 +52,4 @@ def is_encoder(name: str) -> bool:
 
 def is_linear(name: str) -> bool:
     """Whether linears of attention, dense MLPs and shared experts have names such as this; not the head."""
-    return _LINEARS.search(name) is not None
+    return _LINEARS.search(name) is not None and _READ_BY_CODE.search(name) is None
