@@ -13,7 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from thunder_moe.kernels.cuda import cubin_cache, nvrtc
+from thunder_moe.kernels import code_cache
+from thunder_moe.kernels.cuda import nvrtc
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
 # Two files of tests, nothing built and all built, on 2 cores of an AMD EPYC: -O1 55 and 15 s, -O2 83 and 11 s, -O0 64
@@ -82,7 +83,7 @@ def _compile(*arguments: str) -> None:
 @functools.cache
 def _folder() -> Path:
     """The cache's folder; builds that nothing has used for long are removed."""
-    root = cubin_cache.folder()
+    root = code_cache.folder()
     assert root is not None
     folder = root / "emulator"
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,11 +4,15 @@ Calls kernels/cpu/{backend,crossover}.py; judged by tests/oracle.py's decoding a
 """
 
 import contextlib
+import errno
+import logging
 import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from pairwise import pairwise
 
 from thunder_moe.formats.nvfp4 import NVFP4Weight
 from thunder_moe.formats.weight import MXFP8Weight
+from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cpu import crossover
 from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
@@ -611,7 +616,7 @@ else:
 
 
 def reason_with(tmp_path, **environment):
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), **environment}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
     run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout
@@ -637,3 +642,149 @@ def test_says_what_the_compiler_said(tmp_path):
     )
     compiler.chmod(0o755)
     assert "this compiler is broken" in reason_with(tmp_path, CXX=str(compiler))
+
+
+# ---- the library on disk, with a compiler that takes no time: it copies the library that these tests run ----
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    """The libraries that were linked, one character each, by a process that has neither loaded nor cached any."""
+    library, log = code_cache.read(cpu._key()), tmp_path / "linked"
+    if library is None:
+        pytest.skip("there is no cache of compiled kernels")
+    (tmp_path / "library.so").write_bytes(library)
+    compiler = tmp_path / "quick-c++"
+    compiler.write_text(
+        f"""#!/bin/sh
+        case " $* " in *" -shared "*) printf x >> {log}; while [ "$1" != -o ]; do shift; done
+            cp {tmp_path}/library.so "$2";; esac
+        """
+    )
+    compiler.chmod(0o755)
+    log.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    cpu._key.cache_clear()
+    forget_library()
+    yield log.read_text
+    monkeypatch.undo()
+    cpu._key.cache_clear()
+    forget_library()
+
+
+def forget_library():
+    cpu._load_once.cache_clear()
+
+
+def kept_library(tmp_path):
+    (file,) = (tmp_path / "cache" / "thunder_moe").glob("*.code")
+    return file
+
+
+def test_the_library_is_compiled_once_and_says_so(compiled, caplog):
+    for _ in range(2):
+        assert cpu.unavailable_reason() is None
+        forget_library()
+    assert compiled() == "x"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING  # printed where nobody has configured logging
+    assert record.getMessage().startswith("thunder_moe: compiling the CPU kernels")
+
+
+@pytest.mark.parametrize("size", [0, 1000, 300_000, -1], ids=["empty", "the head", "half", "all but one byte"])
+def test_a_library_that_was_cut_is_compiled_again(compiled, caplog, tmp_path, size):
+    assert cpu.unavailable_reason() is None
+    file = kept_library(tmp_path)
+    file.write_bytes(file.read_bytes()[:size])
+    for _ in range(2):
+        forget_library()
+        assert cpu.unavailable_reason() is None
+    assert compiled() == "xx"
+    assert f"{file} are not used, they are compiled again: it is damaged" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
+def test_a_library_of_others_is_not_loaded(compiled, caplog, tmp_path, monkeypatch):
+    assert cpu.unavailable_reason() is None
+    kept_library(tmp_path).chmod(0o777)
+    forget_library()
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "xx"
+    assert "another user owns it or may write it" in caplog.text
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    forget_library()
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "xxx"
+
+
+def test_code_that_runs_does_not_change_with_the_file(compiled, tmp_path):
+    """A library that is mapped from a file that somebody cuts would end the process by SIGBUS."""
+    weight = weights(1, 16, 32)
+    expected = decode(*weight.tensors())
+    assert torch.equal(cpu.dequantize(weight, torch.float32), expected)
+    kept_library(tmp_path).write_bytes(b"")
+    assert torch.equal(cpu.dequantize(weight, torch.float32), expected)
+    grad = cpu.grouped_mm_dgrad(torch.randn(1, 16), weight, torch.tensor([1], dtype=torch.int32))
+    assert grad.isfinite().all()
+
+
+HOLDER = """
+import os, runpy, signal, sys, time
+with runpy.run_path(sys.argv[1])["one_process"](sys.argv[2], "compiles"):
+    child = os.fork() if sys.argv[3] == "fork" else None
+    if child != 0:
+        print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "fork"])
+def test_the_lock_of_a_process_that_was_killed_is_free(compiled, caplog, end):
+    """Also where a process that it forked lives on."""
+    command = [sys.executable, "-c", HOLDER, code_cache.__file__, cpu._key(), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        child = holder.stdout.readline().strip()
+        try:
+            waiting = threading.Thread(target=cpu.unavailable_reason, daemon=True)
+            waiting.start()
+            until = time.monotonic() + 60
+            while "waiting for another process" not in caplog.text and time.monotonic() < until:
+                time.sleep(0.01)
+            assert compiled() == ""
+            holder.kill()
+            waiting.join(60)
+            assert not waiting.is_alive()
+        finally:
+            holder.kill()
+            if end == "fork":
+                os.kill(int(child), 9)
+    assert "thunder_moe: waiting for another process, which compiles the CPU kernels" in caplog.text
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "x"
+
+
+def test_without_locks_each_process_compiles(compiled, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "x"
+
+
+def test_without_a_folder_for_the_cache_the_kernels_run(compiled, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "library.so"))
+    with pytest.warns(UserWarning, match="cannot be cached in .*library.so.*set XDG_CACHE_HOME"):
+        assert cpu.unavailable_reason() is None
+    assert compiled() == "x"
+
+
+def test_without_a_folder_for_temporary_files_a_cached_library_is_loaded(compiled, tmp_path, monkeypatch):
+    assert cpu.unavailable_reason() is None
+    forget_library()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "x"

@@ -14,10 +14,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import cubin_cache, linear, low_rank, nvrtc, router, training, wgrad
+from thunder_moe.kernels.cuda import linear, low_rank, nvrtc, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -131,7 +132,7 @@ OTHERS = {
 @pytest.fixture
 def kept(monkeypatch):
     """Machine code is cached apart from the user's, for the next run of the tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cubin_cache.folder() / "tests"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(code_cache.folder() / "tests"))
 
 
 def compile_all(kernels):
@@ -304,7 +305,7 @@ def test_kernels_come_from_the_cache_and_without_one_are_compiled(tmp_path, monk
     file.write_bytes(file.read_bytes()[:-1])
     assert nvrtc.compile_files(*kernel) == first
     assert len(compiled) == 2
-    monkeypatch.setattr(cubin_cache, "_unwritable", set())
+    monkeypatch.setattr(code_cache, "_unwritable", set())
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.warns(UserWarning, match="cannot be cached"):
         assert nvrtc.compile_files(*kernel) == first

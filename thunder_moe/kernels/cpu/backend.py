@@ -1,6 +1,6 @@
 """The compiled CPU backend: grouped GEMM with packed weights, fp32/bf16/fp16 activations.
 Called through kernels/select.py with validated operands; `unavailable_reason()` says why it cannot run, if so.
-Calls src/*.cpp through ctypes, built on first use by torch.utils.cpp_extension (C++ compiler and ninja, once).
+Calls src/*.cpp through ctypes, compiled on first use by a C++ compiler and kept by kernels/code_cache.py.
 
 Shapes: activation (M, K), rows sorted by expert; weight (E, N, K); offsets int32 (E,), cumulative row ends. On the CPU.
 """
@@ -21,8 +21,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.forks import ForkLock
@@ -61,7 +64,8 @@ _HEADERS = tuple(
     _SOURCE / name
     for name in ("decode.h", "exact.h", "exp.h", "gemv.h", "numbers.h", "panels.h", "register_tiles.h", "tiles.h")
 )
-_STALE_LOCK_S = 600  # torch's builder waits forever for a lock whose owner was killed; a build takes seconds
+# Without the last flag GCC keeps branches in the loops of swiglu_combine.cpp, in case floats trap.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-trapping-math")
 
 _lock = ForkLock()
 
@@ -354,7 +358,8 @@ def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
 
 @functools.cache
 def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> Limits:
-    file = _built_file().with_name("crossover.json")
+    directory = code_cache.folder() or Path(os.devnull)  # where no file can be kept, limits are measured again
+    file = directory / f"{_key()[:32]}.crossover.json"
     seconds, kernels = functools.partial(_seconds, format=format), _kernels(dtype, onednn, format)
     try:
         return limits_for(dtype, kernels, seconds, file, _cpu_name(), "" if format is NVFP4 else format.name)
@@ -461,12 +466,17 @@ def _load_once() -> tuple[ctypes.CDLL | None, str | None]:
 def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
-    built = _built_file()
-    try:
-        return _declare(ctypes.CDLL(str(built)))  # built before: needs no compiler, and no second of ninja
-    except (OSError, AttributeError):
-        _build(built.stem, built.parent, _compiler())
-        return _declare(ctypes.CDLL(str(built)))
+    key = _key()
+    kept = code_cache.read(key)
+    if kept is not None:
+        with contextlib.suppress(OSError, AttributeError):  # of another build of this version of torch
+            return _open(kept)
+    with code_cache.one_process(key, "compiles the CPU kernels"):
+        library = code_cache.read(key)  # by the process that was waited for
+        if library is None or library == kept:
+            library = _compile(shlex.split(_compiler()))
+            code_cache.write(key, library)
+    return _open(library)
 
 
 def _compiler() -> str:
@@ -474,61 +484,70 @@ def _compiler() -> str:
 
 
 @functools.cache
-def _built_file() -> Path:
-    """Where the extension of these sources for this CPU, compiler and torch lies, or will be built."""
+def _key() -> str:
+    """A hash of everything that the library depends on: sources, flags, CPU, compiler and torch."""
     texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
-    parts = [*texts, torch.__version__, platform.machine(), _compiler(), *sorted(_cpu_flags())]
-    name = "thunder_moe_cpu_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions" / "thunder_moe"
-    return Path(root) / name / f"{name}.so"
+    parts = [*texts, *_FLAGS, torch.__version__, platform.machine(), _compiler(), *sorted(_cpu_flags())]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _build(name: str, directory: Path, compiler: str) -> None:
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        raise RuntimeError(f"no C++ compiler found: {compiler!r} is not on PATH; install g++ or clang, or set CXX")
-    from torch.utils import cpp_extension  # slow to import, and wants setuptools
-
-    openmp = ["-fopenmp"] if torch.backends.openmp.is_available() and sys.platform != "darwin" else []
-    with _ninja_on_path():
-        if not cpp_extension.is_ninja_available():
-            raise RuntimeError("ninja is missing, which builds the C++ extension: pip install ninja")
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = directory / "lock"
-        with contextlib.suppress(OSError):
-            if time.time() - lock.stat().st_mtime > _STALE_LOCK_S:
-                lock.unlink()
-        logging.getLogger("thunder_moe").info("compiling the CPU kernel into %s (a few seconds, once)", directory)
-        cpp_extension.load(
-            name=name,
-            sources=[str(source) for source in _SOURCES],
-            # Without the flag GCC keeps branches in the loops of swiglu_combine.cpp, in case floats trap.
-            extra_cflags=["-std=c++17", "-O3", "-fno-trapping-math", *_native_flag(compiler), *openmp],
-            # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds
-            extra_ldflags=[] if cpp_extension.check_compiler_is_gcc(compiler) else openmp,
-            build_directory=str(directory),
-            is_python_module=False,
-        )
-
-
-@functools.cache
-def _native_flag(compiler: str) -> tuple[str, ...]:
-    """The flag with which this compiler uses all instructions of this CPU; none where it has none."""
-    for flag in ("-march=native", "-mcpu=native"):
-        probe = [*shlex.split(compiler), flag, "-x", "c++", "-E", os.devnull]
-        if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
-            return (flag,)
-    return ()
-
-
-@contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Find the ninja that pip installed next to this Python, also when its environment is not activated."""
-    path = os.environ.get("PATH", "")
-    os.environ["PATH"] = path + os.pathsep + os.path.dirname(sys.executable)
+def _open(library: bytes) -> ctypes.CDLL:
+    """Load a library from a file of this process alone, which nobody can change or cut while its code runs."""
     try:
-        yield
-    finally:
-        os.environ["PATH"] = path
+        return _open_copy(library, None)
+    except OSError:  # the system's folder for temporary files may be full, or may not allow code to run
+        return _open_copy(library, code_cache.folder())
+
+
+def _open_copy(library: bytes, directory: Path | None) -> ctypes.CDLL:
+    with tempfile.NamedTemporaryFile(prefix="thunder_moe_cpu_", suffix=".so", dir=directory) as file:
+        file.write(library)
+        file.flush()
+        return _declare(ctypes.CDLL(file.name))
+
+
+def _compile(compiler: list[str]) -> bytes:
+    """The library, whose sources are compiled side by side.
+
+    Raises:
+        RuntimeError: there is no compiler, or it failed; the message is the compiler's.
+    """
+    if shutil.which(compiler[0]) is None:
+        raise RuntimeError(f"no C++ compiler found: {compiler[0]!r} is not on PATH; install g++ or clang, or set CXX")
+    logging.getLogger("thunder_moe").warning("thunder_moe: compiling the CPU kernels (about 20 s, once)")
+    native, is_clang = _native_flag(compiler)
+    openmp = ["-fopenmp"] if torch.backends.openmp.is_available() and sys.platform != "darwin" else []
+    root = Path(torch.__file__).parent
+    options = [*_FLAGS, *native, *openmp, "-isystem", str(root / "include")]
+    # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds.
+    libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", *(openmp if is_clang else [])]
+    with tempfile.TemporaryDirectory(prefix="thunder_moe_") as directory:
+        objects = [f"{directory}/{source.stem}.o" for source in _SOURCES]
+        commands = [
+            [*compiler, *options, "-c", str(source), "-o", made] for source, made in zip(_SOURCES, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(_run, commands):
+                pass
+        library = Path(directory, "thunder_moe_cpu.so")
+        _run([*compiler, "-shared", *objects, *libraries, "-o", str(library)])
+        return library.read_bytes()
+
+
+def _run(command: list[str]) -> None:
+    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    if run.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed with status {run.returncode}:\n{run.stderr}")
+
+
+def _native_flag(compiler: list[str]) -> tuple[list[str], bool]:
+    """(the flag with which a compiler uses all instructions of this CPU, if it has one; whether it is a clang)."""
+    for flag in ("-march=native", "-mcpu=native"):
+        probe = [*compiler, flag, "-x", "c++", "-dM", "-E", os.devnull]
+        run = subprocess.run(probe, capture_output=True, text=True, errors="replace", check=False)
+        if run.returncode == 0:
+            return [flag], "__clang__" in run.stdout
+    return [], False
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -1,5 +1,5 @@
 """Compiles CUDA C++ at run time and loads it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
-Called by kernels/cuda/launch.py; calls cuda.bindings and kernels/cuda/cubin_cache.py, which keeps cubins on disk.
+Called by kernels/cuda/launch.py; calls cuda.bindings and kernels/code_cache.py, which keeps cubins on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from thunder_moe.kernels.cuda import cubin_cache
+from thunder_moe.kernels import code_cache
 
 __all__ = [
     "Kernel",
@@ -217,12 +217,12 @@ def compile_cubin(source: str, expression: str, architecture: str) -> tuple[byte
 
     version = _check(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\0".join([source, expression, architecture, *_OPTIONS, str(version)]).encode()).hexdigest()
-    kept = cubin_cache.read(key)
+    kept = code_cache.read(key)
     if kept is None:
         logging.getLogger("thunder_moe").info("compiling %s for %s (a second or two, once)", expression, architecture)
         name, cubin = _compile(source, expression, architecture)
         kept = name + b"\0" + cubin
-        cubin_cache.write(key, kept)
+        code_cache.write(key, kept)
     name, _, cubin = kept.partition(b"\0")
     return cubin, name.decode()
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from thunder_moe.kernels.cuda import cubin_cache
+from thunder_moe.kernels import code_cache
 
 KEY = "0123456789abcdef" * 4
 CONTENT = b"name\0" + bytes(range(256)) * 100
@@ -16,19 +16,19 @@ CONTENT = b"name\0" + bytes(range(256)) * 100
 def kept(tmp_path, monkeypatch):
     """The file of KEY, with CONTENT."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cubin_cache.read(KEY) is None
-    cubin_cache.write(KEY, CONTENT)
+    assert code_cache.read(KEY) is None
+    code_cache.write(KEY, CONTENT)
     (file,) = (tmp_path / "thunder_moe").iterdir()
-    assert cubin_cache.read(KEY) == CONTENT
+    assert code_cache.read(KEY) == CONTENT
     return file
 
 
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 40, -1])
 def test_a_truncated_file_is_none_and_is_written_anew(kept, size):
     kept.write_bytes(kept.read_bytes()[:size])
-    assert cubin_cache.read(KEY) is None
-    cubin_cache.write(KEY, CONTENT)
-    assert cubin_cache.read(KEY) == CONTENT
+    assert code_cache.read(KEY) is None
+    code_cache.write(KEY, CONTENT)
+    assert code_cache.read(KEY) == CONTENT
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 40, -1])
@@ -36,35 +36,35 @@ def test_a_changed_byte_is_noticed(kept, at):
     content = bytearray(kept.read_bytes())
     content[at] ^= 1
     kept.write_bytes(content)
-    assert cubin_cache.read(KEY) is None
+    assert code_cache.read(KEY) is None
 
 
 def test_a_file_belongs_to_its_key(kept):
     other = KEY[::-1]
-    kept.rename(kept.with_name(f"{other[:32]}.cubin"))
-    assert cubin_cache.read(other) is None
+    kept.rename(kept.with_name(f"{other[:32]}.code"))
+    assert code_cache.read(other) is None
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
 def test_only_files_of_this_user_are_used(kept, monkeypatch):
     for mode in (0o620, 0o602):
         kept.chmod(mode)
-        assert cubin_cache.read(KEY) is None
+        assert code_cache.read(KEY) is None
     kept.chmod(0o644)
-    assert cubin_cache.read(KEY) == CONTENT
+    assert code_cache.read(KEY) == CONTENT
     monkeypatch.setattr(os, "getuid", lambda: os.stat(kept).st_uid + 1)
-    assert cubin_cache.read(KEY) is None
+    assert code_cache.read(KEY) is None
 
 
 def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot be cached in .*file.*set XDG_CACHE_HOME"):
-        cubin_cache.write(KEY, CONTENT)
+        code_cache.write(KEY, CONTENT)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cubin_cache.write(KEY, CONTENT)
-    assert cubin_cache.read(KEY) is None
+        code_cache.write(KEY, CONTENT)
+    assert code_cache.read(KEY) is None
 
 
 def test_nothing_is_left_of_a_write_that_fails(kept, monkeypatch):
@@ -73,9 +73,9 @@ def test_nothing_is_left_of_a_write_that_fails(kept, monkeypatch):
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.warns(UserWarning, match="no space left"):
-        cubin_cache.write(KEY, CONTENT[::-1])
+        code_cache.write(KEY, CONTENT[::-1])
     assert list(kept.parent.iterdir()) == [kept]
-    assert cubin_cache.read(KEY) == CONTENT
+    assert code_cache.read(KEY) == CONTENT
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch):
@@ -83,9 +83,11 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cubin_cache.Path, "home", nowhere)
-    cubin_cache.write(KEY, CONTENT)
-    assert cubin_cache.read(KEY) is None
+    monkeypatch.setattr(code_cache.Path, "home", nowhere)
+    monkeypatch.setattr(code_cache, "_unwritable", set())
+    with pytest.warns(UserWarning, match="no home directory.*set XDG_CACHE_HOME"):
+        code_cache.write(KEY, CONTENT)
+    assert code_cache.read(KEY) is None
 
 
 def test_writers_at_once_leave_whole_files(tmp_path, monkeypatch):
@@ -95,8 +97,8 @@ def test_writers_at_once_leave_whole_files(tmp_path, monkeypatch):
     def write():
         try:
             for _ in range(30):
-                cubin_cache.write(KEY, content)
-                found.append(cubin_cache.read(KEY))
+                code_cache.write(KEY, content)
+                found.append(code_cache.read(KEY))
         except BaseException as error:
             errors.append(error)
 

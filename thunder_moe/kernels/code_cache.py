@@ -1,0 +1,134 @@
+"""Caches the machine code of compiled kernels on disk, in ~/.cache/thunder_moe (or $XDG_CACHE_HOME/thunder_moe).
+Called by kernels/cuda/nvrtc.py and kernels/cpu/backend.py; calls the standard library alone.
+
+The code runs with the rights of the process that loads it. So a file is used only if it belongs to this user, nobody
+else may write it, and its checksum is right; any other is reported and written again. Callers get the bytes that were
+checked, not the file, which another process may change. Writes are atomic, also when several processes write the same
+file. Where no folder can be written, each process compiles its own kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["folder", "one_process", "read", "write"]
+
+_DIGEST_BYTES = 32
+_LOGGER = logging.getLogger("thunder_moe")
+_unwritable: set[Path | None] = set()  # folders that this process has warned of
+
+
+def folder() -> Path | None:
+    """The folder of the cache; None where there is no home directory."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "thunder_moe"
+    try:
+        return Path.home() / ".cache" / "thunder_moe"
+    except RuntimeError:
+        return None
+
+
+def read(key: str) -> bytes | None:
+    """Return the content that `write` has stored under a key, or None; log a warning of a file that cannot be trusted.
+
+    Args:
+        key: a hash of everything that the content depends on, in hexadecimal.
+    """
+    place = folder()
+    if place is None:
+        return None
+    path = _file(place, key)
+    try:
+        with open(path, "rb") as file:
+            is_ours = _is_ours_alone(os.fstat(file.fileno()))
+            digest, content = file.read(_DIGEST_BYTES), file.read()
+    except OSError:
+        return None
+    if not is_ours:
+        reason = "another user owns it or may write it"
+    elif digest != _digest(key, content):
+        reason = "it is damaged"
+    else:
+        return content
+    _LOGGER.warning("thunder_moe: the compiled kernels in %s are not used, they are compiled again: %s", path, reason)
+    return None
+
+
+def write(key: str, content: bytes) -> None:
+    """Store `content` under a key; where that fails, warn once per folder and store nothing."""
+    place = folder()
+    try:
+        if place is None:
+            raise OSError("there is no home directory")
+        place.mkdir(parents=True, exist_ok=True)
+        handle, part = tempfile.mkstemp(prefix=f"{key[:32]}.", suffix=".part", dir=place)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(_digest(key, content) + content)
+            os.replace(part, _file(place, key))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        if place not in _unwritable:
+            _unwritable.add(place)
+            warnings.warn(
+                f"thunder_moe: compiled kernels cannot be cached in {place} ({error}), every process compiles its own"
+                " (a second or two for each CUDA kernel, about 20 s for those of a CPU); set XDG_CACHE_HOME to a"
+                " writable directory",
+                stacklevel=2,
+            )
+
+
+@contextlib.contextmanager
+def one_process(key: str, work: str) -> Iterator[None]:
+    """Hold the lock of a key, so that other processes wait instead of doing the same work.
+
+    The system drops the lock when its holder ends, also when that is killed, and a forked process does not inherit it.
+    Where the folder cannot be written or has no locks, as on some network file systems, processes do not wait: each
+    does the work itself, which is safe, since `write` is atomic. Threads of one process need a lock of their own.
+
+    Args:
+        key: as in `read`.
+        work: completes the line "waiting for another process, which ...", logged before the process waits.
+    """
+    place = folder()
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl  # POSIX alone
+
+            if place is None:
+                raise OSError
+            place.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(_file(place, key).with_suffix(".lock"), "w"))
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by the system: it is held
+                _LOGGER.warning("thunder_moe: waiting for another process, which %s (it locks %s)", work, file.name)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _file(place: Path, key: str) -> Path:
+    return place / f"{key[:32]}.code"
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()
+
+
+def _is_ours_alone(status: os.stat_result) -> bool:
+    """True if a file belongs to this user, who alone may write it (POSIX; elsewhere the folder's permissions count)."""
+    if not hasattr(os, "getuid"):
+        return True
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
