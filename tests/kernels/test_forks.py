@@ -63,6 +63,46 @@ if child == 0:
     os._exit(0)
 print(os.waitstatus_to_exitcode(status) == 0 and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0)
 """
+SWAPS = """
+linear, rows = NVFP4Linear(quantize(torch.randn(1, 64, 64))), torch.randn(4, 64)
+weights = [quantize(torch.randn(1, 64, 64)) for _ in range(2)]
+results = []
+with torch.no_grad():
+    for weight in weights:
+        linear.set_weight(weight)
+        results.append(linear(rows))
+stop = threading.Event()
+def swap():
+    while not stop.is_set():
+        for weight in weights:
+            linear.set_weight(weight)
+sys.setswitchinterval(1e-5)
+thread, good = threading.Thread(target=swap), True
+thread.start()
+for _ in range(50):
+    child = os.fork()
+    if child == 0:
+        with torch.no_grad():
+            os._exit(0 if any(torch.equal(linear(rows), result) for result in results) else 1)
+    good = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and good
+stop.set()
+thread.join()
+print(good)
+"""
+IMPORTS = """
+import os, sys, threading, torch
+from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.nn.linear import NVFP4Linear
+torch.set_num_threads(1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_forked_while_a_thread_replaces_a_weight_has_one_of_the_two():
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORTS + SWAPS], capture_output=True, text=True, timeout=600
+    )
+    assert run.stdout.split() == ["True"], run.stderr
 
 
 def test_forked_processes():

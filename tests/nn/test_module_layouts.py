@@ -5,7 +5,13 @@ what is loaded. Called by pytest; judged by the same model in layout "linear".
 
 import copy
 import io
+import itertools
+import pickle
+import sys
+import threading
+import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -24,6 +30,7 @@ from thunder_moe import (
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import slow_paths
 from thunder_moe.nn import MODULE_LAYOUTS
+from thunder_moe.nn.linear import NVFP4Linear
 
 BF16 = torch.bfloat16
 OTHERS = [layout for layout in MODULE_LAYOUTS if layout != "linear"]
@@ -56,8 +63,8 @@ def layouts(model):
 
 
 @torch.no_grad()
-def run(model, x=X):
-    return model(x)
+def run(model, *inputs):
+    return model(*(inputs or (X,)))
 
 
 # ---- who holds the tensors
@@ -371,7 +378,101 @@ def test_what_a_subclass_adds_is_moved_with_it():
     linear.half()
     assert linear.lora_A.dtype == linear.extra.dtype == torch.float16
     assert linear.scale.dtype == torch.float8_e4m3fn
-    assert [name for name, _ in linear.named_buffers()][-1] == "global_scale"
+    assert [name for name, _ in linear.named_buffers()] == ["qdata", "scale", "global_scale", "extra"]
+
+
+# ---- threads, and whose memory lives
+
+
+ROWS = torch.linspace(-3, 3, 8 * 128).sin().view(8, 128).to(BF16)
+INPUTS = {NVFP4GroupedLinear: (ROWS, torch.tensor([3, 8], dtype=torch.int32)), NVFP4Linear: (ROWS,)}
+CHANGES = {
+    "layout": lambda linear, weight, turn: to_layout_(linear, MODULE_LAYOUTS[turn % 2]),
+    "weight": lambda linear, weight, turn: linear.set_weight(weight.to_layout(MODULE_LAYOUTS[turn // 2 % 2])),
+    "dtype": lambda linear, weight, turn: linear.to((BF16, torch.float16)[turn % 2]),
+}
+
+
+def packed(kind, seed=0):
+    torch.manual_seed(seed)
+    return quantize(torch.randn(1 if kind is NVFP4Linear else 2, 128, 128))
+
+
+@pytest.fixture
+def fine_grained_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+def test_a_forward_beside_a_change_reads_the_old_or_the_new_weight(kind, change, fine_grained_threads):
+    """With buffers that were read one by one, one forward of six was wrong or failed."""
+    weights = [packed(kind, seed) for seed in (0, 1)]
+    expected = [run(kind(weight), *INPUTS[kind]) for weight in weights]
+    linear, found, stop = kind(packed(kind)), [], time.monotonic() + 0.4
+
+    def forward():
+        while time.monotonic() < stop:
+            try:
+                found.append(run(linear, *INPUTS[kind]))
+            except Exception as error:
+                found.append(error)
+
+    threads = [threading.Thread(target=forward) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in itertools.count():
+        change(linear, weights[turn % 2], turn)
+        if time.monotonic() > stop:
+            break
+    for thread in threads:
+        thread.join()
+    assert [error for error in found if isinstance(error, Exception)] == []
+    assert all(any(torch.equal(result, right) for right in expected) for result in found)
+    assert torch.equal(run(linear, *INPUTS[kind]), run(kind(linear.packed_weight), *INPUTS[kind]))
+
+
+def replace_buffers(linear):
+    """As accelerate does when it moves a module's weights away."""
+    for name, buffer in list(linear.named_buffers()):
+        linear._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+RELEASES = {
+    "set_weight": lambda linear, tied: linear.set_weight(packed(type(linear), 1)),
+    "to another layout": lambda linear, tied: to_layout_(linear, "tiled_64x64"),
+    "to meta": lambda linear, tied: nn.ModuleList([linear, tied]).to("meta"),
+    "replaced": lambda linear, tied: (replace_buffers(linear), replace_buffers(tied)),
+}
+
+
+@pytest.mark.parametrize("release", RELEASES.values(), ids=RELEASES)
+@pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+def test_the_memory_of_a_weight_that_was_replaced_is_free(kind, release):
+    weight = packed(kind)
+    array = weight.qdata.numpy().copy()  # lives while a tensor has its memory
+    weight = NVFP4Weight(torch.from_numpy(array), weight.scale, weight.global_scale)
+    linear, tied, memory = kind(weight), kind(weight), weakref.ref(array)
+    for module in (linear, tied):
+        run(module, *INPUTS[kind])
+    del weight, array
+    release(linear, tied)
+    assert memory() is None
+
+
+@pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+def test_a_forward_leaves_nothing_in_pickles_and_copies(kind):
+    linear = kind(packed(kind))
+    before = pickle.dumps(linear)
+    expected = run(linear, *INPUTS[kind])
+    assert pickle.dumps(linear) == before
+    other = copy.deepcopy(linear)
+    other.set_weight(packed(kind, 1))
+    assert torch.equal(run(linear, *INPUTS[kind]), expected)
+    assert not torch.equal(run(other, *INPUTS[kind]), expected)
 
 
 # ---- and back to 16 bits

@@ -34,7 +34,6 @@ __all__ = [
     "find_layout",
     "layout_fits",
     "layout_of_blocks",
-    "layout_of_rank",
     "layouts_of",
     "module_layouts",
     "preferred_on",
@@ -191,19 +190,6 @@ def block_shapes(
         raise ValueError(f"layout: got {layout!r}, wanted one of {module_layouts(format)}, which modules keep")
     codes = block_shape(experts, n, k)
     return codes, (*codes[:-1], codes[-1] // format.bytes_of_scale)
-
-
-def layout_of_rank(rank: int, format: BlockFormat = NVFP4) -> str:
-    """The layout of codes (experts, ...) that have the shape of `block_shapes`, by their rank alone.
-
-    Raises:
-        ValueError: no layout has codes of this rank.
-    """
-    layout = _BY_RANK.get((format.name, rank))
-    if layout is None:
-        ranks = tuple(known for name, known in _BY_RANK if name == format.name)
-        raise ValueError(f"qdata: got {rank} dimensions, wanted one of {ranks}")
-    return layout
 
 
 def layout_of_blocks(qdata: Tensor, scale: Tensor, format: BlockFormat = NVFP4) -> str:

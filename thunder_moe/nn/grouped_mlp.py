@@ -23,7 +23,6 @@ from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced
 from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32, name_of_container
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
-from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import name_in
 
 __all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
@@ -193,9 +192,9 @@ class NVFP4GroupedMLP(nn.Module):
         early = None if by_operators else scales  # the factors that the rows of the down projection have already
         fusible = form is not None and form.kind == "swiglu" and form.interleave is None
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
-            weight, glu = gate_up.packed_weight, form.glu
+            (weight, tensors), glu = gate_up.read(), form.glu
             rows = getattr(ops, name_in("f16a_nvfp4weight_grouped_swiglu", weight.format))(
-                x, *operands(weight), ends, None, None, gate_up.local_bias,
+                x, *tensors, ends, None, None, gate_up.local_bias,
                 layout=weight.layout, alpha=glu.alpha, limit=glu.limit, up_shift=glu.up_shift,
             )  # fmt: skip
             rows = rows if early is None else ops.grouped_bias(rows, ends, None, None, early)
@@ -205,9 +204,9 @@ class NVFP4GroupedMLP(nn.Module):
             rows = self.activation(gate_up(x, ends), early)
         out: Tensor
         if by_operators:
-            weight = self.down_proj.packed_weight
+            weight, tensors = self.down_proj.read()
             grouped_mm = getattr(ops, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
-            out = grouped_mm(rows, *operands(weight), ends, layout=weight.layout)
+            out = grouped_mm(rows, *tensors, ends, layout=weight.layout)
             out = ops.grouped_bias(out, ends, self.down_proj.local_bias, None, scales)
         else:
             out = down(rows, ends, scales) if self.down_proj.bias is not None else down(rows, ends)

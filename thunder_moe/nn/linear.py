@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
-from thunder_moe.formats.layouts import LINEAR, layout_of_rank
+from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import bound_kernels, chosen_backend, lay_out, quantize
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.snapshot import Snapshot
 from thunder_moe.ops import scaled_mm
 from thunder_moe.ops.operator import is_bare, name_in
 
@@ -114,29 +115,20 @@ class NVFP4Linear(NVFP4Module):
     def _weight_shape(self) -> tuple[int, int, int]:
         return 1, self.out_features, self.in_features
 
+    def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
+        return scaled_mm.dense_operands(weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
         out: Tensor
-        if torch.compiler.is_compiling():
-            weight = self.packed_weight
-            mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
-            out = mm(x, *scaled_mm.dense_operands(weight), self.bias, layout=weight.layout)
-            return out
         bare = is_bare(x) and bound_kernels(x.device, self.format_name) is not None
         if bare:
             done = self._run_bound(x)
             if done is not None:
                 return done
-        format = BLOCK_FORMATS[self.format_name]
-        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
-        # The same without the weight (1, N, K), whose views would cost 5 us a call.
-        qdata, scale, layout = self.qdata, self.scale, LINEAR
-        if qdata.ndim > 2:
-            layout = layout_of_rank(qdata.ndim + 1, format)
-            qdata = qdata.view(self.out_features, self.in_features // format.codes_per_byte)
-            scale = scale.view(self.out_features, self.in_features // format.block_size)
-        others = (self.global_scale,) if len(format.fields) > 2 else ()
-        out = mm(x, qdata.t(), scale, *others, self.bias, layout=layout)
+        weight, tensors = self.read()
+        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
+        out = mm(x, *tensors, self.bias, layout=weight.layout)
         if bare:
             self._bind(x)
         return out
@@ -146,59 +138,53 @@ class NVFP4Linear(NVFP4Module):
         if self._bound is None or self._bound.kernels is None:
             return None
         state, kernel = self._bound.kernels
-        if kernel is None or state != self._state():
+        if kernel is None:
+            return None
+        snapshot = self.snapshot()  # keeps the memory alive until the launch
+        if state != self._state(snapshot):
             return None
         out: Tensor | None = kernel(x)
         return out
 
     def _bind(self, x: Tensor) -> None:
         """Binds the kernel for rows like these, for which the operator has just run, to the weight."""
-        served, state = bound_kernels(x.device, self.format_name), self._state()
-        if served is None or state is None:
+        served, snapshot = bound_kernels(x.device, self.format_name), self.snapshot()
+        state = self._state(snapshot)
+        if served is None or snapshot is None or state is None:
             return
         bound = self._bound
         if bound is None:
             bound = self._bound = Bound()
         known, kernel = bound.kernels or (None, None)
         if known != state:
-            kernel = served.bind_linear(self.packed_weight, self.bias)
+            kernel = served.bind_linear(snapshot.weight, self.bias)
             bound.kernels = state, kernel
         if kernel is not None:
             kernel.learn(x)
 
-    def _state(self) -> tuple[Any, ...] | None:
+    def _state(self, snapshot: Snapshot | None) -> tuple[Any, ...] | None:
         """What a replacement of a tensor changes; None for tensors that are computed at each access (parametrized).
 
-        It takes the addresses and not the tensors: those of before are not to be kept alive.
+        It refers to the weight weakly: the memory of an earlier one is not to be kept alive.
         """
-        buffers: Any = self._buffers
-        try:
-            tensors = buffers["qdata"], buffers["scale"], buffers["global_scale"]
-            bias = self._parameters["bias"]
-        except KeyError:
+        if snapshot is None or "bias" not in self._parameters:
             return None
-        qdata, scale, global_scale = tensors
-        of_bias = None if bias is None else (bias.data_ptr(), bias.dtype)
-        of_global = None if global_scale is None else (global_scale.data_ptr(), global_scale.ndim)
-        return qdata.data_ptr(), qdata.ndim, scale.data_ptr(), of_global, of_bias
+        bias = self._parameters["bias"]
+        return snapshot.identity, None if bias is None else (bias.data_ptr(), bias.dtype)
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
-        qdata, scale, layout, format = self.qdata, self.scale, self.layout, BLOCK_FORMATS[self.format_name]
+        weight, (codes, scale, *others) = self.read()
         bias: Tensor | None = self.bias
-        tile = self.out_features // qdata.shape[0]  # rows of a block of the layout
+        tile = self.out_features // block_shapes(*weight.shape, weight.layout, weight.format)[0][1]  # rows of a block
         if begin % tile or size % tile:
             whole: Tensor = self(x)
             return whole[..., begin : begin + size]
-        first, count, width = begin // tile, size // tile, self.in_features // format.codes_per_byte
-        codes = qdata.narrow(0, first, count).view(size, width).t()
-        tensors = [codes, scale.narrow(0, first, count).view(size, width // format.bytes_of_scale)]
-        if len(format.fields) > 2:
-            of_rows = self.global_scale
-            tensors.append(of_rows if of_rows.ndim == 0 else of_rows.narrow(0, begin, size))
         bias = None if bias is None else bias.narrow(0, begin, size)
-        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", format))
-        out: Tensor = mm(x, *tensors, bias, layout=layout)
+        others = [each if each.ndim == 0 else each.narrow(0, begin, size) for each in others]
+        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
+        tensors = codes.narrow(1, begin, size), scale.narrow(0, begin, size), *others
+        out: Tensor = mm(x, *tensors, bias, layout=weight.layout)
         return out
 
     def to_linears(self) -> list[nn.Linear]:

@@ -1,6 +1,6 @@
 """`NVFP4Module`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
 casts and moves.
-Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best.
+Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot.
 
 Legend: E experts, N out_features, K in_features.
 """
@@ -8,9 +8,11 @@ Legend: E experts, N out_features, K in_features.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -25,8 +27,13 @@ from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
+from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, drop_snapshots, replacing
+from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import is_eager
 
 __all__ = ["NVFP4Module"]
+
+_buffers_of_weight = itemgetter(*NVFP4.fields)  # one call of C: other threads see all before or all after it
 
 
 class NVFP4Module(nn.Module):
@@ -67,6 +74,7 @@ class NVFP4Module(nn.Module):
     # experts, 1 of out_features, 2 of in_features.
     process_part: tuple[int, int, int] | None = None
     _of_experts = True  # whether the buffers have the dimension of experts
+    _place: SnapshotPlace | None = None
 
     def __init__(
         self,
@@ -152,13 +160,62 @@ class NVFP4Module(nn.Module):
     @property
     def packed_weight(self) -> PackedWeight:
         """The weight (E, N, K) in its number format, which shares the buffers' memory."""
+        return self._weight_of(tuple([getattr(self, field) for field in self._fields]))
+
+    def read(self) -> tuple[PackedWeight, tuple[Tensor, ...]]:
+        """Return the weight and its tensors as the module's operator takes them, for one forward.
+
+        In eager code they are a snapshot: `set_weight`, `to_layout_` and ``.to`` of other threads do not change them.
+        """
+        snapshot = self.snapshot() if is_eager() else None
+        if snapshot is not None:
+            return snapshot.weight, snapshot.operands
+        weight = self.packed_weight
+        return weight, self._operands(weight)
+
+    def snapshot(self) -> Snapshot | None:
+        """The snapshot of the weight as it is; None of buffers without an address. For eager code alone."""
         buffers: Any = self._buffers
-        format = BLOCK_FORMATS[self.format_name]
-        tensors: tuple[Tensor, ...]
         try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
-            tensors = tuple([buffers[field] for field in format.fields])
+            qdata, scale, global_scale = _buffers_of_weight(buffers)
         except KeyError:  # parametrized
-            tensors = tuple([getattr(self, field) for field in format.fields])
+            return None
+        if type(qdata) is not Tensor:
+            return None
+        place = self._place
+        if place is not None:
+            latest, of_global = place.latest, None if global_scale is None else global_scale.data_ptr()
+            if (
+                latest is not None
+                and latest.references[0]() is qdata
+                and latest.addresses == (qdata.data_ptr(), scale.data_ptr(), of_global)
+            ):
+                return latest
+        return self._take_snapshot()
+
+    def _take_snapshot(self) -> Snapshot | None:
+        with replacing:
+            place = self._place
+            if place is None:
+                place = self._place = SnapshotPlace()
+            buffers = _buffers_of_weight(self._buffers)
+            addresses = tuple([None if buffer is None else buffer.data_ptr() for buffer in buffers])
+            if 0 in addresses:  # on "meta"
+                return None
+            tensors = [buffer for buffer in buffers if buffer is not None]
+            weight = self._weight_of(tuple([tensor.detach() for tensor in tensors]))
+            references = tuple([Reference(tensor, place) for tensor in tensors])
+            snapshot = Snapshot(addresses, weight, self._operands(weight), weakref.ref(weight), references)
+            place.latest = snapshot
+            return snapshot
+
+    def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
+        """The tensors of a weight as the operators of the module take them."""
+        return operands(weight)
+
+    def _weight_of(self, tensors: tuple[Tensor, ...]) -> PackedWeight:
+        """The weight (E, N, K) of tensors that are shaped as the buffers."""
+        format = BLOCK_FORMATS[self.format_name]
         qdata, scale, *others = tensors if self._of_experts else self._grouped(*tensors)
         layout = layout_of_blocks(qdata, scale, format)
         if torch.compiler.is_compiling():
@@ -193,8 +250,7 @@ class NVFP4Module(nn.Module):
                 f"weight: got shape {weight.shape} in layout {weight.layout!r}, wanted {shape} in one of {layouts}"
             )
         self._layout_to_be = None
-        for field, tensor in zip(self._fields, self._own(weight), strict=True):
-            buffer = self._replace(field, tensor)
+        for buffer in self._replace(dict(zip(self._fields, self._own(weight), strict=True))):
             if not buffer.is_inference():
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
@@ -286,7 +342,7 @@ class NVFP4Module(nn.Module):
             if assign and field in given:
                 self._buffers[field] = tensor
             elif tensor.shape != own[field].shape:
-                self._replace(field, tensor)
+                self._replace({field: tensor})
             elif tensor is not own[field]:  # also codes of which only the scales are loaded: "tiled_64x64" clears some
                 own[field].copy_(tensor)
         whole = len({getattr(self, field).device for field in fields}) == 1 and (
@@ -297,13 +353,10 @@ class NVFP4Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Module:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
-        before = self.qdata.device
-        own = {field: self._buffers.pop(field) for field in self._fields}
-        try:
-            parent: Any = super()
-            parent._apply(fn, recurse)  # other tensors of a subclass
-        finally:
-            self._buffers.update(own)
+        before, moved_to = self.qdata.device, {}
+        own = [id(getattr(self, field)) for field in self._fields]
+        parent: Any = super()
+        parent._apply(lambda tensor: tensor if id(tensor) in own else fn(tensor), recurse)  # others of a subclass
         for field in self._fields:
             buffer = getattr(self, field).data
             bits = (
@@ -311,21 +364,31 @@ class NVFP4Module(nn.Module):
             )  # 8-bit floats: most casts spare integers
             moved = fn(bits)
             moved = moved if moved.dtype == bits.dtype else bits.to(moved.device)
-            self._replace(field, moved.view(buffer.dtype))
+            moved_to[field] = moved.view(buffer.dtype)
+        self._replace(moved_to)
         empty = partial(torch.empty, 0, device=self.qdata.device)
         self.weight_dtypes = tuple(fn(empty(dtype=dtype)).dtype for dtype in self.weight_dtypes)
         self._fit_device(before)
         return self
 
-    def _replace(self, field: str, tensor: Tensor) -> Tensor:
-        buffer: Tensor = getattr(self, field)
-        if buffer.shape != tensor.shape:
-            self._relaid += 1
-        if torch._has_compatible_shallow_copy_type(buffer, tensor):
-            buffer.data = tensor
-            return buffer
-        self._buffers[field] = tensor  # between a real device and "meta"; nn.Module breaks ties there too
-        return tensor
+    def _replace(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """Give buffers the memory of tensors, by name, all at once for `read` of other threads; return the buffers."""
+        replaced = []
+        with replacing:
+            for field, tensor in tensors.items():
+                buffer: Tensor = getattr(self, field)
+                drop_snapshots(buffer)
+                if buffer.shape != tensor.shape:
+                    self._relaid += 1
+                if torch._has_compatible_shallow_copy_type(buffer, tensor):
+                    buffer.data = tensor
+                else:  # between a real device and "meta"; nn.Module breaks ties there too
+                    self._buffers[field] = buffer = tensor
+                replaced.append(buffer)
+        return replaced
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_place"}
 
     def _fit_device(self, before: torch.device) -> None:
         """Converts the weights to the layout of the device that they were moved to; with a fixed layout that is slow

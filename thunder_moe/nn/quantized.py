@@ -20,7 +20,6 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
-from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import name_in
 
 __all__ = [
@@ -89,9 +88,9 @@ class NVFP4GroupedLinear(NVFP4Module):
         Raises:
             ValueError: as the operator; bias_scale without a bias.
         """
-        weight, offsets, x = self.packed_weight, int32(offsets), autocast_rows(x)
+        (weight, tensors), offsets, x = self.read(), int32(offsets), autocast_rows(x)
         grouped_mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
-        out: Tensor = grouped_mm(x, *operands(weight), offsets, layout=weight.layout)
+        out: Tensor = grouped_mm(x, *tensors, offsets, layout=weight.layout)
         if self.bias is not None:
             out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.local_bias, bias_scale)
         elif bias_scale is not None:
@@ -115,8 +114,7 @@ class NVFP4GroupedLinear(NVFP4Module):
             )
         if layout != LINEAR and self.qdata.ndim == 3:
             weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
-            for field, tensor in zip(("qdata", "scale", "global_scale"), weight.blocks, strict=True):
-                self._replace(field, tensor)
+            self._replace(dict(zip(("qdata", "scale", "global_scale"), weight.blocks, strict=True)))
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
@@ -146,9 +144,9 @@ class NVFP4GroupedSwiGLU(nn.Module):
             gate, up = self.gate_up_proj(x, offsets).chunk(2, -1)
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
-        gate_up, x, offsets = self.gate_up_proj.packed_weight, autocast_rows(x), int32(offsets)
+        (gate_up, tensors), x, offsets = self.gate_up_proj.read(), autocast_rows(x), int32(offsets)
         swiglu = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_grouped_swiglu", gate_up.format))
-        out = self.down_proj(swiglu(x, *operands(gate_up), offsets, layout=gate_up.layout), offsets)
+        out = self.down_proj(swiglu(x, *tensors, offsets, layout=gate_up.layout), offsets)
         return out
 
 
@@ -180,4 +178,4 @@ def weights_to_fuse(experts: nn.Module) -> tuple[PackedWeight, PackedWeight] | N
         return None
     if gate_up.format_name != down.format_name:
         return None
-    return gate_up.packed_weight, down.packed_weight
+    return gate_up.read()[0], down.read()[0]

@@ -322,6 +322,12 @@ def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
     return plain
 
 
+def is_eager() -> bool:
+    """True if no compiler, tracer, dispatch mode or transform of torch.func sees what is called. (False under Thunder,
+    by a lookaside of compilers.thunder.executor.)"""
+    return not torch.compiler.is_compiling() and _dispatch_modes() == 0 and _transform() is None and _tracing() is None
+
+
 def is_bare(tensor: Tensor) -> bool:
     """Whether a call with a tensor has nothing to dispatch but a kernel: eager, no gradients, modes or transforms.
 

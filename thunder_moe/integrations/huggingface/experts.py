@@ -37,6 +37,7 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
+from thunder_moe.nn.snapshot import Snapshot
 from thunder_moe.ops.operator import is_bare
 from thunder_moe.replaceable import has_own_forward
 
@@ -163,7 +164,8 @@ class NVFP4Experts(nn.Module):
         bare = bare and calls_only_its_class(first, NVFP4GroupedLinear)
         bare = bare and calls_only_its_class(second, NVFP4GroupedLinear)
         if bare:
-            kernels = self._kernels(first, second)
+            snapshots = first.snapshot(), second.snapshot()  # they keep the memory alive until the launch
+            kernels = self._kernels(*snapshots)
             done: Tensor | None = None if kernels is None else kernels(*inputs, order)
             if done is not None:
                 return done
@@ -179,7 +181,7 @@ class NVFP4Experts(nn.Module):
             self._bind(inputs, weights)
         return out
 
-    def _kernels(self, first: Any, second: Any) -> Any:
+    def _kernels(self, first: Snapshot | None, second: Snapshot | None) -> Any:
         """The kernels that are bound to the weights as they are."""
         if self._bound is None or (known := self._bound.kernels) is None:
             return None
@@ -188,8 +190,8 @@ class NVFP4Experts(nn.Module):
 
     def _bind(self, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Any, ...]) -> None:
         """Binds the kernels of inputs of this kind, for which the operator has just run, to the weights."""
-        form, state = self.form, _state_of(self._modules["gate_up_proj"], self._modules["down_proj"], self)
-        served = bound_kernels(inputs[0].device, weights[0].format.name)
+        form, snapshots = self.form, (self.gate_up_proj.snapshot(), self.down_proj.snapshot())
+        state, served = _state_of(*snapshots, self), bound_kernels(inputs[0].device, weights[0].format.name)
         if served is None or state is None or form.swiglu is None or form.post_norm:
             return
         bound = self._bound
@@ -197,7 +199,8 @@ class NVFP4Experts(nn.Module):
             bound = self._bound = Bound()
         known, kernels = bound.kernels or (None, None)
         if known != state:
-            kernels = served.bind_experts(*weights, form.weight_on_input, form.swiglu)
+            first, second = [snapshot.weight for snapshot in snapshots if snapshot is not None]
+            kernels = served.bind_experts(first, second, *weights[2:], form.weight_on_input, form.swiglu)
             bound.kernels = state, kernels
         if kernels is not None:
             kernels.learn(*inputs)
@@ -361,22 +364,21 @@ def _order(form: ExpertsForm, first: bool) -> str:
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
-def _state_of(first: Any, second: Any, experts: nn.Module) -> tuple[Any, ...] | None:
+def _state_of(first: Snapshot | None, second: Snapshot | None, experts: nn.Module) -> tuple[Any, ...] | None:
     """What a replacement of a projection's or bias' tensor changes; None for tensors that are computed at each access.
 
-    It takes the addresses and not the tensors: those of before are not to be kept alive.
+    It refers to the weights weakly: the memory of earlier ones is not to be kept alive.
     """
-    buffers, more, parameters = first._buffers, second._buffers, experts._parameters
-    try:
-        tensors = [each[field] for each in (buffers, more) for field in NVFP4.fields]
-        bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
-    except KeyError:  # parametrized
-        return None
+    parameters = experts._parameters
+    if first is None or second is None or "gate_up_bias" not in parameters or "down_bias" not in parameters:
+        return None  # parametrized
+    bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
     return (
-        *[None if tensor is None else (tensor.data_ptr(), tensor.ndim) for tensor in tensors],
+        first.identity,
+        second.identity,
         None if bias is None else (bias.data_ptr(), bias.dtype),
         None if down_bias is None else (down_bias.data_ptr(), down_bias.dtype),
-    )  # fmt: skip
+    )
 
 
 def _weight_of(linear: Any) -> PackedWeight:
@@ -386,7 +388,7 @@ def _weight_of(linear: Any) -> PackedWeight:
         ValueError: the module has something that would have to run.
     """
     if calls_only_its_class(linear, NVFP4LoRAGroupedLinear):
-        return linear.packed_weight
+        return linear.read()[0]
     # A hook of accelerate's would only move tensors to where the experts module's own has moved them.
     hooked = (
         type(linear) in (NVFP4GroupedLinear, NVFP4LoRAGroupedLinear)
@@ -398,7 +400,7 @@ def _weight_of(linear: Any) -> PackedWeight:
             f"NVFP4Experts: a projection is a {type(linear).__name__} with hooks or a forward of its own, which would"
             " not run: experts are one operator; hook or wrap the experts module, or dequantize_ it before"
         )
-    weight: PackedWeight = linear.packed_weight
+    weight: PackedWeight = linear.read()[0]
     return weight
 
 

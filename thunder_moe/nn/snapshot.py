@@ -1,0 +1,74 @@
+"""`Snapshot`: the weight that forwards of a module read while other threads replace it, never a mixture of two weights.
+Called by nn.packed, which takes snapshots and replaces buffers; calls torch alone.
+
+A weight is several buffers, which get new memory one after the other. A snapshot has aliases of them, taken between two
+replacements, which keep their memory alive for as long as a forward uses them. It is current while the buffers have the
+addresses that the aliases have: so a forward compares addresses and takes no lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import NamedTuple
+
+from torch import Tensor
+
+from thunder_moe.formats.weight import PackedWeight
+
+__all__ = ["Reference", "Snapshot", "SnapshotPlace", "drop_snapshots", "replacing"]
+
+# Held while buffers are replaced and while a snapshot is taken. A fork waits for it: a child has no half of either.
+replacing = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=replacing.acquire, after_in_parent=replacing.release, after_in_child=replacing.release)
+
+
+class Snapshot(NamedTuple):
+    """A weight as it was between two replacements.
+
+    Attributes:
+        addresses: by which the buffers are compared with it.
+        weight: of aliases of the buffers.
+        operands: its tensors as the module's operator takes them.
+        identity: a weak reference to the weight, for those that remember it but do not keep its memory alive.
+        references: to the buffers, of which the first is of qdata.
+    """
+
+    addresses: tuple[int | None, ...]
+    weight: PackedWeight
+    operands: tuple[Tensor, ...]
+    identity: weakref.ref[PackedWeight]
+    references: tuple[Reference, ...]
+
+
+class SnapshotPlace:
+    """The place beside a module for its latest snapshot, which is replaced as a whole, since threads share it."""
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest: Snapshot | None = None
+
+
+class Reference(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference from a snapshot to a buffer: the snapshot goes with the buffer, so that its memory is free."""
+
+    __slots__ = ("place",)
+    place: SnapshotPlace
+
+    def __new__(cls, buffer: Tensor, place: SnapshotPlace) -> Reference:
+        self = super().__new__(cls, buffer, cls.drop)
+        self.place = place
+        return self
+
+    def drop(self) -> None:
+        self.place.latest = None
+
+
+def drop_snapshots(buffer: Tensor) -> None:
+    """Drop the snapshots of a buffer that gets other memory, in all modules that have the buffer."""
+    for reference in weakref.getweakrefs(buffer):
+        if isinstance(reference, Reference):
+            reference.drop()
