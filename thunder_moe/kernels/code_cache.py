@@ -37,11 +37,12 @@ def folder() -> Path | None:
         return None
 
 
-def read(key: str) -> bytes | None:
+def read(key: str, *, quiet: bool = False) -> bytes | None:
     """Return the content that `write` has stored under a key, or None; log a warning of a file that cannot be trusted.
 
     Args:
         key: a hash of everything that the content depends on, in hexadecimal.
+        quiet: whether to log nothing, as a caller that reads the file again before it compiles.
     """
     place = folder()
     if place is None:
@@ -59,7 +60,10 @@ def read(key: str) -> bytes | None:
         reason = "it is damaged"
     else:
         return content
-    _LOGGER.warning("thunder_moe: the compiled kernels in %s are not used, they are compiled again: %s", path, reason)
+    if not quiet:
+        _LOGGER.warning(
+            "thunder_moe: the compiled kernels in %s are not used, they are compiled again: %s", path, reason
+        )
     return None
 
 
@@ -82,8 +86,9 @@ def write(key: str, content: bytes) -> None:
     except OSError as error:
         if place not in _unwritable:
             _unwritable.add(place)
+            where = "" if place is None else f" in {place}"
             warnings.warn(
-                f"thunder_moe: compiled kernels cannot be cached in {place} ({error}), every process compiles its own"
+                f"thunder_moe: compiled kernels cannot be cached{where} ({error}), every process compiles its own"
                 " (a second or two for each CUDA kernel, about 20 s for those of a CPU); set XDG_CACHE_HOME to a"
                 " writable directory",
                 stacklevel=2,

@@ -467,7 +467,7 @@ def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
     key = _key()
-    kept = code_cache.read(key)
+    kept = code_cache.read(key, quiet=True)
     if kept is not None:
         with contextlib.suppress(OSError, AttributeError):  # of another build of this version of torch
             return _open(kept)
@@ -492,15 +492,14 @@ def _key() -> str:
 
 
 def _open(library: bytes) -> ctypes.CDLL:
-    """Load a library from a file of this process alone, which nobody can change or cut while its code runs."""
-    try:
-        return _open_copy(library, None)
-    except OSError:  # the system's folder for temporary files may be full, or may not allow code to run
-        return _open_copy(library, code_cache.folder())
-
-
-def _open_copy(library: bytes, directory: Path | None) -> ctypes.CDLL:
-    with tempfile.NamedTemporaryFile(prefix="thunder_moe_cpu_", suffix=".so", dir=directory) as file:
+    """Load a library from memory or a file of this process alone, which nobody can change while its code runs."""
+    if hasattr(os, "memfd_create"):  # Linux: also where disks are full, or may not hold code that runs
+        with contextlib.suppress(OSError):
+            memory = os.memfd_create("thunder_moe_cpu")  # stays open: another library would be known by its number
+            with open(memory, "wb", closefd=False) as file:
+                file.write(library)
+            return _declare(ctypes.CDLL(f"/proc/self/fd/{memory}"))
+    with tempfile.NamedTemporaryFile(prefix="thunder_moe_cpu_", suffix=".so") as file:
         file.write(library)
         file.flush()
         return _declare(ctypes.CDLL(file.name))
