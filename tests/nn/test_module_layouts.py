@@ -435,6 +435,19 @@ def test_a_forward_beside_a_change_reads_the_old_or_the_new_weight(kind, change,
     assert torch.equal(run(linear, *INPUTS[kind]), run(kind(linear.packed_weight), *INPUTS[kind]))
 
 
+@pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_load_by_swap_tensors_after_a_forward(kind, assign):
+    linear, other = kind(packed(kind)), kind(packed(kind, 1))
+    run(linear, *INPUTS[kind])
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        linear.load_state_dict(other.state_dict(), assign=assign)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(run(linear, *INPUTS[kind]), run(other, *INPUTS[kind]))
+
+
 def replace_buffers(linear):
     """As accelerate does when it moves a module's weights away."""
     for name, buffer in list(linear.named_buffers()):

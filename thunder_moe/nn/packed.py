@@ -33,7 +33,8 @@ from thunder_moe.ops.operator import is_eager
 
 __all__ = ["NVFP4Module"]
 
-_buffers_of_weight = itemgetter(*NVFP4.fields)  # one call of C: other threads see all before or all after it
+# One call of C: other threads replace all before or all after it.
+_buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
 class NVFP4Module(nn.Module):
@@ -175,9 +176,8 @@ class NVFP4Module(nn.Module):
 
     def snapshot(self) -> Snapshot | None:
         """The snapshot of the weight as it is; None of buffers without an address. For eager code alone."""
-        buffers: Any = self._buffers
         try:  # nn.Module looks for buffers everywhere else before, at half a microsecond each
-            qdata, scale, global_scale = _buffers_of_weight(buffers)
+            qdata, scale, global_scale = _buffers_of_weight(self._buffers)
         except KeyError:  # parametrized
             return None
         if type(qdata) is not Tensor:
@@ -326,6 +326,8 @@ class NVFP4Module(nn.Module):
         device, layout = self.qdata.device, self._layout_to_be or self.layout
         # Torch loads into (or assigns) linear tensors, all or some; then their contents go where ours are.
         own = {field: getattr(self, field) for field in fields}
+        for buffer in own.values():
+            drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references
         self._buffers.update(zip(fields, self._own(self.packed_weight.to_layout(LINEAR)), strict=True))
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
