@@ -187,8 +187,8 @@ class NVFP4Module(nn.Module):
             latest, of_global = place.latest, None if global_scale is None else global_scale.data_ptr()
             if (
                 latest is not None
-                and latest.references[0]() is qdata
                 and latest.addresses == (qdata.data_ptr(), scale.data_ptr(), of_global)
+                and latest.references[0]() is qdata
             ):
                 return latest
         return self._take_snapshot()
