@@ -26,6 +26,7 @@ from thunder_moe.families import ExpertFamily, families_of
 from thunder_moe.formats.checks import require_module
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.nn.packed import NVFP4Module
+from thunder_moe.nn.snapshot import replacing
 from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan, exclusive, swap
 from thunder_moe.replaceable import has_hook, wrapped
 from thunder_moe.selection import Format, Patterns, Selection
@@ -258,9 +259,10 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         if module.layout != own:
             shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
     for modules in shared.values():
-        weight = lay_out(modules[0].packed_weight, wanted[modules[0]])
-        for module in modules:
-            module.set_weight(weight)
+        with replacing:
+            weight = lay_out(modules[0].packed_weight, wanted[modules[0]])
+            for module in modules:
+                module.set_weight(weight)
     return model
 
 

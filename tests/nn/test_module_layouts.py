@@ -436,6 +436,43 @@ def test_a_forward_beside_a_change_reads_the_old_or_the_new_weight(kind, change,
 
 
 @pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
+def test_changes_by_several_threads_leave_one_weight(kind, fine_grained_threads):
+    """A layout that one thread had set was undone in part by another one that moved the buffers it had read before."""
+    weight, state = packed(kind), kind(packed(kind)).state_dict()
+    linear, tied = kind(weight), kind(weight)
+    expected, errors, stop = run(linear, *INPUTS[kind]), [], time.monotonic() + 0.4
+
+    def check_state(turn):
+        for name, tensor in linear.state_dict().items():
+            assert torch.equal(tensor.float(), state[name].float())
+
+    def repeat(change):
+        try:
+            for turn in itertools.count():
+                change(turn)
+                if time.monotonic() > stop:
+                    break
+        except Exception as error:
+            errors.append(error)
+
+    changes = (
+        lambda turn: to_layout_(linear, MODULE_LAYOUTS[turn % 2]),
+        lambda turn: to_layout_(tied, MODULE_LAYOUTS[turn % 2]),
+        lambda turn: tied.to((BF16, torch.float16)[turn % 2]),
+        check_state,
+    )
+    threads = [threading.Thread(target=repeat, args=(change,)) for change in changes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert linear.qdata is tied.qdata
+    assert torch.equal(run(linear, *INPUTS[kind]), expected)
+    assert torch.equal(run(tied, *INPUTS[kind]), expected)
+
+
+@pytest.mark.parametrize("kind", INPUTS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("assign", [False, True])
 def test_state_dicts_load_by_swap_tensors_after_a_forward(kind, assign):
     linear, other = kind(packed(kind)), kind(packed(kind, 1))

@@ -27,7 +27,7 @@ from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
-from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, drop_snapshots, replacing
+from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, drop_snapshots
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
 
@@ -193,21 +193,21 @@ class NVFP4Module(nn.Module):
                 return latest
         return self._take_snapshot()
 
+    @alone
     def _take_snapshot(self) -> Snapshot | None:
-        with replacing:
-            place = self._place
-            if place is None:
-                place = self._place = SnapshotPlace()
-            buffers = _buffers_of_weight(self._buffers)
-            addresses = tuple([None if buffer is None else buffer.data_ptr() for buffer in buffers])
-            if 0 in addresses:  # on "meta"
-                return None
-            tensors = [buffer for buffer in buffers if buffer is not None]
-            weight = self._weight_of(tuple([tensor.detach() for tensor in tensors]))
-            references = tuple([Reference(tensor, place) for tensor in tensors])
-            snapshot = Snapshot(addresses, weight, self._operands(weight), weakref.ref(weight), references)
-            place.latest = snapshot
-            return snapshot
+        place = self._place
+        if place is None:
+            place = self._place = SnapshotPlace()
+        buffers = _buffers_of_weight(self._buffers)
+        addresses = tuple([None if buffer is None else buffer.data_ptr() for buffer in buffers])
+        if 0 in addresses:  # on "meta"
+            return None
+        tensors = [buffer for buffer in buffers if buffer is not None]
+        weight = self._weight_of(tuple([tensor.detach() for tensor in tensors]))
+        references = tuple([Reference(tensor, place) for tensor in tensors])
+        snapshot = Snapshot(addresses, weight, self._operands(weight), weakref.ref(weight), references)
+        place.latest = snapshot
+        return snapshot
 
     def _operands(self, weight: PackedWeight) -> tuple[Tensor, ...]:
         """The tensors of a weight as the operators of the module take them."""
@@ -232,6 +232,7 @@ class NVFP4Module(nn.Module):
         weight: PackedWeight = WEIGHTS[format.name].unchecked(qdata, scale, *others, layout)
         return weight
 
+    @alone
     @torch.no_grad()
     def set_weight(self, weight: PackedWeight) -> None:
         """Takes another weight of the same shape and number format, in its layout; the only way to change the buffers.
@@ -266,6 +267,7 @@ class NVFP4Module(nn.Module):
                 return f"it has {name}={size} in layout {self.layout!r}, wanted a multiple of {unit}"
         return None
 
+    @alone
     @torch.no_grad()
     def narrow_(self, dim: int, index: int, count: int, parts: int = 1) -> None:
         """Keeps one of `count` equal parts of the weight, in its layout, without unpacking it.
@@ -307,6 +309,7 @@ class NVFP4Module(nn.Module):
             weights.append(dequantize(part, torch.float32 if other else dtype).to(dtype))
         return weights
 
+    @alone
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         _refuse_plain_save(sys._getframe(1))
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -314,6 +317,7 @@ class NVFP4Module(nn.Module):
             linear = self._own(self.packed_weight.to_layout(LINEAR))
             destination[f"{prefix}qdata"], destination[f"{prefix}scale"] = linear[:2]
 
+    @alone
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *options: Any
     ) -> None:
@@ -353,6 +357,7 @@ class NVFP4Module(nn.Module):
         if assign and whole:
             self._fit_device(device)
 
+    @alone
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NVFP4Module:
         # `to(dtype)` must not cast the format's own tensors, and tied modules must stay tied: move each in place.
         before, moved_to = self.qdata.device, {}
@@ -373,20 +378,20 @@ class NVFP4Module(nn.Module):
         self._fit_device(before)
         return self
 
+    @alone
     def _replace(self, tensors: dict[str, Tensor]) -> list[Tensor]:
         """Give buffers the memory of tensors, by name, all at once for `read` of other threads; return the buffers."""
         replaced = []
-        with replacing:
-            for field, tensor in tensors.items():
-                buffer: Tensor = getattr(self, field)
-                drop_snapshots(buffer)
-                if buffer.shape != tensor.shape:
-                    self._relaid += 1
-                if torch._has_compatible_shallow_copy_type(buffer, tensor):
-                    buffer.data = tensor
-                else:  # between a real device and "meta"; nn.Module breaks ties there too
-                    self._buffers[field] = buffer = tensor
-                replaced.append(buffer)
+        for field, tensor in tensors.items():
+            buffer: Tensor = getattr(self, field)
+            drop_snapshots(buffer)
+            if buffer.shape != tensor.shape:
+                self._relaid += 1
+            if torch._has_compatible_shallow_copy_type(buffer, tensor):
+                buffer.data = tensor
+            else:  # between a real device and "meta"; nn.Module breaks ties there too
+                self._buffers[field] = buffer = tensor
+            replaced.append(buffer)
         return replaced
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,21 +8,38 @@ addresses that the aliases have: so a forward compares addresses and takes no lo
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["Reference", "Snapshot", "SnapshotPlace", "drop_snapshots", "replacing"]
+__all__ = ["Reference", "Snapshot", "SnapshotPlace", "alone", "drop_snapshots", "replacing"]
 
-# Held while buffers are replaced and while a snapshot is taken. A fork waits for it: a child has no half of either.
+# Held while buffers are read to be replaced, while they are replaced, and while a snapshot is taken. A fork waits for
+# it: a child has no half of any of these.
 replacing = threading.RLock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=replacing.acquire, after_in_parent=replacing.release, after_in_child=replacing.release)
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def alone(method: Method) -> Method:
+    """Let one thread at a time run the methods that are decorated so, of all modules."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **options: Any) -> Any:
+        with replacing:
+            return method(*args, **options)
+
+    return cast("Method", run)
 
 
 class Snapshot(NamedTuple):
