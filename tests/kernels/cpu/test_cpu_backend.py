@@ -704,6 +704,16 @@ def test_a_library_that_was_cut_is_compiled_again(compiled, caplog, tmp_path, si
     assert caplog.text.count(f"{file} are not used, they are compiled again: it is damaged") == 1
 
 
+def test_a_library_that_does_not_load_is_not_kept(compiled, tmp_path):
+    good = (tmp_path / "library.so").read_bytes()
+    (tmp_path / "library.so").write_bytes(b"no library")
+    assert "the CPU kernel cannot run" in cpu.unavailable_reason()
+    (tmp_path / "library.so").write_bytes(good)
+    forget_library()
+    assert cpu.unavailable_reason() is None
+    assert compiled() == "xx"
+
+
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner here")
 def test_a_library_of_others_is_not_loaded(compiled, caplog, tmp_path, monkeypatch):
     assert cpu.unavailable_reason() is None

@@ -473,14 +473,16 @@ def _load() -> ctypes.CDLL:
             return _open(kept)
     with code_cache.one_process(key, "compiles the CPU kernels"):
         library = code_cache.read(key)  # by the process that was waited for
-        if library is None or library == kept:
-            library = _compile(shlex.split(_compiler()))
-            code_cache.write(key, library)
-    return _open(library)
+        if library is not None and library != kept:
+            return _open(library)
+        library = _compile(shlex.split(_compiler()))
+        loaded = _open(library)
+        code_cache.write(key, library)
+        return loaded
 
 
 def _compiler() -> str:
-    return os.environ.get("CXX", "c++")
+    return os.environ.get("CXX") or "c++"
 
 
 @functools.cache
@@ -495,7 +497,7 @@ def _open(library: bytes) -> ctypes.CDLL:
     """Load a library from memory or a file of this process alone, which nobody can change while its code runs."""
     if hasattr(os, "memfd_create"):  # Linux: also where disks are full, or may not hold code that runs
         with contextlib.suppress(OSError):
-            memory = os.memfd_create("thunder_moe_cpu")  # stays open: another library would be known by its number
+            memory = os.memfd_create("thunder_moe_cpu")  # stays open: the next one would get its path
             with open(memory, "wb", closefd=False) as file:
                 file.write(library)
             return _declare(ctypes.CDLL(f"/proc/self/fd/{memory}"))
