@@ -10,10 +10,14 @@ from thunder_moe.compilers import registration
 from thunder_moe.integrations.huggingface import registration as hf_registration
 
 if TYPE_CHECKING:
+    from thunder_moe.checkpoint import convert
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder.executor import moe_executor
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight
     from thunder_moe.integrations.huggingface.checkpoint import load_checkpoint, save_checkpoint
+    from thunder_moe.integrations.huggingface.lora import get_peft_model, load_peft_model
+    from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
+    from thunder_moe.integrations.huggingface.norms import fuse_norms_
     from thunder_moe.integrations.huggingface.on_load_config import ThunderMoeConfig
     from thunder_moe.kernels.select import simulate_w4a4, use_backend
     from thunder_moe.lora import add_lora_, remove_lora_, use_lora_
@@ -46,15 +50,20 @@ if TYPE_CHECKING:
     from thunder_moe.qat import finish_qat_, prepare_qat_
     from thunder_moe.quantize import dequantize_, plan_quantization, quantize_, to_layout_
     from thunder_moe.routing import offsets_from_splits
+    from thunder_moe.sensitivity import load_formats
     from thunder_moe.weight_cache import refresh_
 
 __version__ = "0.2.0"
 
 _HOMES = {
+    "checkpoint": ("convert",),
     "compilers.report": ("RewriteReport", "RewriteWarning", "rewrite_report"),
     "compilers.thunder.executor": ("moe_executor",),
     "weight_cache": ("refresh_",),
     "integrations.huggingface.checkpoint": ("load_checkpoint", "save_checkpoint"),
+    "integrations.huggingface.lora": ("get_peft_model", "load_peft_model"),
+    "integrations.huggingface.lora_files": ("load_lora_", "save_lora"),
+    "integrations.huggingface.norms": ("fuse_norms_",),
     "integrations.huggingface.quantizer": ("ThunderMoeConfig",),
     "kernels.select": ("simulate_w4a4", "use_backend"),
     "lora": ("add_lora_", "remove_lora_", "use_lora_"),
@@ -85,6 +94,7 @@ _HOMES = {
     "qat": ("finish_qat_", "prepare_qat_"),
     "quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "routing": ("offsets_from_splits",),
+    "sensitivity": ("load_formats",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -107,6 +117,7 @@ __all__ = [
     "SwiGLU",
     "ThunderMoeConfig",
     "add_lora_",
+    "convert",
     "dequantize_",
     "f16a_mxfp8weight_grouped_mm_combine",
     "f16a_mxfp8weight_grouped_swiglu",
@@ -119,7 +130,12 @@ __all__ = [
     "f16a_nvfp4weight_scaled_grouped_mm",
     "f16a_nvfp4weight_scaled_mm",
     "finish_qat_",
+    "fuse_norms_",
+    "get_peft_model",
     "load_checkpoint",
+    "load_formats",
+    "load_lora_",
+    "load_peft_model",
     "merge_lora_",
     "moe_executor",
     "moe_experts",
@@ -135,6 +151,7 @@ __all__ = [
     "remove_lora_",
     "rewrite_report",
     "save_checkpoint",
+    "save_lora",
     "simulate_w4a4",
     "to_layout_",
     "unmerge_lora_",
@@ -144,7 +161,10 @@ __all__ = [
 
 
 # What needs a package that may be absent: `import *` leaves it out then, and its own import says what to install.
-_OPTIONAL = ("ThunderMoeConfig", "load_checkpoint", "moe_executor", "save_checkpoint")
+_OPTIONAL = (
+    "ThunderMoeConfig", "get_peft_model", "load_checkpoint", "load_lora_", "load_peft_model",
+    "moe_executor", "save_checkpoint", "save_lora",
+)  # fmt: skip
 _ALL = __all__
 if not TYPE_CHECKING:
     del __all__  # `__getattr__` has it
