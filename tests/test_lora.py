@@ -266,6 +266,16 @@ def test_copies_pickles_and_state_dicts():
     assert torch.equal(fresh["m"](*args), expected)
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_state_dict_says_its_rank_and_alpha(quantized):
+    model, _ = adapted("mlp", quantized=quantized)  # of rank 4 and alpha 8
+    other = add_lora_(remove_lora_(copy.deepcopy(model)), 4, 16)
+    with pytest.raises(RuntimeError, match="m.down_proj: got an adapter 'default' of rank 4 and alpha 8 .*alpha 16"):
+        other.load_state_dict(model.state_dict())
+    older = {name: value for name, value in model.state_dict().items() if "lora_specs" not in name}
+    other.load_state_dict(older)
+
+
 def test_state_dicts_of_merged_adapters():
     """Adapters that are in a weight are never added to it again, nor lost."""
     model, args = adapted("mlp")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from thunder_moe.nn.lora import (
     NVFP4LoRAGroupedLinear,
     NVFP4LoRALinear,
     NVFP4LoRALinearPart,
+    read_record,
 )
 from thunder_moe.replaceable import has_hook, has_own_forward, impure
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
@@ -46,7 +47,9 @@ __all__ = [
     "remove_lora_",
     "require_lora",
     "require_names",
+    "restore_adapters_",
     "set_class",
+    "stored_adapters",
     "strip",
     "use_lora_",
     "weight_of",
@@ -159,10 +162,14 @@ def add_lora_(
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
     if freeze:
-        for name, parameter in model.named_parameters():
-            if "lora_" not in name and "modules_to_save" not in name:
-                parameter.requires_grad_(False)
+        _freeze_others(model)
     return model
+
+
+def _freeze_others(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name and "modules_to_save" not in name:
+            parameter.requires_grad_(False)
 
 
 def use_lora_(model: Model, adapters: str | Sequence[str] | None) -> Model:
@@ -286,16 +293,84 @@ def _is_gate_up(parent: nn.Module | None, module: Any) -> bool:
 def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, adapter: str) -> None:
     experts = getattr(module, "num_experts", 1)  # a dense layer is one expert
     n, k, rank = module.out_features, module.in_features, spec.rank
-    tensor = weight_of(module)
-    options: dict[str, Any] = dict(dtype=dtype, device=tensor.device)
+    options: dict[str, Any] = dict(dtype=dtype, device=weight_of(module).device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
-    b = torch.zeros(1 if share == "B" else experts, n, rank, **options)
+    put_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
+
+
+def put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
+    """Gives a linear that is adaptable an adapter with these tensors; which are active stays so."""
     if not isinstance(module, LoRALinear):
         set_class(module, _WITH_LORA[type(module)])
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
         module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
+
+
+def stored_adapters(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a model's adapters, by qualified name: the tensors and the `lora_record`s.
+
+    Merged adapters are left out, because the weights have them.
+    """
+    found: dict[str, Tensor] = {}
+    for path, linear in model.named_modules(remove_duplicate=False):
+        if not isinstance(linear, LoRALinear) or (record := linear.lora_record()) is None:
+            continue
+        for name in linear.lora_specs.keys() - {*linear.lora_merged}:
+            found[f"{path}.lora_A.{name}"] = linear.lora_A[name].detach()
+            found[f"{path}.lora_B.{name}"] = linear.lora_B[name].detach()
+        found[f"{path}.lora_specs"] = record
+    return found
+
+
+@torch.no_grad()
+def restore_adapters_(model: nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Adds the adapters of `stored_adapters` to the linears of the same names, as active as they were, and freezes all
+    else as `add_lora_` does.
+
+    Raises:
+        ValueError: there is no such linear, or it can get no adapter; a tensor lacks its record, has another shape, or
+            is missing.
+    """
+    left, modules = dict(stored), dict(model.named_modules(remove_duplicate=False))
+    for key in [key for key in stored if key.endswith(".lora_specs")]:
+        path = key.removesuffix(".lora_specs")
+        linear = modules.get(path)
+        try:
+            start = f"{path}.lora_A."
+            names = (name.removeprefix(start) for name in stored if name.startswith(start))
+            specs, active = read_record(left.pop(key), names)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        reason: str | None = "it is not a 4-bit layer here, wanted linears=True, and a checkpoint that has it in 4 bits"
+        if linear is not None and is_adaptable(linear):
+            reason = _obstacle(linear)
+        if reason is not None:
+            raise ValueError(f"{path}: has adapters {list(specs)}, which cannot be loaded: {reason}")
+        for name, spec in specs.items():
+            _restore(linear, path, name, spec, *(left.pop(f"{path}.lora_{each}.{name}", None) for each in "AB"))
+        cast("LoRALinear", linear).lora_active = active
+    if left:
+        raise ValueError(
+            f"{next(iter(left))}: has no lora_specs beside it, which say its rank and alpha; wanted a model that was"
+            " saved together with them"
+        )
+    _freeze_others(model)
+
+
+def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None, b: Tensor | None) -> None:
+    experts = getattr(linear, "num_experts", 1)
+    wanted = dict(A=(spec.parts * spec.rank, linear.in_features), B=(linear.out_features, spec.rank))
+    for each, tensor in (("A", a), ("B", b)):
+        shapes = [(count, *wanted[each]) for count in (experts, 1)]
+        if tensor is None or tensor.shape not in shapes or tensor.dtype not in _DTYPES:
+            got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise ValueError(
+                f"{path}.lora_{each}.{name}: got {got}, wanted one of {_DTYPES} of shape {shapes[0]}, by lora_specs"
+            )
+    device = weight_of(linear).device
+    put_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
 
 
 def strip(linear: Any) -> None:

@@ -36,6 +36,8 @@ FP8_SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale_inv", "scale")
 # Scales of an MXFP8 weight, as ModelOpt and compressed-tensors name them, and as MiniMax and transformers do (the last
 # is of all experts).
 MXFP8_SCALE_FIELDS = ("weight_scale", "weight_scale_inv", "scale_inv")
+# Of a module with adapters beside its weight, as thunder_moe.lora stores them.
+ADAPTERS_FIELD = "lora_specs"
 # Fields that only quantized modules have; a module of fused experts also "blocks" (MXFP4).
 QUANTIZED_FIELDS = ("weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 # The checkpoint's name of a projection -> ours.
@@ -232,7 +234,11 @@ def sort_modules(files: TensorFiles) -> Modules:
     """Sorts the tensors of a checkpoint by their names and dtypes."""
     blocks: dict[str, ExpertBlock] = {}
     dense: dict[str, Module] = {}
+    others: list[str] = []
     for name, info in files.infos.items():
+        if name.endswith(f".{ADAPTERS_FIELD}"):
+            others.append(name)
+            continue
         expert: int | None = None
         if match := _EXPERT.fullmatch(name):
             path, number, projection, field_name = match.groups()
@@ -250,7 +256,7 @@ def sort_modules(files: TensorFiles) -> Modules:
         block.projections[part] = projection
         block.modules.setdefault((part, expert), Module(fused=expert is None)).fields[field_name] = info
     quantized = {path: module for path, module in dense.items() if module.is_quantized}
-    others = [info.name for path, module in dense.items() if path not in quantized for info in module.fields.values()]
+    others += [info.name for path, module in dense.items() if path not in quantized for info in module.fields.values()]
     others += [module.fields["bias"].name for module in quantized.values() if "bias" in module.fields]
     return Modules(blocks, quantized, others)
 

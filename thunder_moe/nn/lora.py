@@ -9,6 +9,8 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features, r ran
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ __all__ = [
     "NVFP4LoRAGroupedLinear",
     "NVFP4LoRALinear",
     "NVFP4LoRALinearPart",
+    "read_record",
 ]
 
 
@@ -49,6 +52,32 @@ class LoRASpec:
     scaling: float
     dropout: float = 0.0
     parts: int = 1
+
+    def __str__(self) -> str:
+        return f"rank {self.rank * self.parts} and alpha {self.scaling * self.rank:g} (a factor of {self.scaling:g})"
+
+
+def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpec], tuple[str, ...]]:
+    """Return the specs of a `LoRALinear.lora_record`, and the names of the active adapters.
+
+    Args:
+        record: as there.
+        names: of the adapters that are stored with it.
+
+    Raises:
+        ValueError: the record has not five valid numbers for each of the adapters.
+    """
+    rows, names = record.tolist() if record.ndim == 2 else [], sorted(names)
+    if len(rows) != len(names) or not all(
+        len(row) == 5 and all(map(math.isfinite, row)) and row[0] >= 1 and row[3] in (1, 2) for row in rows
+    ):
+        raise ValueError(
+            f"lora_specs: got {record.dtype} {tuple(record.shape)}, wanted rank, factor, dropout, parts and place for"
+            f" each of {names}"
+        )
+    found = {name: LoRASpec(int(row[0]), row[1], row[2], int(row[3])) for name, row in zip(names, rows, strict=True)}
+    places = sorted((row[4], name) for name, row in zip(names, rows, strict=True) if row[4])
+    return found, tuple(name for _, name in places)
 
 
 class LoRALinear(nn.Module):
@@ -80,23 +109,60 @@ class LoRALinear(nn.Module):
     def lora_active(self, names: tuple[str, ...]) -> None:
         self.lora_joined = ".".join(names)  # no name has a dot
 
+    def lora_record(self) -> Tensor | None:
+        """Return rank, scaling, dropout, parts and place among the active ones (0: not active) of each adapter, in the
+        order of their names: float64 (adapters, 5).
+
+        Merged adapters are left out; None where all are.
+        """
+        active = self.lora_active
+        rows = [
+            (spec.rank, spec.scaling, spec.dropout, spec.parts, active.index(name) + 1 if name in active else 0)
+            for name, spec in sorted(self.lora_specs.items())
+            if name not in self.lora_merged
+        ]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows else None
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of every module, without adapters that are merged: whoever loads it would add them twice."""
+        """As that of every module, with `lora_record` as "lora_specs", and without adapters that are merged: whoever
+        loads it would add them twice."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
         for name in self.lora_merged:
             for part in ("lora_A", "lora_B"):
                 found.pop(f"{prefix}{part}.{name}", None)
+        if (record := self.lora_record()) is not None:
+            found[f"{prefix}lora_specs"] = record
         return found
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        if self.lora_merged:
-            args[-1].append(
-                f"{prefix[:-1] or type(self).__name__}: {list(self.lora_merged)} are merged into its weight, "
-                "wanted unmerge_lora_(model) before loading"
-            )
+        *_, unexpected_keys, error_msgs = args
+        key, where = f"{prefix}lora_specs", prefix[:-1] or type(self).__name__
+        try:
+            problem = self._obstacle_to_load(state_dict, prefix)
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
+            error_msgs.append(f"{where}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+
+    def _obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
+        """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
+        if self.lora_merged:
+            merged = f"{list(self.lora_merged)} are merged into its weight"
+            return f"{merged}, wanted unmerge_lora_(model) before loading"
+        record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
+        if record is None or record.is_meta:
+            return None
+        given, _ = read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+        for name in given.keys() & self.lora_specs.keys():
+            new, own = given[name], self.lora_specs[name]
+            if (new.rank, new.parts) != (own.rank, own.parts) or not math.isclose(new.scaling, own.scaling):
+                return f"got an adapter {name!r} of {new}, wanted {own}, as add_lora_ has made it"
+        return None
 
     def plus_lora(self, y: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         """y (M, N) plus what the active adapters make of x (M, K), in y's dtype."""

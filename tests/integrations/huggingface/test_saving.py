@@ -22,7 +22,6 @@ from tiny_models import ARCHITECTURES, OTHERS, tiny_config, tiny_model, tokens
 transformers = pytest.importorskip("transformers")
 
 from thunder_moe import (  # noqa: E402
-    add_lora_,
     dequantize_,
     finish_qat_,
     load_checkpoint,
@@ -628,18 +627,3 @@ def test_trainer_saves_and_resumes(tmp_path, name, source):
     resumed = trainer(make(), tmp_path / "whole", max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert_same(resumed.model, whole.model)
-
-
-def test_adapters_in_a_checkpoint_are_said(tmp_path, caplog, quantized):
-    """As Trainer leaves them: the weights load alone, which is said, and the state dict has all."""
-    add_lora_(quantized, 4, 8)
-    with torch.no_grad():
-        for name, parameter in quantized.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    quantized.save_pretrained(tmp_path)
-    back = from_pretrained(tmp_path)
-    assert "holds adapters of experts beside the weights, which are not loaded: add_lora_" in caplog.text
-    assert not torch.equal(logits(back), logits(quantized))
-    add_lora_(back, 4, 8).load_state_dict(load_tensors(tmp_path))
-    assert torch.equal(logits(back), logits(quantized))

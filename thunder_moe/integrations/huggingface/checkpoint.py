@@ -5,6 +5,7 @@ Called by users; calls quantizer to load, thunder_moe.checkpoint to write.
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Iterator
 from itertools import chain
@@ -30,7 +31,8 @@ from thunder_moe.integrations.huggingface.gathering import (
     whole_state,
 )
 from thunder_moe.integrations.huggingface.quantizer import METHOD, NVFP4CheckpointQuantizer
-from thunder_moe.integrations.huggingface.sharding import require_available
+from thunder_moe.integrations.huggingface.sharding import refuse_part, require_available
+from thunder_moe.lora import lora_linears, stored_adapters
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 try:
@@ -43,6 +45,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
+
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(
@@ -161,6 +165,9 @@ def save_checkpoint(
         path: a directory that does not exist yet; it appears whole.
         max_shard_size: of a file, in bytes or as "5GB".
 
+    Adapters of `add_lora_` are written beside the weights with their rank and alpha, and come back as they were, active
+    or not; merged ones are in the weights alone.
+
     Returns:
         The directory.
 
@@ -168,7 +175,8 @@ def save_checkpoint(
         TypeError: the model is not transformers'.
         FileExistsError: the path exists.
         ValueError: the model has no NVFP4 or MXFP8 experts or dense layers, a tensor is on the "meta" device
-            (offloaded), or a packed weight has NaN (names the tensor).
+            (offloaded), a packed weight has NaN (names the tensor), PEFT has wrapped layers of it, or it has adapters
+            and several processes share it.
     """
     if not isinstance(model, transformers.PreTrainedModel):
         raise TypeError(f"model: got {type(model).__name__}, wanted a transformers model")
@@ -185,6 +193,18 @@ def write_model(
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(f"model: {name} is on the 'meta' device (offloaded), wanted it in memory")
+    wrapped = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"model: PEFT has wrapped {wrapped.removesuffix('.base_layer')}, wanted the PeftModel's save_pretrained,"
+            " which writes the adapters, or merge_and_unload before"
+        )
+    if stored_adapters(model):
+        logger.warning(
+            "adapters are written beside the weights, where this package alone reads them; for other engines,"
+            " merge_lora_(model), or save_lora(model, path, per_expert=True) beside the model without them"
+        )
+        refuse_part(model, "whose adapters are whole: each process has those of its part, in its state dict")
     sources = expert_sources(model)
     layout = next((layout for _, layout in sources.values()), None)
     config = model_config(model)
@@ -278,6 +298,7 @@ def model_tensors(
         yield sources[name][0], whole_experts(module)
     # Not state_dict(): in another layout than "linear" that copies all 4-bit weights.
     packed: set[Module] = {linear for module in blocks.values() for linear in (module.gate_up_proj, module.down_proj)}
+    packed |= {each for linear in lora_linears(model).values() for each in (linear.lora_A, linear.lora_B)}
     state: dict[str, Tensor] = {}
     for name, part in model.named_modules(remove_duplicate=False):
         if isinstance(part, NVFP4LinearPart | NVFP4Linear):
@@ -289,8 +310,11 @@ def model_tensors(
     tied = {} if _has_untied_head(model) else model.all_tied_weights_keys
     state = {key: tensor for key, tensor in state.items() if key not in inside and tied.get(key) not in inside}
     state = {key: tensor for key, tensor in state.items() if tied.get(key) not in state}
-    state = whole_state(state) if is_shared(model) else state
+    adapters = stored_adapters(model)  # by the model's own names, which are theirs in the file
+    if is_shared(model):
+        state, adapters = whole_state(state), whole_state(adapters)
     yield from revert_weight_conversion(model, state).items()
+    yield from adapters.items()
 
 
 def linear_source(model: transformers.PreTrainedModel, name: str) -> str:

@@ -32,9 +32,10 @@ from thunder_moe.integrations.huggingface.forms import form_of
 from thunder_moe.integrations.huggingface.on_load import ThunderMoeQuantizer, refuse_outside
 from thunder_moe.integrations.huggingface.on_load_config import ON_LOAD, ThunderMoeConfig
 from thunder_moe.integrations.huggingface.saving import SavesNVFP4, forget_in_configs, mark_quantized
-from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, register_styles
+from thunder_moe.integrations.huggingface.sharding import add_rules, refuse_parallel, refuse_part, register_styles
 from thunder_moe.integrations.huggingface.stand_in import StandIn
 from thunder_moe.kernels.select import lay_out
+from thunder_moe.lora import restore_adapters_
 from thunder_moe.nn import NVFP4Linear
 from thunder_moe.progress import progress_bar
 from thunder_moe.replaceable import has_own_forward
@@ -63,6 +64,7 @@ METHOD = "thunder_moe"
 _WAITING = "_thunder_moe_weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a module's name
 _NOT_WEIGHTS = r"\.((input|input_global|k|v|weight_global)_scale|weight_scale(_inv|_2)?)$"
+_ADAPTERS = r"\.lora_([AB]\.[^.]+|specs)$"  # of thunder_moe.lora.stored_adapters
 
 
 class NVFP4CheckpointConfig(QuantizationConfigMixin):
@@ -156,16 +158,10 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         refuse_outside(model, checkpoint_files)
         self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
         self.checkpoint.require_4_bit_experts()
-        if any(".lora_A." in name for name in self.checkpoint.others):
-            logger.warning(
-                "%s holds adapters of experts beside the weights, which are not loaded: add_lora_(model, ...) as before"
-                " it was saved, then model.load_state_dict of its tensors",
-                self.checkpoint.path,
-            )
         read = read_by_parents(model)
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
-        unexpected, missing = [_NOT_WEIGHTS], [rf"\.{_WAITING}$"]
+        unexpected, missing = [_NOT_WEIGHTS, _ADAPTERS], [rf"\.{_WAITING}$"]
         dense: set[str] = set()
         for source in self.checkpoint.experts:
             name = names.experts(source)
@@ -282,12 +278,35 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
             wanted = self._dtypes.get(name, parameter.dtype)
             if parameter.dtype in (torch.bfloat16, torch.float16) and parameter.dtype != wanted:
                 parameter.data = parameter.data.to(wanted)
-        self.checkpoint.files.close()
         if self._linears:
             join_read_together(model)
+        self._restore_adapters(model)
+        self.checkpoint.files.close()
         self._places, self._linears, self._dense, self._dtypes, self._shapes = {}, {}, {}, {}, {}
         forget_in_configs(model, "_is_quantized")  # transformers' Jamba computes otherwise where it is there
         mark_quantized(model)
+
+    def _restore_adapters(self, model: Any) -> None:
+        """Adds the adapters that `save_checkpoint` has written beside the weights."""
+        modules, prefix = {name for name, _ in model.named_modules(remove_duplicate=False)}, model.base_model_prefix
+        stored: dict[str, torch.Tensor] = {}
+        for key in self.checkpoint.others:
+            if (match := re.search(_ADAPTERS, key)) is None:
+                continue
+            path = key[: match.start()]
+            # A model with a head reads what one without has written, and the reverse.
+            names = (path, path.removeprefix(f"{prefix}."), f"{prefix}.{path}")
+            name = next((name for name in names if name in modules), None)
+            if name is not None:
+                stored[name + match[0]] = self.checkpoint.read(key)
+            elif match[1] == "specs":
+                logger.warning("%s has no counterpart in %s; its adapters are not loaded", path, type(model).__name__)
+        if stored:
+            refuse_part(model, "whose layers are whole, as the adapters in the checkpoint are")
+            try:
+                restore_adapters_(model, stored)
+            except ValueError as error:
+                raise ValueError(f"{self.checkpoint.path}: {error}") from error
 
     def _refuse_sharded_linears(self, model: Any) -> None:
         """Raises for what tensor parallelism or FSDP would have of dense layers that are 4-bit in the file."""

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.scratch import lock, remove_leftovers, scratch_directory
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.lora import lora_linears
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.qat import FakeQuantize
 
@@ -312,12 +313,18 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     given: dict[int, Tensor] = {}
     names: dict[int, str] = {}
+    merged = {
+        id(each[name])
+        for linear in lora_linears(model).values()
+        for name in linear.lora_merged
+        for each in (linear.lora_A, linear.lora_B)
+    }
     for place, module in model.named_modules(remove_duplicate=False):
         dropped = module._non_persistent_buffers_set if state_dict is not None else ()
         buffers = [key for key in module._buffers if key not in dropped]
         for home, keys in ((module._parameters, list(module._parameters)), (module._buffers, buffers)):
             for key in keys:
-                if (tensor := home[key]) is None:
+                if (tensor := home[key]) is None or id(tensor) in merged:
                     continue
                 name = f"{place}.{key}" if place else key
                 if state_dict is None and not tensor.is_meta:

@@ -33,6 +33,7 @@ from thunder_moe.integrations.huggingface.checkpoint import expert_sources, line
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
 from thunder_moe.kernels.select import lay_out
+from thunder_moe.lora import stored_adapters
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.nn.packed import NVFP4Module
 
@@ -62,6 +63,7 @@ def load_by_checkpoint_names(
         ValueError: a tensor of a 4-bit module has another dtype or shape.
     """
     own = dict(chain(model.named_parameters(remove_duplicate=False), _buffers(model)))
+    own |= stored_adapters(model)  # with the records, which are neither
     if all(name in own for name in state_dict):
         return state_dict
     left = {name: tensor for name, tensor in state_dict.items() if name not in own}
