@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,12 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
 STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
+_CHOOSE = "filter (of experts' linears) and linears (of dense layers), functions of a module and its name"
+# PEFT's name of an argument -> ours.
+_NAMES = {
+    "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",
+    "target_modules": _CHOOSE, "target_parameters": _CHOOSE,
+}  # fmt: skip
 _SHARES = (None, "A", "B")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -84,6 +90,7 @@ def add_lora_(
     dtype: torch.dtype = torch.float32,
     adapter: str = "default",
     freeze: bool = True,
+    **unknown: NoReturn,
 ) -> Model:
     """Adds a LoRA adapter to the linears of experts, in place: per expert A (r, K) and B (N, r) = 0 beside the weight.
 
@@ -117,8 +124,12 @@ def add_lora_(
         ValueError: no such linears, or all declined; a rank, alpha, dropout, share, dtype or adapter name that is not
             valid, a name that is taken, a weight on the "meta" device, adapters that are merged anywhere in the model.
             The model is unchanged then.
-        TypeError: `filter` or `linears` is of another type.
+        TypeError: `filter` or `linears` is of another type; an argument that there is not, which the message translates
+            from PEFT's name.
     """
+    for name in unknown:
+        remedy = f"{_NAMES[name]}, " if name in _NAMES else ""
+        raise TypeError(f"add_lora_: got the argument {name!r}, wanted {remedy}or get_peft_model for a LoraConfig")
     require_module(model)
     _check_options(rank, alpha, dropout, share, dtype, adapter)
     names = Names.of_model(model)
