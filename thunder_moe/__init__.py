@@ -10,7 +10,7 @@ from thunder_moe.compilers import registration
 from thunder_moe.integrations.huggingface import registration as hf_registration
 
 if TYPE_CHECKING:
-    from thunder_moe.checkpoint import convert
+    from thunder_moe.checkpoint.convert import convert
     from thunder_moe.compilers.report import RewriteReport, RewriteWarning, rewrite_report
     from thunder_moe.compilers.thunder.executor import moe_executor
     from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight

@@ -65,7 +65,7 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
 STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
-_CHOOSE = "filter (of experts' linears) and linears (of dense layers), functions of a module and its name"
+_CHOOSE = "filter and linears (of dense layers), patterns or functions of a module and its name"
 # PEFT's name of an argument -> ours.
 _NAMES = {
     "r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "use_rslora": "rslora", "adapter_name": "adapter",

@@ -188,11 +188,83 @@ def test_what_matches_nothing_is_an_error(tmp_path):
         load_lora_(quantized(), tmp_path)
 
 
+def whole(name):
+    """A model whose dense layers are 4-bit, but for routers and the head."""
+    kept = ("router", "gate", "lm_head")
+    return quantize_(tiny_model(name), linears=lambda module, path: not path.endswith(kept))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("qwen3_moe", whole), ("qwen3_moe", quantized), ("gemma4", whole), ("llama4", whole)]
+)
+def test_stock_all_linear_does_not_leave_4_bit_layers_out(name, make):
+    """PEFT would adapt what is 16-bit alone, routers in the end; the error leaves its layers out of the model again."""
+    model = make(name)
+    logits = model(tokens()).logits
+    with pytest.raises(ValueError, match=r"4-bit layers, model\.layers\.0\..*thunder_moe\.get_peft_model"):
+        peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    assert torch.equal(model(tokens()).logits, logits)
+    ours = get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    assert relative_error(ours(tokens()).logits, logits) < 1e-5
+    linears = set(lora_linears(model).values())
+    assert linears >= {module for module in model.modules() if is_dense(module)}
+    assert linears
+
+
+@pytest.mark.filterwarnings("ignore:.*pattern keys did not match")
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_all_linear_is_what_it_is_to_peft_in_16_bits(name, tmp_path):
+    config = dict(r=4, lora_alpha=8, target_modules="all-linear", use_rslora=True)
+    model = get_peft_model(whole(name), peft.LoraConfig(**config))
+    randomize(model)
+    stock = peft.get_peft_model(dequantize_(whole(name)), peft.LoraConfig(**config))
+    assert model.get_nb_trainable_parameters() == stock.get_nb_trainable_parameters()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    shapes = {name: tensor.shape for name, tensor in peft.get_peft_model_state_dict(stock).items()}
+    assert {name: tensor.shape for name, tensor in saved.items()} == shapes
+    expected = model(tokens()).logits
+    stock = peft.PeftModel.from_pretrained(dequantize_(whole(name)), tmp_path)
+    assert relative_error(stock(tokens()).logits, expected) < 1e-5
+    assert torch.equal(load_peft_model(whole(name), tmp_path)(tokens()).logits, expected)
+
+
+def test_all_linear_without_excluded_modules():
+    config = peft.LoraConfig(target_modules="all-linear", exclude_modules=["q_proj"], target_parameters=EXPERTS)
+    adapted = lora_linears(get_peft_model(whole("llama4"), config).get_base_model())
+    assert {name.rpartition(".")[2] for name in adapted} == {
+        "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj"
+    }  # fmt: skip
+
+
+def test_adapters_of_routers_alone(tmp_path):
+    """Asked for by name, beside 4-bit layers: PEFT's own, which come back, and all parameters count."""
+    config = dict(target_parameters=["gate.weight"], target_modules=[])
+    model = get_peft_model(whole("qwen3_moe"), peft.LoraConfig(**config))
+    randomize(model)
+    assert not lora_linears(model.get_base_model())
+    sizes = sum(parameter.numel() for parameter in tiny_model("qwen3_moe").parameters())
+    trainable, total = model.get_nb_trainable_parameters()
+    assert total == sizes + trainable
+    with model.disable_adapter():
+        assert torch.equal(model(tokens()).logits, whole("qwen3_moe")(tokens()).logits)
+    model.save_pretrained(tmp_path)
+    loaded = load_peft_model(whole("qwen3_moe"), tmp_path)
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+def test_names_that_peft_takes_for_experts_are_said(tmp_path, caplog):
+    """PEFT 0.21 takes a dense "down_proj" of these architectures for the experts', and warns of nothing."""
+    config = peft.LoraConfig(target_modules=["down_proj", "o_proj"])
+    get_peft_model(whole("deepseek_v3"), config).save_pretrained(tmp_path)
+    assert "PEFT takes the names of model.layers.0.mlp.down_proj and others for those of experts" in caplog.text
+
+
 @pytest.mark.filterwarnings("ignore:.*target_parameters")
 def test_stock_loading_onto_4_bit_experts_is_an_error(tmp_path):
     """PEFT itself warns where attention has adapters, and the model would compute without those of experts."""
     adapted(config="with attention").save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="experts.*got adapters of PEFT's for 4-bit experts, wanted load_peft_model"):
+    with pytest.raises(ValueError, match=r"got 2 4-bit layers, .*experts\.down_proj and .*load_peft_model"):
         peft.PeftModel.from_pretrained(quantized(), tmp_path)
 
 

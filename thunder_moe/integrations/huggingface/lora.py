@@ -10,6 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
+import math
 import re
 import tempfile
 from collections.abc import Iterator
@@ -24,12 +26,15 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
     WEIGHTS,
+    Adapter,
     DenseTarget,
     Target,
     adapters,
     dense_adapters,
     dense_targets,
+    is_named,
     is_of_4_bits,
+    no_adapter,
     numbers,
     only,
     pattern,
@@ -40,11 +45,13 @@ from thunder_moe.integrations.huggingface.lora_files import (
     write_adapter,
 )
 from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, use
-from thunder_moe.lora import add_lora_, lora_linears, refuse_merged, use_lora_
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
+from thunder_moe.nn.packed import NVFP4Module
 
 try:
     import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 except ImportError as error:
     raise ImportError(
         "thunder_moe.integrations.huggingface.lora needs PEFT: pip install 'thunder_moe[peft]'"
@@ -52,6 +59,7 @@ except ImportError as error:
 
 __all__ = ["get_peft_model", "load_peft_model"]
 
+_LOGGER = logging.getLogger("thunder_moe")
 _NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
 _SPLIT = (("gate_proj", "up_proj"), ("w1", "w3"))
 _DOWN = ("down_proj", "w2")
@@ -68,8 +76,9 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
     Experts are named by ``target_parameters`` (["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]: gate and up share
     A) or by ``target_modules`` (["gate_proj", "up_proj", "down_proj"], or "w1", "w3", "w2": one adapter each). Other
     modules (attention, routers) are PEFT's where they are 16-bit; where ``quantize_(linears=...)`` has made them 4-bit,
-    they get adapters here, by the same names. The result is a PeftModel: Trainer and TRL train it; its save_pretrained
-    writes files that PEFT loads onto the 16-bit model, its load_adapter reads them.
+    they get adapters here, by the same names. "all-linear" means what it means to PEFT in the 16-bit model: all linears
+    but the head, and the experts of architectures that PEFT knows as linears. The result is a PeftModel: Trainer and
+    TRL train it; its save_pretrained writes files that PEFT loads onto the 16-bit model, its load_adapter reads them.
 
     Args:
         model: a model of transformers after `quantize_`, or of a 4-bit checkpoint.
@@ -77,12 +86,14 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
         adapter_name: of the adapter, which becomes the active one.
 
     Raises:
-        ValueError: nothing that is 4-bit is named, or the model has nothing; gate_proj without up_proj; an option that
-            experts do not have (DoRA, biases, initializations but for True and "gaussian").
+        ValueError: nothing of the model is named, or it has nothing that is 4-bit; gate_proj without up_proj; an option
+            that experts do not have (DoRA, biases, initializations but for True and "gaussian").
     """
     _check(peft_config)
-    chosen = _chosen(model, peft_config)
-    if not chosen:
+    chosen, rest = _chosen(model, peft_config), _rest(model, peft_config)
+    is_packed = bool(targets(model) or dense_targets(model))
+    names_others = rest.target_parameters or rest.target_modules != _NOTHING
+    if not chosen and (_is_all_linear(peft_config) or not names_others or not is_packed):
         names = sorted({*(target.name for target in targets(model)), *(layer.name for layer in dense_targets(model))})
         raise ValueError(
             f"peft_config: target_modules={peft_config.target_modules} and target_parameters="
@@ -90,7 +101,7 @@ def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") 
             f" ({', '.join(names[:2])}, ...), wanted some of them, or peft.get_peft_model"
         )
     _add(model, chosen, peft_config, adapter_name)
-    return _wrap(model, _rest(model, peft_config), adapter_name)
+    return _wrap(model, rest, adapter_name)
 
 
 def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default", *, is_trainable: bool = False) -> Any:
@@ -106,9 +117,7 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     Raises:
         ValueError: the files have no adapter of the model's experts, or one that does not fit.
     """
-    found, rest, _ = read_adapter(model, path)
-    config = peft.PeftConfig.from_pretrained(str(path))
-    _check(config)
+    found, rest, config = _read(model, path)
     config.inference_mode = not is_trainable
     set_adapter_(model, found, adapter_name, dropout=config.lora_dropout)
     wrapped = _wrap(model, _rest(model, config, rest), adapter_name)
@@ -117,8 +126,26 @@ def load_peft_model(model: Any, path: str | Path, adapter_name: str = "default",
     return wrapped
 
 
+def _read(model: Any, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], Any]:
+    """Adapters of 4-bit linears by their path, the other tensors and the configuration of PEFT's files."""
+    found, rest, _ = read_adapter(model, path)
+    config = peft.PeftConfig.from_pretrained(str(path))
+    _check(config)
+    if not found and _chosen(model, config):
+        raise no_adapter(model, path, rest)
+    return found, rest, config
+
+
 class _WithExperts:
     """What a PeftModel does besides, for adapters of experts."""
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """As PEFT's, for `print_trainable_parameters`, with the packed weights, which are buffers, among all."""
+        parent: Any = super()
+        trainable, total = parent.get_nb_trainable_parameters()
+        model = cast("nn.Module", self)
+        packed = (module for module in model.modules() if isinstance(module, NVFP4Module))
+        return trainable, total + sum(math.prod(module.packed_weight.shape) for module in packed)
 
     def save_pretrained(
         self,
@@ -154,9 +181,7 @@ class _WithExperts:
         """
         model: Any = self
         base = model.get_base_model()
-        found, rest, _ = read_adapter(base, model_id)
-        given = peft.PeftConfig.from_pretrained(str(model_id))
-        _check(given)
+        found, rest, given = _read(base, model_id)
         with kept_(model.base_model, is_trainable), tempfile.TemporaryDirectory() as folder:
             set_adapter_(base, found, adapter_name, dropout=given.lora_dropout, freeze=False)
             _rest(base, given, rest).save_pretrained(folder)
@@ -184,7 +209,8 @@ class _WithExperts:
         active = {name: linear.lora_active for name, linear in linears.items()}
         parent: Any = super()
         try:
-            use_lora_(model, None)
+            if linears:
+                use_lora_(model, None)
             peft_has_any = any(isinstance(module, BaseTunerLayer) for module in model.modules())
             with parent.disable_adapter() if peft_has_any else nullcontext():
                 yield
@@ -240,17 +266,16 @@ def _check(config: Any) -> None:
 def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, int, float, bool]]:
     """The linears that a configuration names, with rank, alpha and whether gate and up are apart."""
     _refuse_saved(model, config)
-    head = _head(model)
+    config = _as_peft_reads(model, config)
     found: list[tuple[Target | DenseTarget, int, float, bool]] = [
         (layer, *_rank(config, layer.name), False)
         for layer in dense_targets(model)
-        if _in_layers(layer.name, config)
-        and (_is_module(layer.name, config) or (config.target_modules == "all-linear" and layer.linear is not head))
+        if _in_layers(layer.name, config) and _is_module(layer.name, config, layer.linear, model)
     ]
     for target in targets(model):
         if not _in_layers(target.experts, config):
             continue
-        if _is_named(target.name, config.target_parameters) or _is_module(target.path, config):
+        if is_named(target.name, config.target_parameters) or _is_module(target.path, config):
             found.append((target, *_rank(config, target.name), False))
             continue
         down = target.parameter == "down_proj"
@@ -277,6 +302,21 @@ def _chosen(model: nn.Module, config: Any) -> list[tuple[Target | DenseTarget, i
     return found
 
 
+def _is_all_linear(config: Any) -> bool:
+    return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
+
+
+def _as_peft_reads(model: nn.Module, config: Any) -> Any:
+    """A configuration with the parameters of experts and routers that PEFT takes "all-linear" for."""
+    if not _is_all_linear(config):
+        return config
+    read, config = copy.deepcopy(config), copy.copy(config)
+    convert_peft_config_for_transformers(read, model, None)
+    config.target_parameters = read.target_parameters
+    config.rank_pattern, config.alpha_pattern = read.rank_pattern, read.alpha_pattern
+    return config
+
+
 def _has_patterns(config: Any) -> bool:
     return bool(config.rank_pattern or config.alpha_pattern)
 
@@ -297,19 +337,20 @@ def _head(model: Any) -> Any:
     return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
 
 
-def _is_named(key: str, names: Any) -> bool:
-    return any(key == name or key.endswith(f".{name}") for name in names or ())
-
-
-def _is_module(key: str, config: Any) -> bool:
-    """PEFT's rule: a regular expression for the whole name, or endings of it; exclude_modules likewise."""
+def _is_module(key: str, config: Any, layer: Any = None, model: Any = None) -> bool:
+    """PEFT's rule: a regular expression for the whole name, or endings of it; exclude_modules likewise. "all-linear"
+    takes a layer that is linear, but for the model's head."""
 
     def match(rule: Any) -> bool:
         if isinstance(rule, str):
-            return rule != "all-linear" and re.fullmatch(rule, key) is not None
-        return _is_named(key, rule)
+            return re.fullmatch(rule, key) is not None
+        return is_named(key, rule)
 
-    return match(config.target_modules) and not match(getattr(config, "exclude_modules", None) or ())
+    if _is_all_linear(config):  # not for routers that derive from nn.Linear: PEFT's forward fails at their tuples
+        wanted = (type(layer) is nn.Linear or is_dense(layer)) and layer is not _head(model)
+    else:
+        wanted = match(config.target_modules or ())
+    return wanted and not match(getattr(config, "exclude_modules", None) or ())
 
 
 def _in_layers(experts: str, config: Any) -> bool:
@@ -352,29 +393,30 @@ def _rest(model: nn.Module, config: Any, tensors: dict[str, Tensor] | None = Non
     def inside(name: str) -> bool:
         return any(name == path or name.startswith(f"{path}.") for path in paths)
 
-    others = [module for name, module in model.named_modules() if isinstance(module, nn.Linear) and not inside(name)]
-    if rest.target_modules == "all-linear" and all(module is _head(model) for module in others):
-        rest.target_modules = _NOTHING
-    elif rest.target_modules != "all-linear":
-        layers = {name: module for name, module in model.named_modules() if name and not inside(name)}
-        tuners = tuple(f"{name}." for name, module in layers.items() if isinstance(module, BaseTunerLayer))
-        leaves = [  # with those that have an adapter of another name
-            name for name, module in layers.items()
-            if (isinstance(module, BaseTunerLayer) or not module._modules) and not name.startswith(tuners)
-        ]  # fmt: skip
-        found = {name for name in leaves if config.target_modules and _is_module(name, config)}
-        # PEFT takes whole names in any layer.
-        found = {name for name in found if _in_layers(name, config) or name in config.target_modules}
-        if tensors is not None:
-            found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
-        rest.target_modules = found or _NOTHING
+    layers = {name: module for name, module in model.named_modules() if name and not inside(name)}
+    tuners = tuple(f"{name}." for name, module in layers.items() if isinstance(module, BaseTunerLayer))
+    bases = {  # of the leaves, and of what has an adapter of another name
+        name: module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        for name, module in layers.items()
+        if (isinstance(module, BaseTunerLayer) or not module._modules) and not name.startswith(tuners)
+    }
+    found = {name for name, base in bases.items() if _is_module(name, config, base, model)}
+    # PEFT takes whole names in any layer.
+    found = {name for name in found if _in_layers(name, config) or name in config.target_modules}
+    if tensors is not None:
+        found = {name for name in found if any(f"{name}.lora_" in key for key in tensors)} or found
+    rest.target_modules = found or _NOTHING
+    read = _as_peft_reads(model, config)
     named = ((name.replace(".base_layer", ""), parameter) for name, parameter in model.named_parameters())
     parameters = [
         name for name, parameter in named
-        if parameter.ndim > 1 and not inside(name) and _is_named(name, config.target_parameters)
+        if parameter.ndim > 1 and not inside(name) and is_named(name, read.target_parameters)
     ]  # fmt: skip
     if parameters:
         rest.target_parameters = parameters
+    if any(_rank(read, name) != _rank(config, name) for name in parameters):
+        rest.rank_pattern, rest.alpha_pattern = read.rank_pattern, read.alpha_pattern
+    rest.left_out_on_purpose = True  # for `refuse_left_out`
     return rest
 
 
@@ -391,7 +433,8 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             save_lora(model, own, adapter, per_expert=per_expert)
             tensors |= load_file(Path(own) / WEIGHTS)
             ours = json.loads((Path(own) / CONFIG).read_text())
-        if config.get("target_modules") == _NOTHING:
+        nothing = config.get("target_modules") == _NOTHING
+        if nothing and not config.get("target_parameters"):
             config |= {name: ours[name] for name in ("r", "lora_alpha", "use_rslora", "target_modules")}
             config |= {name: ours[name] for name in ("rank_pattern", "alpha_pattern", "target_parameters")}
         else:  # where the experts' numbers are others, they are in the patterns
@@ -403,7 +446,13 @@ def _complete(model: nn.Module, folder: Path, adapter: str, per_expert: bool) ->
             config["alpha_pattern"] = pattern(alphas, config["lora_alpha"]) | (config.get("alpha_pattern") or {})
             named = (config.get("target_parameters") or []) + (ours["target_parameters"] or [])
             config["target_parameters"] = named or None
-            modules = config["target_modules"]
+            modules = [] if nothing else config["target_modules"]
             config["target_modules"] = modules if isinstance(modules, str) else [*modules, *ours["target_modules"]]
         config["lora_dropout"] = 0.0  # PEFT has none for parameters
     write_adapter(folder, tensors, config)
+    lost = [layer.name for layer, _ in dense if layer.name.rpartition(".")[2] in (*_SPLIT[0], *_SPLIT[1], *_DOWN)]
+    if lost and _as_peft_reads(model, peft.LoraConfig(target_modules="all-linear")).target_parameters:
+        _LOGGER.warning(
+            "%s: PEFT takes the names of %s and others for those of experts and leaves their adapters out on the 16-bit"
+            " model; load_peft_model reads them", folder, lost[0],
+        )  # fmt: skip

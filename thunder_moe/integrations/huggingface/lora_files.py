@@ -42,8 +42,10 @@ __all__ = [
     "adapters",
     "dense_adapters",
     "dense_targets",
+    "is_named",
     "is_of_4_bits",
     "load_lora_",
+    "no_adapter",
     "numbers",
     "only",
     "pattern",
@@ -207,6 +209,8 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
             not plain LoRA; merged adapters in the model, or one of that name in linears of which the files have none.
     """
     found, rest, config = read_adapter(model, path)
+    if not found:
+        raise no_adapter(model, path, rest)
     if rest:
         raise ValueError(
             f"path: {path} has adapters of {len(rest)} tensors that are no experts' ({next(iter(rest))}, ...), wanted"
@@ -256,7 +260,7 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     """The adapters of a directory's files by the path of their linear, the other tensors, and the configuration.
 
     Raises:
-        ValueError: as `load_lora_`, but for other tensors.
+        ValueError: as `load_lora_`, but for other tensors, and for none of 4-bit linears (`no_adapter`).
     """
     refuse_part(model, "whose layers are whole, as an adapter's files are: add_lora_(model, ...) adds one for training")
     path = Path(path).expanduser()
@@ -288,11 +292,6 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
             continue
         by_module.setdefault(owner, {})[inside, match[1]] = tensor
         places[owner] = name.removesuffix(inside).rstrip(".")
-    if not by_module and not of_dense:
-        raise ValueError(
-            f"path: {path / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
-            f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
-        )
     for name, pair in of_dense.items():
         found[name] = _decode_dense(dense[name], pair, config)
     for owner, given in by_module.items():
@@ -302,12 +301,26 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     return found, rest, config
 
 
+def no_adapter(model: nn.Module, path: str | Path, tensors: Mapping[str, Tensor]) -> ValueError:
+    """Return the error for a directory whose files have tensors, but no adapter of a 4-bit linear of the model."""
+    experts = {target.experts for target in targets(model)}
+    return ValueError(
+        f"path: {Path(path) / WEIGHTS} has no adapter of the {len(experts)} blocks of 4-bit experts of"
+        f" {type(model).__name__}; it has {', '.join(list(tensors)[:3])}, ..."
+    )
+
+
 def only(path: str) -> Callable[[nn.Module, str], bool]:
     """A filter that takes the linear of this name alone."""
     return lambda module, name: name == path
 
 
 # ---- names
+
+
+def is_named(key: str, names: Any) -> bool:
+    """True if PEFT's rule for lists takes a name: it is one of them, or ends with one behind a dot."""
+    return any(key == name or key.endswith(f".{name}") for name in names or ())
 
 
 def is_of_4_bits(model: nn.Module, key: str) -> bool:

@@ -1,20 +1,22 @@
 """What PEFT's LoraModel does with adapters of 4-bit experts: switching, disabling, deleting, merging, refusing.
-Called by PeftModels of huggingface.lora, whose methods call the LoraModel's; calls thunder_moe.lora and lora_merge.
+Called by PeftModels of huggingface.lora, whose methods call the LoraModel's, and by saving; calls thunder_moe.lora and
+lora_merge.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from thunder_moe.integrations.huggingface.lora_files import dense_targets, is_named, targets
 from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
-__all__ = ["TunerWithExperts", "kept_", "use"]
+__all__ = ["TunerWithExperts", "kept_", "refuse_left_out", "use"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 
@@ -145,6 +147,38 @@ def kept_(tuner: Any, trainable: bool = False) -> Iterator[None]:
             use_lora_(tuner.model, None)
         for parameter in lora_parameters(tuner.model):
             parameter.requires_grad_(before.get(id(parameter), parameter.requires_grad))
+
+
+def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
+    """Raises where stock PEFT has left out 4-bit layers that its configuration means: experts that are among its
+    target_parameters, or dense layers where it has adapted each 16-bit one, as for "all-linear".
+
+    PEFT's layers are taken out of the model again; its parameters stay frozen.
+
+    Raises:
+        ValueError: names a layer, and `thunder_moe.get_peft_model`.
+    """
+    wrapped = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
+    if not wrapped or lora_linears(model) or all(hasattr(each, "left_out_on_purpose") for each in configs.values()):
+        return
+    named = [name for config in configs.values() for name in getattr(config, "target_parameters", None) or ()]
+    left = [target.name for target in targets(model) if is_named(target.name, named)]
+    head, inside = model.get_output_embeddings(), tuple(f"{name}." for name in wrapped)
+    others = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    if all(name.startswith(inside) for name in others):
+        left += [layer.name for layer in dense_targets(model) if layer.linear is not head]
+    if not left:
+        return
+    for name, module in wrapped.items():
+        while hasattr(module, "base_layer"):
+            module = module.base_layer
+        if not name.endswith(".base_layer"):
+            model.set_submodule(name, module)
+    raise ValueError(
+        f"peft: got {len(left)} 4-bit layers, {left[0]} and others, which PEFT does not know and leaves without"
+        f" adapters, beside {next(iter(wrapped))}; wanted thunder_moe.get_peft_model(model, LoraConfig(...)) with a new"
+        " configuration, or load_peft_model(model, path) for files"
+    )
 
 
 def names_of(model: nn.Module) -> set[str]:

@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from thunder_moe.checkpoint.files import INDEX_NAME
 from thunder_moe.checkpoint.scratch import lock, remove_leftovers, scratch_directory
 from thunder_moe.checkpoint.writer import MAX_SHARD_SIZE
+from thunder_moe.integrations.huggingface.lora_tuner import refuse_left_out
 from thunder_moe.lora import lora_linears
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.qat import FakeQuantize
@@ -227,6 +228,28 @@ class QuantizedModel:
     def float(self: Any) -> Any:
         """Casts all but the packed weights to float32, as `half` does to float16."""
         return nn.Module.float(self)
+
+    @property
+    def peft_config(self: Any) -> dict[str, Any]:
+        """PEFT's configurations by adapter, which PEFT sets when it has put the first one's layers into the model.
+
+        Raises:
+            ValueError: set by stock PEFT, which has left out 4-bit layers that the configuration means.
+        """
+        if "peft_config" not in vars(self):
+            raise AttributeError("peft_config")
+        found: dict[str, Any] = vars(self)["peft_config"]
+        return found
+
+    @peft_config.setter
+    def peft_config(self: Any, configs: dict[str, Any]) -> None:
+        if "peft_config" not in vars(self):
+            refuse_left_out(self, configs)
+        vars(self)["peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self: Any) -> None:
+        del vars(self)["peft_config"]
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
