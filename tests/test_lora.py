@@ -230,6 +230,25 @@ def test_merge_into_nvfp4_and_back():
     assert torch.equal(model["m"](*args), before)
 
 
+def test_merging_one_of_two_adapters_leaves_the_other_out_everywhere():
+    """Also in linears that have the other alone."""
+    model, args = adapted("mlp")
+    add_lora_(model, 2, 4, adapter="other", filter=lambda module, name: name.endswith("down_proj"))
+    torch.nn.init.normal_(model["m"].down_proj.lora_B["other"], std=0.1)
+    with torch.no_grad():
+        use_lora_(model, "default")
+        expected = model["m"](*args)
+        use_lora_(model, ["default", "other"])
+        merge_lora_(model, "other")
+        assert {linear.lora_active for linear in lora_linears(model).values()} == {()}
+        alone = remove_lora_(copy.deepcopy(model))["m"](*args)
+        assert relative_error(model["m"](*args), alone) < 1e-5
+        unmerge_lora_(model)
+        assert {linear.lora_active for linear in lora_linears(model).values()} == {(), ("other",)}
+        use_lora_(model, "default")
+        assert torch.equal(model["m"](*args), expected)
+
+
 @pytest.mark.parametrize("quantized", [True, False])
 def test_merge_into_16_bits(quantized):
     model, args = adapted("mlp", torch.bfloat16, quantized=quantized)

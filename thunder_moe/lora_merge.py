@@ -49,7 +49,8 @@ def merge_lora_(
 
     Args:
         model: one with adapters.
-        adapters: names; the active ones when None. With `dequantize` the others are removed.
+        adapters: names; the active ones when None. The others are not active afterwards, in any linear; with
+            `dequantize` they are removed.
         dequantize: 4-bit modules become 16-bit ones with the sum, as by `dequantize_` (all of the model): rounded once,
             to the dtype that the weight had. This cannot be undone.
 
@@ -80,6 +81,8 @@ def merge_lora_(
         for name, linear in linears.items():
             if chosen[name] and (isinstance(linear, GroupedLinear) or not dequantize):
                 errors[name] = _merge(linear, chosen[name], name)
+            elif not dequantize:
+                linear.lora_active = ()
         for name, error in errors.items():
             if not math.isfinite(error):
                 raise _not_finite(name, chosen[name])
