@@ -3,11 +3,13 @@ Called by pytest; calls plain torch for what is expected.
 """
 
 import copy
+import json
 import os
 
 import pytest
 import torch
 from oracle import relative_error
+from safetensors.torch import load_file, save_file
 from tiny_models import ARCHITECTURES, tiny_model, tokens
 
 from thunder_moe import dequantize_, quantize_, rewrite_report
@@ -226,6 +228,58 @@ def test_an_adapter_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monk
             lora_files.save_lora(model, tmp_path)
     with pytest.raises(FileNotFoundError, match="adapter_config"):
         lora_files.load_lora_(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (dict(r=0), "has rank 0 and alpha 8.0 for .*, wanted at least 1"),
+        (dict(lora_alpha=None), "adapter_config.json has no valid r and lora_alpha"),
+        (dict(rank_pattern={"(": 2}), "adapter_config.json has no valid r and lora_alpha"),
+        (dict(rank_pattern={"down_proj": 8}), r"down_proj has adapters .*, wanted 8 experts of rank 8"),
+        (dict(init_lora_weights="pissa_niter_4"), "init_lora_weights 'pissa_niter_4', whose adapters are for other"),
+        (dict(layer_replication=[[0, 2]]), r"layer_replication \[\[0, 2\]\], wanted none"),
+    ],
+)
+def test_configurations_of_adapters_that_are_not_plain_lora(config, what, tmp_path):
+    model = adapted("qwen3_moe")
+    lora_files.save_lora(model, tmp_path)
+    file = tmp_path / lora_files.CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    before, other = copy.deepcopy(model.state_dict()), remove_lora_(copy.deepcopy(model))
+    for each in (model, other):
+        with pytest.raises(ValueError, match=what):
+            lora_files.load_lora_(each, tmp_path)
+    assert all(torch.equal(bits(tensor), bits(before[name])) for name, tensor in model.state_dict().items())
+    assert not lora_linears(other)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda tensor: None, "the adapter base_layer of model.layers.1.mlp.experts has lora_A alone"),
+        (lambda tensor: tensor * torch.nan, "lora_B.weight in torch.float32, wanted finite values"),
+        (lambda tensor: tensor.int(), "lora_B.weight in torch.int32, wanted finite values"),
+        (lambda tensor: tensor.flatten(), r"model.layers.1.mlp.experts has shape \(\d+,\), wanted a matrix"),
+        (lambda tensor: tensor[:-1].clone(), r"lora_B: got shape \(8, \d+, 4\), wanted \(8, \d+, 4\)"),
+    ],
+)
+def test_damaged_adapters_change_nothing(change, what, tmp_path):
+    """Those of the last layer, when the first one's are read."""
+    model = adapted("qwen3_moe")
+    lora_files.save_lora(model, tmp_path)
+    file = tmp_path / lora_files.WEIGHTS
+    tensors, key = load_file(file), "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
+    save_file({k: t for k, t in (tensors | {key: change(tensors[key])}).items() if t is not None}, file)
+    before, other = copy.deepcopy(model.state_dict()), remove_lora_(copy.deepcopy(model))
+    for parameter in lora_parameters(model):
+        parameter.data.zero_()
+    for each in (model, other):
+        with pytest.raises(ValueError, match=what):
+            lora_files.load_lora_(each, tmp_path)
+    assert not any(parameter.any() for parameter in lora_parameters(model))
+    assert before.keys() == model.state_dict().keys()
+    assert not lora_linears(other)
 
 
 def test_broken_files_of_an_adapter_are_named(tmp_path):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.lora_files import (
     CONFIG,
+    FOREIGN,
     WEIGHTS,
     Adapter,
     DenseTarget,
@@ -63,11 +64,6 @@ _LOGGER = logging.getLogger("thunder_moe")
 _NOTHING = "dummy-target-modules"  # PEFT's word for a configuration that needs no module to match
 _SPLIT = (("gate_proj", "up_proj"), ("w1", "w3"))
 _DOWN = ("down_proj", "w2")
-# Options of a LoraConfig that change what an adapter computes, or of which layers.
-_FOREIGN = (
-    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
-    "use_qalora", "velora_config",
-)  # fmt: skip
 
 
 def get_peft_model(model: Any, peft_config: Any, adapter_name: str = "default") -> Any:
@@ -253,7 +249,7 @@ def _check(config: Any) -> None:
         value = getattr(config, name, values[0])
         if value not in values:
             raise ValueError(f"peft_config.{name}: got {value!r}, wanted one of {values} for adapters of experts")
-    for name in _FOREIGN:
+    for name in FOREIGN:
         value = getattr(config, name, None)
         if value is not None and value is not False:
             raise ValueError(f"peft_config.{name}: got {value!r}, wanted none of it for adapters of experts")

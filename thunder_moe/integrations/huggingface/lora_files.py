@@ -35,6 +35,7 @@ from thunder_moe.nn.lora import LoRALinear
 
 __all__ = [
     "CONFIG",
+    "FOREIGN",
     "WEIGHTS",
     "Adapter",
     "DenseTarget",
@@ -57,6 +58,13 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Options of a LoraConfig that change what an adapter computes, or of which layers.
+FOREIGN = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config", "use_bdlora",
+    "use_qalora", "velora_config",
+)  # fmt: skip
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PREFIX = "base_model.model."
 _ANY = "#"  # stands for the number of an expert
 _PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
@@ -214,7 +222,7 @@ def load_lora_(model: nn.Module, path: str | Path, adapter: str = "default", *, 
     if rest:
         raise ValueError(
             f"path: {path} has adapters of {len(rest)} tensors that are no experts' ({next(iter(rest))}, ...), wanted"
-            " integrations.huggingface.lora.load_peft_model, which leaves those to PEFT"
+            " thunder_moe.load_peft_model, which leaves those to PEFT"
         )
     set_adapter_(model, found, adapter, dropout=config.get("lora_dropout") or 0.0, freeze=freeze)
     return use_lora_(model, adapter)
@@ -233,27 +241,34 @@ def set_adapter_(
             f"adapter: got {adapter!r}, which {others[0]} has ({len(others)} in all) and the files have not, wanted"
             " another name, or remove_lora_ before"
         )
-    for path, new in found.items():
+    ready: dict[str, Adapter] = {}
+    for path, new in found.items():  # all is checked before the first change
         linear: Any = model.get_submodule(path)
-        if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
-            split = new.parts == 2
-            alpha = new.scaling * new.rank
-            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, dropout=dropout, freeze=freeze)
-            add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
-            linear = model.get_submodule(path)
-        spec, a, b = linear.lora_specs[adapter], linear.lora_A[adapter], linear.lora_B[adapter]
-        if (spec.rank, spec.parts) != (new.rank, new.parts):
+        if isinstance(linear, LoRALinear) and adapter in linear.lora_specs:
+            spec, shapes = linear.lora_specs[adapter], (linear.lora_A[adapter].shape, linear.lora_B[adapter].shape)
             if spec.parts == 1 and new.parts == 2 and spec.rank == 2 * new.rank:
                 new = _joined(new)
-            elif (spec.rank, spec.parts) != (new.rank, new.parts):
+            if (spec.rank, spec.parts) != (new.rank, new.parts):
                 raise ValueError(
                     f"{path}: got an adapter of rank {new.rank} x {new.parts}, wanted {spec.rank} x {spec.parts}"
                 )
-        for name, parameter, value in (("A", a, new.a), ("B", b, new.b)):
-            if parameter.shape != value.shape:
-                raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(parameter.shape)}")
-            with torch.no_grad():
-                parameter.copy_(value * (new.scaling / spec.scaling) if name == "B" else value)
+        else:
+            experts, inputs, outputs = getattr(linear, "num_experts", 1), linear.in_features, linear.out_features
+            shapes = (experts, new.parts * new.rank, inputs), (experts, outputs, new.rank)
+        for name, value, shape in zip("AB", (new.a, new.b), shapes, strict=True):
+            if value.shape != shape:
+                raise ValueError(f"{path}.lora_{name}: got shape {tuple(value.shape)}, wanted {tuple(shape)}")
+        ready[path] = new
+    for path, new in ready.items():
+        linear = model.get_submodule(path)
+        if not isinstance(linear, LoRALinear) or adapter not in linear.lora_specs:
+            split, alpha = new.parts == 2, new.scaling * new.rank
+            options: dict[str, Any] = dict(split_gate_up=split, adapter=adapter, dropout=dropout, freeze=freeze)
+            add_lora_(model, new.rank, alpha, filter=only(path), linears=only(path), **options)
+            linear = model.get_submodule(path)
+        with torch.no_grad():
+            linear.lora_A[adapter].copy_(new.a)
+            linear.lora_B[adapter].copy_(new.b * (new.scaling / linear.lora_specs[adapter].scaling))
 
 
 def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter], dict[str, Tensor], dict[str, Any]]:
@@ -267,6 +282,14 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     config = read_json(path / CONFIG)
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
         raise ValueError(f"path: {path / CONFIG} is not of plain LoRA without biases, wanted peft_type LORA alone")
+    for name in FOREIGN:
+        if config.get(name) not in (None, False):
+            raise ValueError(f"path: {path / CONFIG} has {name} {config[name]!r}, wanted none of it")
+    if str(config.get("init_lora_weights")).lower().startswith(_OTHER_BASE):
+        raise ValueError(
+            f"path: {path / CONFIG} has init_lora_weights {config['init_lora_weights']!r}, whose adapters are for other"
+            " weights than the model's, wanted plain LoRA, as PEFT's path_initial_model_for_weight_conversion writes"
+        )
     try:
         tensors = load_file(path / WEIGHTS)
     except SafetensorError as error:
@@ -282,6 +305,10 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     experts = {target.experts for target in known}
     for key, tensor in tensors.items():
         match = _LORA.search(key)
+        if match is not None and not (tensor.dtype in _DTYPES and bool(tensor.isfinite().all())):
+            raise ValueError(
+                f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {_DTYPES}"
+            )
         name = key[: match.start()].removeprefix(_PREFIX) if match else ""
         owner, inside = next(((each, tail) for each in experts if (tail := _tail(name, each)) is not None), ("", ""))
         if match is not None and name in dense:
@@ -383,6 +410,11 @@ def _encode(chosen: list[tuple[Target, Adapter]]) -> Iterator[tuple[str, Tensor]
 def _decode(
     own: list[Target], given: dict[tuple[str, str], Tensor], config: dict[str, Any], place: str
 ) -> Iterator[tuple[Target, Adapter]]:
+    for (inside, each), tensor in given.items():
+        if tensor.ndim != 2:
+            raise ValueError(f"path: an adapter of {own[0].experts} has shape {tuple(tensor.shape)}, wanted a matrix")
+        if (inside, "B" if each == "A" else "A") not in given:
+            raise ValueError(f"path: the adapter {inside or 'itself'} of {own[0].experts} has lora_{each} alone")
     if any(re.match(r"\d+\.", inside) for inside, _ in given):
         yield from _decode_per_expert(own, given, config, place)
         return
@@ -593,9 +625,16 @@ def _rank_and_alpha(config: dict[str, Any], name: str) -> tuple[int, float]:
                 return value
         return default
 
-    return int(of(config.get("rank_pattern"), config["r"])), float(
-        of(config.get("alpha_pattern"), config["lora_alpha"])
-    )
+    try:
+        rank = int(of(config.get("rank_pattern"), config["r"]))
+        alpha = float(of(config.get("alpha_pattern"), config["lora_alpha"]))
+    except (AttributeError, KeyError, TypeError, ValueError, re.error) as error:
+        raise ValueError(
+            f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error!r})"
+        ) from error
+    if rank < 1 or not math.isfinite(alpha):
+        raise ValueError(f"path: {CONFIG} has rank {rank} and alpha {alpha} for {name}, wanted at least 1, and finite")
+    return rank, alpha
 
 
 def _scaling(config: dict[str, Any], rank: int, alpha: float) -> float:
