@@ -140,6 +140,7 @@ def refusals_of_adapters(path, config, where):
         lambda: add_lora_(model, 4, 8.0),
         lambda: save_lora(model, where),
         lambda: load_lora_(model, where),
+        lambda: model.save_pretrained(where / "whole"),
     ):
         try:
             attempt()

@@ -293,9 +293,10 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
         assert all("processes share its features: adapters are for whole linears" in each for each in messages[:2])
         assert all("is a part of its experts" in each for each in messages[2:])
     for messages in ranks(2)(jobs.refusals_of_adapters, path, EP, tmp_path):
-        assert len(messages) == 3
+        assert len(messages) == 4
         assert "share: got 'A' at" in messages[0]
         assert all("is a part of its experts" in each for each in messages[1:])
+        assert "whose adapters are whole" in messages[3]
 
 
 @needs_sharding

@@ -229,6 +229,22 @@ def test_all_linear_is_what_it_is_to_peft_in_16_bits(name, tmp_path):
     assert torch.equal(load_peft_model(whole(name), tmp_path)(tokens()).logits, expected)
 
 
+def test_two_adapters_of_all_linear(tmp_path):
+    model = get_peft_model(whole("qwen3_moe"), peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=5, target_modules="all-linear"))
+    randomize(model)
+    model.save_pretrained(tmp_path)
+    loaded = load_peft_model(whole("qwen3_moe"), tmp_path)
+    loaded.load_adapter(tmp_path / "other", "other")
+    stock = peft.PeftModel.from_pretrained(dequantize_(whole("qwen3_moe")), tmp_path)
+    stock.load_adapter(tmp_path / "other", "other")
+    for name in ("default", "other"):
+        for each in (model, loaded, stock):
+            each.set_adapter(name)
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+        assert relative_error(stock(tokens()).logits, model(tokens()).logits) < 1e-5
+
+
 def test_all_linear_without_excluded_modules():
     config = peft.LoraConfig(target_modules="all-linear", exclude_modules=["q_proj"], target_parameters=EXPERTS)
     adapted = lora_linears(get_peft_model(whole("llama4"), config).get_base_model())
