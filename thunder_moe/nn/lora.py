@@ -54,7 +54,9 @@ class LoRASpec:
     parts: int = 1
 
     def __str__(self) -> str:
-        return f"rank {self.rank * self.parts} and alpha {self.scaling * self.rank:g} (a factor of {self.scaling:g})"
+        parts = "" if self.parts == 1 else " of gate and up each"
+        stabilized = f"with rslora {self.scaling * self.rank**0.5:g}"
+        return f"rank {self.rank}{parts} and alpha {self.scaling * self.rank:g} ({stabilized})"
 
 
 def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpec], tuple[str, ...]]:
