@@ -36,6 +36,7 @@ from thunder_moe.replaceable import has_hook, has_own_forward, impure
 from thunder_moe.selection import Names, Selection, Selector, require_matches, select
 
 __all__ = [
+    "DTYPES",
     "STATE",
     "Model",
     "add_lora_",
@@ -72,7 +73,7 @@ _NAMES = {
     "target_modules": _CHOOSE, "target_parameters": _CHOOSE,
 }  # fmt: skip
 _SHARES = (None, "A", "B")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @torch.no_grad()
@@ -256,8 +257,8 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, 
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
     if share not in _SHARES:
         raise ValueError(f"share: got {share!r}, wanted one of {_SHARES}")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {dtype!r}, wanted one of {_DTYPES}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: got {dtype!r}, wanted one of {DTYPES}")
     if not isinstance(adapter, str) or not adapter or "." in adapter or hasattr(nn.ParameterDict, adapter):
         raise ValueError(
             f"adapter: got {adapter!r}, wanted a name without '.' that no attribute of a ParameterDict has"
@@ -306,10 +307,10 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
     n, k, rank = module.out_features, module.in_features, spec.rank
     options: dict[str, Any] = dict(dtype=dtype, device=weight_of(module).device)
     a = torch.empty(1 if share == "A" else experts, spec.parts * rank, k, **options).uniform_(-(k**-0.5), k**-0.5)
-    put_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
+    _put_adapter(module, adapter, spec, a, torch.zeros(1 if share == "B" else experts, n, rank, **options))
 
 
-def put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
+def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
     """Gives a linear that is adaptable an adapter with these tensors; which are active stays so."""
     if not isinstance(module, LoRALinear):
         set_class(module, _WITH_LORA[type(module)])
@@ -375,13 +376,13 @@ def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None
     wanted = dict(A=(spec.parts * spec.rank, linear.in_features), B=(linear.out_features, spec.rank))
     for each, tensor in (("A", a), ("B", b)):
         shapes = [(count, *wanted[each]) for count in (experts, 1)]
-        if tensor is None or tensor.shape not in shapes or tensor.dtype not in _DTYPES:
+        if tensor is None or tensor.shape not in shapes or tensor.dtype not in DTYPES:
             got = "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise ValueError(
-                f"{path}.lora_{each}.{name}: got {got}, wanted one of {_DTYPES} of shape {shapes[0]}, by lora_specs"
+                f"{path}.lora_{each}.{name}: got {got}, wanted one of {DTYPES} of shape {shapes[0]}, by lora_specs"
             )
     device = weight_of(linear).device
-    put_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
+    _put_adapter(linear, name, spec, *(tensor.to(device) for tensor in (a, b) if tensor is not None))
 
 
 def strip(linear: Any) -> None:

@@ -211,6 +211,15 @@ def test_stock_all_linear_does_not_leave_4_bit_layers_out(name, make):
     assert linears
 
 
+def test_all_linear_by_transformers_leaves_the_model_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **options: None)
+    model = whole("qwen3_moe")
+    with pytest.raises(ValueError, match="4-bit layers"):
+        model.add_adapter(peft.LoraConfig(target_modules="all-linear"))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_checkpoint(tmp_path)(tokens()).logits, model(tokens()).logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*pattern keys did not match")
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_all_linear_is_what_it_is_to_peft_in_16_bits(name, tmp_path):

@@ -30,7 +30,7 @@ from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.integrations.huggingface.expert_names import expert_source
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.sharding import refuse_part
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
+from thunder_moe.lora import DTYPES, add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
 from thunder_moe.nn.lora import LoRALinear
 
 __all__ = [
@@ -64,7 +64,6 @@ FOREIGN = (
     "use_qalora", "velora_config",
 )  # fmt: skip
 _OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that change the model's weights
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _PREFIX = "base_model.model."
 _ANY = "#"  # stands for the number of an expert
 _PARTS = {"gate_proj": 0, "up_proj": 1, "down_proj": 2, "w1": 0, "w3": 1, "w2": 2}
@@ -305,9 +304,9 @@ def read_adapter(model: nn.Module, path: str | Path) -> tuple[dict[str, Adapter]
     experts = {target.experts for target in known}
     for key, tensor in tensors.items():
         match = _LORA.search(key)
-        if match is not None and not (tensor.dtype in _DTYPES and bool(tensor.isfinite().all())):
+        if match is not None and not (tensor.dtype in DTYPES and bool(tensor.isfinite().all())):
             raise ValueError(
-                f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {_DTYPES}"
+                f"path: {path / WEIGHTS} has {key} in {tensor.dtype}, wanted finite values in one of {DTYPES}"
             )
         name = key[: match.start()].removeprefix(_PREFIX) if match else ""
         owner, inside = next(((each, tail) for each in experts if (tail := _tail(name, each)) is not None), ("", ""))

@@ -174,6 +174,7 @@ def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
             module = module.base_layer
         if not name.endswith(".base_layer"):
             model.set_submodule(name, module)
+    model._hf_peft_config_loaded = False  # transformers' add_adapter has set it, and save_pretrained would read it
     raise ValueError(
         f"peft: got {len(left)} 4-bit layers, {left[0]} and others, which PEFT does not know and leaves without"
         f" adapters, beside {next(iter(wrapped))}; wanted thunder_moe.get_peft_model(model, LoraConfig(...)) with a new"
