@@ -6,20 +6,15 @@ import copy
 
 import pytest
 import torch
+from both_compilers import compile_by
 from oracle import relative_error
 from torch import nn
 
 import thunder_moe
 from thunder_moe import dequantize_, quantize_, rewrite_report
-from thunder_moe.compilers.thunder.compat import import_thunder
 from thunder_moe.weight_cache import WEIGHT_CACHE
 
-import_thunder()
-import thunder  # noqa: E402
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 THUNDER = pytest.param("thunder", marks=pytest.mark.slow)
 OFFSETS = torch.tensor([2, 4, 4, 8], dtype=torch.int32)
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -46,23 +41,17 @@ def linear_alone(module_or_gemm, name):
     return "mxfp8" if "linear" in name else "nvfp4"
 
 
-def compile_by(compiler, layers, format):
-    if compiler == "thunder":
-        return thunder.jit(layers, executors=[thunder_moe.moe_executor], moe_format=format)
-    options = {"thunder_moe.format": format, "thunder_moe.inner": "eager"}
-    return torch.compile(layers, backend="thunder_moe", options=options, fullgraph=True)
-
-
 def expected_of(format):
     """The numbers of the same model quantized beforehand, without a compiler."""
     return quantize_(model(), format=format)(X, OFFSETS)
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", "thunder"])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", "thunder"])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", linear_alone], ids=["nvfp4", "mxfp8", "both"])
+@pytest.mark.covering(1)
 def test_the_option_chooses_the_format(compiler, format):
     layers = model()
-    compiled = compile_by(compiler, layers, format)
+    compiled = compile_by(compiler, layers, format=format)
     out = compiled(X, OFFSETS)
     assert relative_error(out, expected_of(format)) < 1e-2
     decisions = {
@@ -81,7 +70,7 @@ def test_the_option_chooses_the_format(compiler, format):
 
 def test_copies_in_two_formats_live_beside_each_other():
     layers = model()
-    outs = [compile_by("dynamo", layers, format)(X, OFFSETS) for format in ("nvfp4", "mxfp8", "nvfp4")]
+    outs = [compile_by("dynamo-eager", layers, format=format)(X, OFFSETS) for format in ("nvfp4", "mxfp8", "nvfp4")]
     assert torch.equal(outs[0], outs[2])
     assert not torch.equal(outs[0], outs[1])
     weight = layers.linear.weight
@@ -90,10 +79,10 @@ def test_copies_in_two_formats_live_beside_each_other():
     assert WEIGHT_CACHE.get(weight, format="mxfp8") is packed[1]
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 def test_none_leaves_a_weight_in_16_bits(compiler):
     layers = model()
-    compiled = compile_by(compiler, layers, lambda gemm, name: None if "linear" in name else "mxfp8")
+    compiled = compile_by(compiler, layers, format=lambda gemm, name: None if "linear" in name else "mxfp8")
     out = compiled(X, OFFSETS)
     (left,) = (entry for entry in rewrite_report(compiled) if entry.decision == "16-bit")
     assert "linear" in left.gemm.weight
@@ -102,12 +91,12 @@ def test_none_leaves_a_weight_in_16_bits(compiler):
     assert relative_error(out, expected(X, OFFSETS)) < 1e-2
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 @pytest.mark.parametrize("format", ["mxfp8", linear_alone], ids=["mxfp8", "both"])
 def test_modules_that_are_quantized_before(compiler, format):
     quantized = quantize_(model(), format=format)
     expected, plain = quantized(X, OFFSETS), dequantize_(copy.deepcopy(quantized))
-    compiled = compile_by(compiler, quantized, None)
+    compiled = compile_by(compiler, quantized, format=None)
     x = X.clone().requires_grad_()
     out = compiled(x, OFFSETS)
     assert relative_error(out, expected) < 1e-2
@@ -135,7 +124,7 @@ class Routed(nn.Module):
 CONFIG = thunder_moe.Llama4MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=1)
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 def test_whole_layers_and_dense_layers(compiler):
     torch.manual_seed(0)
     layer = Routed().to(torch.bfloat16).requires_grad_(False)
@@ -144,16 +133,16 @@ def test_whole_layers_and_dense_layers(compiler):
     quantize_(layer, format="mxfp8", linears=lambda module, name: name == "dense")
     x = torch.randn(1, 6, 64, dtype=torch.bfloat16)
     expected = layer(x)
-    assert relative_error(compile_by(compiler, layer, None)(x), expected) < 1e-2
+    assert relative_error(compile_by(compiler, layer, format=None)(x), expected) < 1e-2
 
 
 def test_the_option_takes_upper_case():
-    expected = compile_by("dynamo", model(), "mxfp8")(X, OFFSETS)
+    expected = compile_by("dynamo-eager", model(), format="mxfp8")(X, OFFSETS)
     torch._dynamo.reset()
-    assert torch.equal(compile_by("dynamo", model(), "MXFP8")(X, OFFSETS), expected)
+    assert torch.equal(compile_by("dynamo-eager", model(), format="MXFP8")(X, OFFSETS), expected)
 
 
-@pytest.mark.parametrize("compiler", ["dynamo", THUNDER])
+@pytest.mark.parametrize("compiler", ["dynamo-eager", THUNDER])
 def test_the_option_refuses(compiler):
     for format, message in (
         ("fp8", "format'?]?: got 'fp8', wanted one of"),
@@ -167,4 +156,4 @@ def test_the_option_refuses(compiler):
     ):
         torch._dynamo.reset()
         with pytest.raises(Exception, match=message):
-            compile_by(compiler, model(), format)(X, OFFSETS)
+            compile_by(compiler, model(), format=format)(X, OFFSETS)

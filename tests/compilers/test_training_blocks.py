@@ -8,6 +8,7 @@ import oracle
 import pytest
 import thunder
 import torch
+from both_compilers import compile_by, decisions
 from oracle import relative_error
 from torch import nn
 
@@ -18,10 +19,8 @@ from thunder_moe import (
     ScaledSReLU,
     ScaledSwiGLU,
     dequantize_,
-    moe_executor,
     offsets_from_splits,
     quantize_,
-    rewrite_report,
 )
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 
@@ -29,13 +28,6 @@ BF16 = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, BF16: 2e-2}
 GPT_OSS = dict(alpha=1.702, limit=7.0, up_shift=1.0)
 pytestmark = pytest.mark.filterwarnings("ignore::thunder_moe.compilers.report.RewriteWarning")
-
-
-def compiled(module, mode, **options):
-    if mode == "thunder":
-        return thunder.jit(module, executors=[moe_executor])
-    inner = {"thunder_moe.inner": mode.removeprefix("dynamo-")}
-    return torch.compile(module, backend="thunder_moe", fullgraph=True, options=inner, **options)
 
 
 MODES = ["dynamo-aot_eager", pytest.param("thunder", marks=pytest.mark.slow)]
@@ -61,7 +53,7 @@ def inputs(rows, live, dtype, width=32):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_training_block_trains_as_the_loop(mode, dtype):
     mlp = GroupedMLP(3, 32, 10, bias=True, activation=ScaledSwiGLU(2, **GPT_OSS), dtype=dtype)
-    run, ends = compiled(mlp, mode), offsets_from_splits([4, 0, 7])
+    run, ends = compile_by(mode, mlp), offsets_from_splits([4, 0, 7])
     x, scales, grad = inputs(13, 11, dtype)
     out = run(x, ends, scales)
     out.backward(grad)
@@ -92,7 +84,7 @@ def test_parts_and_srelu_and_strange_sizes(mode):
     x, scale = torch.randn(13, 7), torch.rand(13)
     twin, factor = (t.clone().requires_grad_() for t in (x, scale))
     x.requires_grad_(), scale.requires_grad_()
-    compiled(parts, mode)(x, ends, scale).pow(2).sum().backward()
+    compile_by(mode, parts)(x, ends, scale).pow(2).sum().backward()
     eager(twin, ends, factor).pow(2).sum().backward()
     pairs = [(x, twin), (scale, factor), *zip(parts.parameters(), eager.parameters(), strict=True)]
     for a, b in pairs:
@@ -126,7 +118,7 @@ def test_frozen_blocks_run_in_nvfp4(mode, bias, interleave, scaled, frozen, part
             rows = self.mlp.activation(self.mlp.gate_up_proj(x, offsets), scales)
             return self.mlp.down_proj(rows, offsets, scales if bias else None)
 
-    run, ends = compiled(Parts() if parts else mlp, mode), offsets_from_splits([4, 0, 7])
+    run, ends = compile_by(mode, Parts() if parts else mlp), offsets_from_splits([4, 0, 7])
     x, scales, grad = inputs(13, 11, BF16)
     given = (scales,) if scaled else ()
     out = run(x, ends, *given)
@@ -149,19 +141,18 @@ def test_frozen_blocks_run_in_nvfp4(mode, bias, interleave, scaled, frozen, part
         assert relative_error(a, b) < TOLERANCE[BF16]
     assert out[11:].eq(0).all()
     assert x.grad[11:].eq(0).all()
-    decisions = [entry.decision for entry in rewrite_report(run)]
     wanted = {
         "both": ["nvfp4 + swiglu", "nvfp4"],
         "gate_up_proj": ["nvfp4", "16-bit"],
         "down_proj": ["16-bit", "nvfp4"],
     }
-    assert decisions == wanted[frozen]
+    assert decisions(run) == wanted[frozen]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_graph_is_compiled_again_for_another_routing(mode):
     mlp = GroupedMLP(3, 16, 10, bias=True)
-    run = compiled(mlp, mode)
+    run = compile_by(mode, mlp)
     counted = torch._dynamo.testing.CompileCounter() if mode != "thunder" else None
     if counted is not None:
         run = torch.compile(mlp, backend=counted, fullgraph=True, dynamic=True)
@@ -185,7 +176,7 @@ def test_writes_outside_of_the_graph_are_refused_by_name(mode, what, kind):
     module, ends, x = kind(2, 8, 8, **options), offsets_from_splits([2, 2]), torch.randn(4, 8)
     buffers = {} if options else {what: torch.empty(4, 8)}
     with pytest.raises(Exception, match=what):
-        compiled(module, mode)(x, ends, **buffers)
+        compile_by(mode, module)(x, ends, **buffers)
     if mode != "thunder":  # where a graph may break, the call is eager
         for parameter in module.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
@@ -197,7 +188,7 @@ def test_writes_outside_of_the_graph_are_refused_by_name(mode, what, kind):
 def test_grouped_swiglu_is_zero_past_the_end_in_nvfp4(mode):
     block, ends = GroupedSwiGLU(3, 32, 48, dtype=BF16).requires_grad_(False), offsets_from_splits([4, 0, 7])
     x, _, _ = inputs(13, 11, BF16)
-    out = compiled(block, mode)(x, ends)
+    out = compile_by(mode, block)(x, ends)
     out.float().sum().backward()
     assert out[11:].eq(0).all()
     assert x.grad[11:].eq(0).all()
@@ -223,7 +214,7 @@ def test_gradients_through_quantized_blocks(mode, activation):
     block = root["mlp"]
     assert block.down_proj.bias is bias
     assert sorted(name for name, _ in block.named_parameters()) == ["down_proj.bias", "gate_up_proj.bias"]
-    run = block if mode == "eager" else compiled(block, mode)
+    run = block if mode == "eager" else compile_by(mode, block)
     x, scales, grad = inputs(13, 11, BF16)
     twin, factors = (t.detach().clone().requires_grad_() for t in (x, scales))
     ends = offsets_from_splits([4, 0, 7])

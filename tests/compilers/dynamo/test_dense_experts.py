@@ -78,7 +78,7 @@ def rows(tokens=9):
     return torch.randn(tokens, HIDDEN, dtype=BF16)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_rewrites(inner, top_k):
     module, x = Dense(top_k), rows()

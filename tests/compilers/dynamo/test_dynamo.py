@@ -1,5 +1,5 @@
-"""The torch.compile backend: what is rewritten by which inner compiler, what it computes, trains and declines.
-Called by pytest; judged by tests/oracle.py and by the report.
+"""The torch.compile backend: inner compilers, options, graphs that layers share, exported programs, the user's line.
+Called by pytest; judged by tests/oracle.py and by the report. ../test_rewrite.py has what both compilers do.
 """
 
 import copy
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreters import fresh_python
-from oracle import KERNEL_TOLERANCE, grouped_mm, groups, llama4_moe, relative_error
+from oracle import llama4_moe, relative_error
 from torch import nn
 
 from thunder_moe import (
@@ -24,10 +24,6 @@ from thunder_moe import (
 )
 from thunder_moe.formats.nvfp4 import dequantize, quantize
 from thunder_moe.kernels.select import select
-from thunder_moe.ops import experts as experts_operator
-from thunder_moe.ops import grouped_mm as grouped_mm_operator
-from thunder_moe.ops import grouped_swiglu as grouped_swiglu_operator
-from thunder_moe.ops.grouped_mm import weight_from_operands
 
 BF16 = torch.bfloat16
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
@@ -64,10 +60,10 @@ print("thunder_moe" in sys.modules, "thunder" in sys.modules)
     [
         dict(options={"thunder_moe.inner": "eager"}),
         dict(options={"thunder_moe.inner": "aot_eager"}, dynamic=True),
-        dict(options={"thunder_moe.inner": "thunder"}),
-        dict(),
+        dict(),  # inductor, whose compilations take seconds: the one in the fast set
+        pytest.param(dict(options={"thunder_moe.inner": "thunder"}), marks=pytest.mark.slow),
         pytest.param(dict(mode="reduce-overhead", dynamic=True), marks=pytest.mark.slow),
-        dict(options={"max_autotune": False, "epilogue_fusion": True}),
+        pytest.param(dict(options={"max_autotune": False, "epilogue_fusion": True}), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -80,15 +76,8 @@ def test_rewrites_a_frozen_layer_with_every_inner_compiler(moe, x, options):
     assert decisions(function) == BOTH
 
 
-def test_report_names_weights_and_the_users_line(moe, x):
-    function = compiled(moe.requires_grad_(False))
-    with pytest.raises(ValueError, match="compiled: not called yet"):
-        rewrite_report(function)
-    function(x)
-    report = rewrite_report(function)
-    names = [entry.gemm.weight for entry in report]
-    assert names == [f"routed_experts.{name}_proj.weight" for name in ("gate", "up", "down")]
-    assert "routed_experts.down_proj.weight  4 x 64 x 32" in str(report)
+def test_report_names_the_users_line(moe, x):
+    moe.requires_grad_(False)
     plain = compiled(lambda x: moe(x) + 1)
     plain(x)
     assert decisions(plain) == BOTH
@@ -117,22 +106,7 @@ def test_no_graph_break(moe, x):
     assert explanation.graph_break_count == 0
 
 
-def test_changed_and_replaced_weights(moe, x, count):
-    moe.requires_grad_(False)
-    function = compiled(moe)
-    function(x)
-    assert len(count) == 3
-    down = moe.routed_experts.down_proj
-    down.weight.mul_(-2)
-    assert relative_error(function(x), decoded(moe)(x)) < 0.01
-    assert len(count) == 4
-    down.weight.data = torch.randn_like(down.weight)
-    assert relative_error(function(x), decoded(moe)(x)) < 0.01
-    down.weight = nn.Parameter(torch.randn_like(down.weight), requires_grad=False)
-    assert relative_error(function(x), decoded(moe)(x)) < 0.01
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_layers_that_share_a_graph_keep_their_own_weights(x, count, inner):
     layers = [Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False) for _ in range(3)]
     functions = [compiled(layer, inner) for layer in layers]
@@ -156,20 +130,6 @@ def test_layers_compiled_in_place(x):
 
 
 @pytest.mark.slow
-def test_one_copy_for_graphs_models_and_compilers(moe, x, count):
-    from thunder_moe import moe_executor
-
-    import thunder  # isort: skip  (after moe_executor: see compilers/compat.py)
-
-    moe.requires_grad_(False)
-    other = Llama4MoE(CONFIG, dtype=BF16).requires_grad_(False)
-    other.routed_experts = moe.routed_experts
-    for function in (compiled(moe), compiled(other, "eager"), thunder.jit(moe, executors=[moe_executor])):
-        function(x)
-        function(x[:, :3])
-    assert len(count) == 3
-
-
 def test_kernels_read_the_cached_weights_in_place(moe, x, monkeypatch):
     kernels, seen = select(torch.device("cpu")), set()
     for name in ("grouped_mm", "grouped_swiglu"):
@@ -187,113 +147,22 @@ def test_kernels_read_the_cached_weights_in_place(moe, x, monkeypatch):
     assert len(seen) == 2
 
 
-# ---- training
-
-
-def gradients(function, model, x):
-    model.zero_grad()
-    x = x.detach().requires_grad_()
-    function(x).float().pow(2).mean().backward()
-    return {"x": x.grad, **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_trainable_experts_train_in_16_bit(inner):
-    moe = Llama4MoE(Llama4MoEConfig(64, 32, 8, top_k=2), dtype=BF16)
-    x = torch.randn(1, 3, 64, dtype=BF16)  # 6 rows for 8 experts: some have none
-    function = compiled(moe, inner)
-    with pytest.warns(RewriteWarning, match="down_proj.weight: the weight is trainable"):
-        got = gradients(function, moe, x)
-    exact = copy.deepcopy(moe).float()
-    expected = gradients(lambda x: llama4_moe(exact, x), exact, x.float())
-    assert got.keys() == expected.keys()
-    for name, grad in got.items():
-        assert relative_error(grad, expected[name]) < 0.03, name
-    idle = expected["routed_experts.up_proj.weight"].flatten(1).eq(0).all(1)
-    assert idle.any()
-    assert got["routed_experts.up_proj.weight"][idle].eq(0).all()
-    with torch.no_grad():
-        assert relative_error(function(x), decoded(moe)(x)) < 0.01
-    assert len(rewrite_report(function).rewritten) == 3
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_expanded_gradients(inner):
-    linear = GroupedLinear(4, 64, 32, dtype=BF16)
-    x = torch.randn(8, 64, dtype=BF16, requires_grad=True)
-    with pytest.warns(RewriteWarning):
-        compiled(linear, inner)(x, EVEN).sum().backward()  # torch's own backward fails here with "Invalid strides"
-    expected = torch.cat([torch.ones(end - start, 32) @ linear.weight[e].float() for e, start, end in groups(EVEN)])
-    assert relative_error(x.grad, expected) < KERNEL_TOLERANCE[BF16]
-
-
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_frozen_experts_pass_gradients_on(moe, x, inner):
-    moe.routed_experts.requires_grad_(False)
-    function = compiled(moe, inner)
-    got = gradients(function, moe, x)
-    exact = decoded(moe).float()
-    expected = gradients(lambda x: llama4_moe(exact, x), exact, x.float())
-    assert "router.weight" in got
-    for name, grad in got.items():
-        assert relative_error(grad, expected[name]) < 0.03, name
-    assert decisions(function) == BOTH
-
-
-# ---- layouts
-
-
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor", "thunder"])
-def test_weights_are_packed_in_the_layout_that_the_device_prefers(moe, x, tiles, monkeypatch, inner):
-    called = []
-
-    def spy(*packed):
-        called.append(packed[-1])
-        return weight_from_operands(*packed)
-
-    for module in (grouped_mm_operator, grouped_swiglu_operator, experts_operator):
-        monkeypatch.setattr(module, "weight_from_operands", spy)
-    moe.requires_grad_(False)
-    function = compiled(moe, inner)
-    with torch.no_grad():
-        out = function(x)
-    assert decisions(function) == BOTH
-    assert set(tiles) == {("cpu", 64, 64), ("cpu", 64, 32)}  # gate and up together, and down, which does not fit
-    assert called == ["tiled_64x64", "linear"]
-    assert relative_error(out, llama4_moe(decoded(moe), x)) < 0.01
-    with torch.no_grad():
-        for parameter in moe.routed_experts.parameters():
-            parameter.mul_(-0.5)
-        assert not torch.equal(function(x), out)
-        assert relative_error(function(x), llama4_moe(decoded(moe), x)) < 0.01
-    assert called[2:] == ["tiled_64x64", "linear"] * 2
-
-
-def test_training_passes_through_the_preferred_layout(moe, x, tiles):
-    moe.routed_experts.requires_grad_(False)
-    reference = quantize_(copy.deepcopy(moe), layout="linear")
-    results = []
-    for model in (compiled(moe), reference):
-        leaf = x.clone().requires_grad_()
-        out = model(leaf)
-        out.float().square().sum().backward()
-        results.append((out, leaf.grad))
-    for ours, theirs in zip(*results, strict=True):
-        assert relative_error(ours, theirs) < 0.02
-
-
-# ---- modules that quantize_ has swapped already
-
-
-def test_quantized_modules_under_the_backend_and_plain_inductor(moe, x):
+@pytest.mark.slow
+def test_quantized_modules_under_plain_inductor(moe, x):
     quantized = quantize_(copy.deepcopy(moe))
-    function = compiled(quantized)
-    assert relative_error(function(x), decoded(moe)(x)) < 0.01
-    assert [(e.gemm.weight, e.decision, e.reason) for e in rewrite_report(function)] == [
-        ("routed_experts.gate_up_proj.qdata", "nvfp4 + swiglu", "quantized beforehand"),
-        ("routed_experts.down_proj.qdata", "nvfp4", "quantized beforehand"),
-    ]
     assert relative_error(torch.compile(quantized, fullgraph=True)(x), decoded(moe)(x)) < 0.01
+
+
+def test_operators_read_the_layout_that_the_device_prefers(moe, x, tiles):
+    layouts = {}
+
+    def listing(gm, inputs):
+        for node in gm.graph.nodes:
+            layouts.update({name: value for name, value in node.kwargs.items() if name.endswith("layout")})
+        return gm
+
+    compiled(moe.requires_grad_(False), listing)(x)
+    assert layouts == {"gate_up_layout": "tiled_64x64", "down_layout": "linear"}  # down has 32 in_features
 
 
 def test_export_of_a_quantized_block(moe, x):
@@ -325,150 +194,28 @@ def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
 # ---- what is recognised, and what is left alone
 
 
-class Block(nn.Module):
-    """Experts whose forward is given, to try patterns. gate, up: (4, 64, 32); gate_up: (4, 64, 64)."""
-
-    def __init__(self, forward, dtype=BF16, in_features=64):
-        super().__init__()
-        for name, width in (("gate", 32), ("up", 32), ("gate_up", 64)):
-            weight = torch.randn(4, in_features, width, dtype=dtype) / 8
-            setattr(self, name, nn.Parameter(weight, requires_grad=False))
-        self.register_buffer("static", torch.randn(4, in_features, 32, dtype=dtype))
-        self.body = forward
-
-    def forward(self, x, offsets):
-        return self.body(self, x, offsets)
-
-
 def mm(x, weight, offsets):
     return F.grouped_mm(x, weight, offs=offsets)
 
 
-def halves(y):
-    return y.chunk(2, dim=-1)
-
-
-SITES = {
-    "as it is": lambda self, x, o: mm(x, self.gate, o),
-    "buffer": lambda self, x, o: mm(x, self.static, o),
-    "torch._grouped_mm": lambda self, x, o: torch._grouped_mm(x, self.gate, o),
-    "aten": lambda self, x, o: torch.ops.aten._grouped_mm(x, self.gate, o),
-    "transpose twice": lambda self, x, o: mm(x, self.gate.transpose(1, 2).transpose(-1, -2), o),
-    "torch.transpose": lambda self, x, o: mm(x, torch.transpose(torch.transpose(self.gate, 1, 2), 1, 2), o),
-    "mT": lambda self, x, o: mm(x, self.gate.mT.mT, o),
-    "permute": lambda self, x, o: mm(x, self.gate.permute(0, 2, 1).permute((0, 2, 1)), o),
-    "swapaxes": lambda self, x, o: mm(x, self.gate.swapaxes(1, 2).swapaxes(1, 2), o),
-}
-SWIGLU_FORMS = {
-    "separate": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x, self.up, o),
-    "separate, up first": lambda self, x, o: mm(x, self.up, o) * F.silu(mm(x, self.gate, o)),
-    "torch.mul": lambda self, x, o: torch.mul(F.silu(mm(x, self.gate, o)), mm(x, self.up, o)),
-    "chunk": lambda self, x, o: (lambda g, u: F.silu(g) * u)(*mm(x, self.gate_up, o).chunk(2, dim=-1)),
-    "chunk, up first": lambda self, x, o: (lambda g, u: u * F.silu(g))(*mm(x, self.gate_up, o).chunk(2, -1)),
-    "torch.chunk": lambda self, x, o: (lambda g, u: F.silu(g) * u)(*torch.chunk(mm(x, self.gate_up, o), 2, 1)),
-    "split": lambda self, x, o: (lambda g, u: F.silu(g) * u)(*mm(x, self.gate_up, o).split(32, dim=-1)),
-    "slices": lambda self, x, o: (lambda y: F.silu(y[..., :32]) * y[..., 32:])(mm(x, self.gate_up, o)),
-    "slices of 2-D": lambda self, x, o: (lambda y: F.silu(y[:, :32]) * y[:, 32:])(mm(x, self.gate_up, o)),
-    "interleaved": lambda self, x, o: (lambda y: F.silu(y[..., ::2]) * y[..., 1::2])(mm(x, self.gate_up, o)),
-    "nn.SiLU": lambda self, x, o: nn.SiLU()(mm(x, self.gate, o)) * mm(x, self.up, o),
-}
-NOT_SWIGLU = {
-    "gelu": lambda self, x, o: F.gelu(mm(x, self.gate, o)) * mm(x, self.up, o),
-    "gate read twice": lambda self, x, o: (lambda g: F.silu(g) * mm(x, self.up, o) + g)(mm(x, self.gate, o)),
-    "whole read twice": lambda self, x, o: (lambda y: (F.silu(y[:, :32]) * y[:, 32:]) + y[:, :32])(
-        mm(x, self.gate_up, o)
-    ),
-    "up half first": lambda self, x, o: (lambda y: F.silu(y[:, 32:]) * y[:, :32])(mm(x, self.gate_up, o)),
-    "uneven slices": lambda self, x, o: (lambda y: F.silu(y[:, :32]) * y[:, 16:48])(mm(x, self.gate_up, o)),
-    "chunks of rows": lambda self, x, o: (lambda g, u: F.silu(g) * u)(*mm(x, self.gate_up, o).chunk(2, dim=0)),
-    "four chunks": lambda self, x, o: (lambda g, u, _, v: F.silu(g) * u + v)(*mm(x, self.gate_up, o).chunk(4, -1)),
-    "two inputs": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x + 1, self.up, o),
-    "two offsets": lambda self, x, o: F.silu(mm(x, self.gate, o)) * mm(x, self.up, o + 0),
-}
-
-
-def rounded(block):
-    """The block in fp32 with its weights rounded to NVFP4."""
-    result = copy.deepcopy(block).float()
-    for name in ("gate", "up", "gate_up", "static"):
-        getattr(result, name).copy_(dequantize(quantize(getattr(block, name).mT), torch.float32).mT)
-    return result
-
-
-@pytest.mark.parametrize("body", SITES.values(), ids=SITES.keys())
-def test_recognises_every_way_to_write_the_gemm(body):
-    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
-    function = compiled(block)
-    weight = block.static if body is SITES["buffer"] else block.gate
-    expected = grouped_mm(x, dequantize(quantize(weight.mT)), EVEN)
-    assert relative_error(function(x, EVEN), expected) < KERNEL_TOLERANCE[BF16]
-    assert decisions(function) == ["nvfp4"]
-
-
-@pytest.mark.parametrize("body", [*SWIGLU_FORMS.values(), *NOT_SWIGLU.values()], ids=[*SWIGLU_FORMS, *NOT_SWIGLU])
-@pytest.mark.covering(1)
-def test_swiglu_is_fused_where_it_is_one(body):
-    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
-    function = compiled(block)
-    assert relative_error(function(x, EVEN), body(rounded(block), x.float(), EVEN)) < 0.012
-    expected = "nvfp4 + swiglu" if body in SWIGLU_FORMS.values() else "nvfp4"
-    assert set(decisions(function)) == {expected}
-
-
-@pytest.mark.parametrize(
-    ("block", "reason"),
-    [
-        (Block(lambda self, x, o: mm(x, self.gate * 2, o)), "not a parameter or buffer"),
-        (
-            Block(lambda self, x, o: mm(x[:, :40], self.gate, o), in_features=40),
-            "in_features 40 is not a multiple of 16",
-        ),
-        (Block(lambda self, x, o: mm(x, self.gate, o)).requires_grad_(), "trainable: freeze it"),
-    ],
-)
-def test_declines_with_its_reason(block, reason):
-    function, x = compiled(block), torch.randn(8, 64, dtype=BF16)
-    with pytest.warns(RewriteWarning, match=reason):
-        out = function(x, EVEN)
-    assert torch.equal(out, block(x, EVEN))
-    (entry,) = rewrite_report(function)
-    assert reason in entry.reason
-    assert entry.decision == "16-bit"
-
-
-@pytest.mark.parametrize("change", [lambda w: w.mul_(2), lambda w: w.transpose(1, 2).add_(1)], ids=["mul_", "view"])
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-def test_a_weight_that_the_graph_changes_is_declined(change, inner):
-    def body(self, x, offsets):
-        change(self.gate)
-        return mm(x, self.gate, offsets)
-
-    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
-    expected = copy.deepcopy(block)(x, EVEN)
-    with pytest.warns(RewriteWarning, match="the weight may be changed in place by (mul|add)_ in the same graph"):
-        assert torch.equal(compiled(block, inner)(x, EVEN), expected)
-
-
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_side_effects_beside_the_experts_survive(inner):
-    def body(self, x, offsets):
-        self.static.add_(1)
-        return mm(x, self.gate, offsets)
+    linear, before = GroupedLinear(4, 64, 32, dtype=BF16).requires_grad_(False), torch.randn(4)
+    linear.register_buffer("static", before.clone())
 
-    block, x = Block(body), torch.randn(8, 64, dtype=BF16)
-    before = block.static.clone()
-    function = compiled(block, inner)
+    def program(x):
+        linear.static.add_(1)
+        return linear(x, EVEN)
+
+    function = compiled(program, inner)
     for calls in (1, 2):
-        function(x, EVEN)
-        assert torch.equal(block.static, before + 1 if calls == 1 else before + 1 + 1)
+        function(torch.randn(8, 64, dtype=BF16))
+        assert torch.equal(linear.static, before + 1 if calls == 1 else before + 1 + 1)
     assert decisions(function) == ["nvfp4"]
 
 
-def test_other_forms_are_left_alone():
-    x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
-    with pytest.warns(RewriteWarning, match="not a parameter or buffer"):
-        assert torch.equal(compiled(mm)(x, weight, EVEN), mm(x, weight, EVEN))
-    batched = torch.randn(4, 8, 64, dtype=BF16)
+def test_batched_gemms_of_two_batches_are_left_alone():
+    batched, weight = torch.randn(4, 8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     with pytest.warns(RewriteWarning, match="has no call of"):
         out = compiled(lambda a, b: F.grouped_mm(a, b))(batched, weight)
     assert torch.equal(out, F.grouped_mm(batched, weight))
@@ -485,13 +232,6 @@ def test_a_fragment_beside_the_experts_is_no_warning(moe, x):
     function = torch.compile(broken, backend="thunder_moe", options={"thunder_moe.inner": "eager"})
     assert relative_error(function(x), decoded(moe)(x) + 1) < 0.01
     assert len(rewrite_report(function).rewritten) == 3
-
-
-def test_nan_in_a_weight_names_the_parameter(moe, x):
-    moe.requires_grad_(False)
-    moe.routed_experts.down_proj.weight[1, 0, 0] = float("nan")
-    with pytest.raises(Exception, match=r"routed_experts.down_proj.weight: weight: got NaN or Inf in experts \[1\]"):
-        compiled(moe)(x)
 
 
 def test_unknown_options_are_refused():

@@ -154,7 +154,7 @@ def test_the_experts_of_a_layer_are_one_operator(name, kind, operators):
     assert all("one operator" in entry.reason for entry in rewrite_report(fast))
 
 
-@pytest.mark.parametrize("kind", [Grouped, Batched])
+@pytest.mark.parametrize("kind", [Grouped, pytest.param(Batched, marks=pytest.mark.slow)])
 def test_gradients_and_varying_tokens(kind):
     module = kind()
     module.gate.requires_grad_()

@@ -101,7 +101,7 @@ def run_as_cuda(model, *inputs, executors, **options):
         return compiled(*inputs), compiled
 
 
-@pytest.fixture(params=["moe first", "nvFuser first"])
+@pytest.fixture(params=["moe first", pytest.param("nvFuser first", marks=pytest.mark.slow)])
 def executors(request, implementation):
     executors = [moe_executor, implementation.ex]
     return executors if request.param == "moe first" else executors[::-1]

@@ -17,7 +17,7 @@ import thunder.plugins
 import thunder.recipes
 from tiny_models import tiny_config, tiny_model, tokens
 
-from thunder_moe import Llama4MoE, Llama4MoEConfig, RewriteWarning, moe_executor, rewrite_report
+from thunder_moe import GroupedSwiGLU, RewriteWarning, moe_executor, rewrite_report
 from thunder_moe.compilers.thunder.executor import nvfp4_rewrite
 from thunder_moe.compilers.thunder.plugin import NVFP4MoE
 
@@ -76,10 +76,10 @@ def test_equals_thunder_jit(family):
 
 
 def test_a_layer_with_the_default_recipe_equals_thunder_jit():
-    layer = Llama4MoE(Llama4MoEConfig(64, 32, 4), dtype=BF16).requires_grad_(False)
-    x = torch.randn(1, 3, 64, dtype=BF16)
+    layer = GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False)
+    inputs = torch.randn(3, 64, dtype=BF16), torch.tensor([0, 1, 1, 3], dtype=torch.int32)
     expected, compiled = thunder.jit(layer, executors=[moe_executor]), thunder.compile(layer, plugins="nvfp4-moe")
-    assert torch.equal(compiled(x), expected(x))
+    assert torch.equal(compiled(*inputs), expected(*inputs))
     assert list(rewrite_report(compiled)) == list(rewrite_report(expected))
     assert {entry.decision for entry in rewrite_report(compiled)} == {"nvfp4 + swiglu", "nvfp4"}
 

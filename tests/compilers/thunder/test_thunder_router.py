@@ -1,5 +1,5 @@
-"""moe_router under Thunder: the operator with its gradient, a layer of transformers whose router runs it, and routers
-written in torch's operations, which become it.
+"""moe_router under Thunder: the operator with its gradient, a layer of transformers whose router runs it, and experts
+behind a router written in torch's operations (../test_written_routers.py has all of these).
 Called by pytest; judged by eager execution.
 """
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 import written_routers
 from oracle import relative_error
-from written_routers import FUSED, OTHERS, A, E, T
+from written_routers import E, T
 
-from thunder_moe import RewriteWarning, moe_executor, moe_experts, quantize_, rewrite_report
+from thunder_moe import moe_executor, moe_experts, quantize_, rewrite_report
 from thunder_moe.formats.nvfp4 import quantize
 
 pytest.importorskip("transformers")
@@ -63,63 +63,6 @@ def test_a_layer_of_transformers():
     assert layer.experts.row_orders._last is None
 
 
-UNTRACED = ("by_best_of_groups", "moonlight", "olmoe")  # by Thunder 0.2.6: .values, .indices, softmax(x, -1, dtype)
-
-
-def jitted(function):
-    """A function beside a grouped GEMM, compiled; without one nothing is rewritten."""
-
-    def beside_a_gemm(logits, rows, weight, offsets):
-        return *function(logits), torch._grouped_mm(rows, weight.mT, offsets)
-
-    compiled = thunder.jit(beside_a_gemm, executors=[moe_executor])
-    gemm = (torch.randn(4, 16).bfloat16(), torch.randn(2, 16, 16).bfloat16(), torch.tensor([2, 4], dtype=torch.int32))
-
-    def run(logits):
-        return compiled(logits, *gemm)[:-1]
-
-    run.report = lambda: rewrite_report(compiled).routers
-    return run
-
-
-def dense(scores, ids):
-    return torch.zeros(T, E).scatter(1, ids, scores.float())
-
-
-@pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
-@pytest.mark.parametrize(
-    "function", [each for each in FUSED if each.__name__ not in UNTRACED], ids=lambda function: function.__name__
-)
-def test_a_written_router_with_its_gradient(function):
-    fast = jitted(function)
-    logits = torch.randn(T, E, requires_grad=True)
-    again = logits.detach().requires_grad_()
-    (scores, ids), (expected, expected_ids) = fast(logits), function(again)
-    (entry,) = fast.report()
-    assert (entry.decision, entry.experts, entry.top_k, entry.tokens) == ("moe_router", E, A, T)
-    assert relative_error(dense(scores, ids), dense(expected, expected_ids)) < 1e-6
-    factor = torch.randn(E)
-    (scores * factor[ids]).sum().backward()
-    (expected * factor[expected_ids]).sum().backward()
-    assert relative_error(logits.grad, again.grad) < 1e-5
-
-
-# A trace is functional: a tensor that is changed in place is another one.
-_DIFFERENT = {"mask_too": True, "mask_changed": None}
-
-
-@pytest.mark.filterwarnings(f"ignore::{RewriteWarning.__module__}.{RewriteWarning.__qualname__}")
-@pytest.mark.parametrize("function", OTHERS, ids=lambda function: function.__name__)
-def test_other_code_computes_what_it_says(function):
-    fast = jitted(function)
-    logits = torch.randn(T, E)
-    for actual, wanted in zip(fast(logits), function(logits), strict=True):
-        assert torch.equal(actual, wanted) or relative_error(actual, wanted) < 4e-3
-    fused = _DIFFERENT.get(function.__name__, OTHERS[function])
-    decisions = [entry.decision for entry in fast.report()]
-    assert decisions == ([] if fused is None else ["moe_router" if fused else "as written"])
-
-
 def test_experts_behind_it_take_its_order():
     gate_up, down = quantize(torch.randn(E, 64, 32)), quantize(torch.randn(E, 32, 32))
 
@@ -134,11 +77,3 @@ def test_experts_behind_it_take_its_order():
     assert "moe_router(" in trace
     assert "moe_route(" not in trace
     assert "moe_router" in str(rewrite_report(compiled))
-
-
-def test_a_layer_of_llama4(moe, x):
-    with torch.no_grad():
-        compiled = thunder.jit(moe, executors=[moe_executor])
-        assert relative_error(compiled(x), moe(x)) < 0.2  # 4-bit weights
-    assert [entry.decision for entry in rewrite_report(compiled).routers] == ["moe_router"]
-    assert "topk" not in str(thunder.last_traces(compiled)[-1])

@@ -474,7 +474,7 @@ def test_inference_mode_leaves_weights_that_change_and_train():
 # ---- the caller's own list of transforms
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("kind", [list, pytest.param(tuple, marks=pytest.mark.slow)])
 def test_a_list_of_transforms_stays_as_it_was(kind):
     from thunder.transforms.prune_prologue_checks import PrunePrologueChecks
 
@@ -505,6 +505,7 @@ def by_thunderfx(model):
 
 @pytest.mark.parametrize("body", [swiglu, no_grad_gate, nested_modes, changes_between(CHANGES["zero_"])])
 @pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.covering(1)
 def test_thunderfx_needs_no_leave_for_gradients(body, trainable):
     if trainable and body not in (swiglu, no_grad_gate, nested_modes):
         pytest.skip("eager autograd refuses this")
@@ -517,6 +518,7 @@ def test_thunderfx_needs_no_leave_for_gradients(body, trainable):
     assert decisions(compiled) == wanted
 
 
+@pytest.mark.slow  # inductor compiles what Thunder leaves
 def test_thunderfx_tells_of_checkpoints_that_it_leaves():
     model, reference = (
         Experts(lambda self, x, o: checkpoint(lambda x: swiglu(self, x, o), x, use_reentrant=False)) for _ in range(2)
