@@ -1,5 +1,13 @@
 """Fixtures that the tests of both compilers share: a layer and its input.
 Called by pytest.
+
+What the fast set shows, once each:
+- every view, call, SwiGLU, router, and form of a layer that is recognised, rewritten and equal to eager mode, under
+  torch.compile; under Thunder one value of each table, and all of its SwiGLUs, which it matches by code of its own;
+- each reason for declining, and code that is nearly a pattern;
+- each kind of mutation, alias, grad mode and nested graph that the rewrite must respect, under each compiler;
+- one layer compiled by inductor, and one whole layer by Thunder, which traces it in two seconds.
+Products of these tables, other inner compilers, exported programs by AOTInductor and whole models are slow.
 """
 
 import pytest

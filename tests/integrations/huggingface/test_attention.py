@@ -183,8 +183,13 @@ def test_cudnn_is_asked_on_cuda():
     assert not cudnn_groups_heads_of("cpu", *sizes)
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("kind", ["bool", "added", "added float64"])
+@pytest.mark.parametrize(
+    ("queries", "kind"),
+    [
+        (3, "added float64"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, "bool"), (3, "bool"), (1, "added")]),
+    ],
+)
 def test_under_thunder(queries, kind):
     """Thunder's dtypes are not torch's."""
     thunder = pytest.importorskip("thunder")
@@ -353,7 +358,8 @@ def test_chosen_later():
         assert error(model(prompt, attention_mask=mask).logits[mask.bool()], expected[mask.bool()].double()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
+@pytest.mark.slow
 def test_compiled_with_a_static_cache(name):
     prompt = tokens()
     mask = torch.ones_like(prompt)

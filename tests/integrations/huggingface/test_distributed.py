@@ -53,6 +53,7 @@ def close(actual, expected):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3"])
 def test_two_processes_compute_what_one_does(name, layout, saved, ranks):
@@ -121,6 +122,7 @@ def all_linears(model):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("linears", [True, False])
 @pytest.mark.parametrize("layout", ["all_reduce", "fsdp"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -153,7 +155,7 @@ def test_a_rank_without_tokens(layout, count, saved, ranks):
 
 
 @needs_sharding
-@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("ep_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_four_processes(ep_size, saved, ranks):
     """Attention is tensor parallel, the batches are two; with ep_size 2 there are two copies of each expert."""
     path, model = saved("qwen3_moe")
@@ -221,6 +223,7 @@ def plain(tmp_path_factory):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("on_load", [False, True], ids=["after", "on_load"])
 @pytest.mark.parametrize(
     ("name", "layout", "format"),
@@ -272,6 +275,7 @@ def test_one_process_with_nan_stops_all(on_load, plain, ranks, tmp_path):
 
 
 @needs_sharding
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["all_reduce", "all_to_all"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])
 def test_adapters_train_on_whole_experts(name, layout, saved, ranks):
@@ -303,12 +307,12 @@ def test_adapters_that_are_refused(saved, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "layout"),
     [
-        ("qwen3_moe", None, "all_reduce"),
+        pytest.param("qwen3_moe", None, "all_reduce", marks=pytest.mark.slow),
         ("qwen3_moe", all_linears, "tp"),
         ("qwen3_moe", mxfp8_and_nvfp4, "all_reduce"),
-        ("qwen3_moe", mxfp8_linears, "tp"),
+        pytest.param("qwen3_moe", mxfp8_linears, "tp", marks=pytest.mark.slow),
         ("gpt_oss", None, "fsdp"),
-        ("gpt_oss", None, "tp"),
+        pytest.param("gpt_oss", None, "tp", marks=pytest.mark.slow),
         ("llama4", None, "all_to_all"),
     ],
 )

@@ -3,6 +3,7 @@ Called by pytest; eager, with a static cache under torch.compile, and by the exp
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from thunder_moe.integrations.huggingface import experts as integration  # noqa:
 
 LENGTH = 12
 ALL = list(ARCHITECTURES)
-# Compiled, one architecture is in the fast set: seconds each.
-COMPILED = [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
+WITH_INTERFACE = [name for name in ALL if name != "llama4"]
 
 
 def generate(model, device="cpu", **options):
@@ -62,7 +62,8 @@ def test_eager(quantized_and_expected):
     assert torch.equal(generate(quantized, cache_implementation="static"), expected)
 
 
-@pytest.mark.parametrize("quantized_and_expected", COMPILED, indirect=True)
+@pytest.mark.parametrize("quantized_and_expected", ALL, indirect=True)
+@pytest.mark.slow
 def test_static_cache_compiled(quantized_and_expected):
     quantized, expected = quantized_and_expected
     compile_forward(quantized, backend="aot_eager")
@@ -77,7 +78,7 @@ def test_static_cache_reduce_overhead(quantized_and_expected):
     assert torch.equal(generate(quantized, cache_implementation="static"), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "llama4"])
+@pytest.mark.parametrize("name", WITH_INTERFACE)
 def test_experts_implementation(name):
     model = tiny_model(name, torch.bfloat16, experts_implementation="thunder_moe")
     quantized = quantize_(tiny_model(name, torch.bfloat16))
@@ -93,7 +94,8 @@ def test_experts_implementation(name):
     transformers.__version__.startswith("5.7."),
     reason="transformers 5.7 logs in its grouped_mm, which dynamo cannot trace",
 )
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
 def test_an_unconverted_model_with_the_backend(name):
     model = tiny_model(name, torch.bfloat16)
     expected = generate_in_16_bits(quantize_(copy.deepcopy(model)))
@@ -107,7 +109,8 @@ def test_an_unconverted_model_with_the_backend(name):
     assert all(entry.rewritten for entry in report)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow
 def test_a_quantized_model_with_the_backend(name):
     quantized = quantize_(tiny_model(name))
     expected = generate(dequantize_(copy.deepcopy(quantized)))
@@ -119,7 +122,8 @@ def test_a_quantized_model_with_the_backend(name):
     assert len(report) % (2 * len(ARCHITECTURES[name][2])) == 0
 
 
-@pytest.mark.parametrize("name", [each for each in COMPILED if "llama4" not in getattr(each, "values", ())])
+@pytest.mark.parametrize("name", WITH_INTERFACE)
+@pytest.mark.slow
 def test_batched_mm_with_the_backend(name):
     """What generate puts in the place of grouped_mm on a GPU gives the numbers of quantize_."""
     model = tiny_model(name, torch.bfloat16, experts_implementation="batched_mm").requires_grad_(False)
@@ -147,11 +151,15 @@ def counting():
     torch._dynamo.backends.registry._COMPILER_FNS.pop("counting")
 
 
-@pytest.mark.parametrize("how", ["quantize_", "thunder_moe", "batched_mm"])  # the latter two by the backend
-@pytest.mark.parametrize("name", COMPILED)
+# Compiled, two cases are in the fast set: seconds each. The latter two ways are by the backend.
+FAST = ("qwen3_moe", "quantize_"), ("qwen3_moe", "batched_mm")
+DECODED = itertools.product(WITH_INTERFACE, ("quantize_", "thunder_moe", "batched_mm"))
+
+
+@pytest.mark.parametrize(
+    ("name", "how"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in DECODED]
+)
 def test_generate_compiles_the_decode_step_once(name, how, counting):
-    if name == "llama4":
-        pytest.skip("generate does not compile Llama 4")
     inner, graphs = counting
     if how == "quantize_":
         model = quantize_(tiny_model(name))
@@ -177,7 +185,7 @@ def test_generate_compiles_the_decode_step_once(name, how, counting):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in ALL if name != "llama4"])
+@pytest.mark.parametrize("name", WITH_INTERFACE)
 def test_generate_on_a_gpu(name):
     """Compiled by generate itself, with CUDA graphs."""
     quantized = quantize_(tiny_model(name)).cuda()

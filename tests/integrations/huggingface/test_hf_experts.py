@@ -30,8 +30,6 @@ from thunder_moe.nn import MODULE_LAYOUTS  # noqa: E402
 
 BF16 = torch.bfloat16
 ALL = list(ARCHITECTURES)
-# Compiled, one architecture is in the fast set: seconds each.
-COMPILED = [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
 
 
 def quantized_and_decoded(model):
@@ -77,7 +75,8 @@ def test_layers_agree_to_rounding_in_16_bits(name, dtype):
         assert relative_error(outs[0], outs[1]) < {BF16: 1e-2, torch.float16: 2e-3}[dtype]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.slow  # test_generate.py has one architecture in the fast set
 def test_compiles_without_a_graph_break(name):
     quantized, decoded = quantized_and_decoded(tiny_model(name))
     compiled = torch.compile(quantized, fullgraph=True, backend="eager", dynamic=True)
@@ -183,6 +182,10 @@ KINDS = {
     "no gate": ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts"),
     "own norm": ("transformers.models.muse_spark.modeling_muse_spark", "MuseSparkExperts"),
 }
+
+
+# Compiled, two kinds are in the fast set.
+COMPILED = [kind if kind in ("fused", "own gate") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 
 
 @pytest.mark.parametrize(
@@ -761,7 +764,7 @@ def test_implementation_asked_of_from_pretrained(tmp_path):
     assert torch.equal(logits(model), logits(quantized))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPILED)
 def test_implementation_under_thunder(kind):
     import thunder
 
@@ -797,7 +800,7 @@ def test_quantized_experts_under_thunder(kind):
     assert [entry.reason.split()[-1] for entry in rewrite_report(function)] == ["beforehand"] * 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPILED)
 def test_implementation_compiled_with_sentinels(kind):
     experts = make_experts(*KINDS[kind]).to(BF16).requires_grad_(False)
     experts.config._experts_implementation = "thunder_moe"

@@ -36,7 +36,7 @@ def decoded(layer):
     return dequantize_(quantize_(torch.nn.Sequential(copy.deepcopy(layer))))[0]
 
 
-@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("top_k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_frozen_layer_is_rewritten(top_k):
     layer = make_layer(top_k).requires_grad_(False)
     compiled = thunder.jit(layer, executors=[moe_executor])
@@ -53,6 +53,7 @@ def test_frozen_layer_is_rewritten(top_k):
     assert {entry.gemm.rows for entry in report} == {10 * top_k}, "and not 4 times 10"
 
 
+@pytest.mark.slow
 def test_trainable_layer_gets_the_gradients_of_the_dense_one():
     layer = make_layer(2)
     x = torch.randn(2, 5, 64, dtype=BF16)
@@ -82,6 +83,7 @@ def test_eager_and_other_compilers_run_the_stock_layer(monkeypatch):
     assert relative_error(others(x)[0], out) < 0.01
 
 
+@pytest.mark.slow
 def test_a_router_of_ones_own_is_not_routed():
     layer = make_layer().requires_grad_(False)
 
