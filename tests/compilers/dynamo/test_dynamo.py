@@ -183,7 +183,8 @@ def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
         torch.export.save(program, file)
         load = f"torch.export.load({str(file)!r}).module()"
     else:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(file))
+        options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # 6 seconds in place of 20
+        torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options)
         load = f"torch._inductor.aoti_load_package({str(file)!r})"
     torch.save(x, tensors)
     code = f"import torch, thunder_moe.nn; torch.save({load}(torch.load({str(tensors)!r})), {str(tensors)!r})"
@@ -248,16 +249,14 @@ def test_unknown_options_are_refused():
     torch.__version__.startswith("2.10."),
     reason="on torch 2.10 and a CPU, transformers looks at addresses, which dynamo cannot trace",
 )
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
 @pytest.mark.slow
-def test_hugging_face_models_untouched(name):
+def test_a_hugging_face_model_untouched():
     transformers = pytest.importorskip("transformers", minversion="5.7")
-    experts = dict(num_experts=4, moe_intermediate_size=32) if name == "Qwen3Moe" else dict(num_local_experts=4)
-    config = getattr(transformers, f"{name}Config")(
+    config = transformers.Qwen3MoeConfig(
         vocab_size=128, hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, **experts,
+        num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=32,
     )  # fmt: skip
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(BF16).eval().requires_grad_(False)
+    model = transformers.Qwen3MoeForCausalLM(config).to(BF16).eval().requires_grad_(False)
     for parameter in (p for n, p in model.named_parameters() if ".experts." in n):
         nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     model.set_experts_implementation("grouped_mm")

@@ -2,7 +2,7 @@
 Called by pytest; calls the fixture `ties_have_an_order` of tests/conftest.py.
 
 What the fast set shows, once each:
-- every architecture of tests/tiny_models.py through quantize_, save_checkpoint and load_checkpoint (test_written_names),
+- every architecture of tests/tiny_models.py through quantize_, save_checkpoint and load_checkpoint;
   `ARCHITECTURES` and the special ones through the other ways to save, load, convert and quantize on load;
 - every experts class of transformers, and every router, against its own forward, with gradients;
 - each export of another library, each refusal and each option; each place where an offloaded tensor may be;

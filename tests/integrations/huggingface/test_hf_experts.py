@@ -289,8 +289,9 @@ def test_layouts_compute_the_same(name, layout):
         assert experts.gate_up_proj.layout == experts.down_proj.layout == layout
     assert torch.equal(logits(other), logits(linear))
     assert torch.equal(logits(copy.deepcopy(other).to(BF16)), logits(copy.deepcopy(linear).to(BF16)))
-    compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (linear, other)]
-    assert torch.equal(*map(logits, compiled))
+    if name == "qwen3_moe":
+        compiled = [torch.compile(each, fullgraph=True, backend="aot_eager") for each in (linear, other)]
+        assert torch.equal(*map(logits, compiled))
     state = {key: tensor.view(torch.uint8) for key, tensor in linear.state_dict().items()}
     assert all(torch.equal(tensor.view(torch.uint8), state[key]) for key, tensor in other.state_dict().items())
     decoded = dequantize_(linear).state_dict()
