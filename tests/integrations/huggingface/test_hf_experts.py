@@ -24,7 +24,6 @@ transformers = pytest.importorskip("transformers")
 from thunder_moe import GroupedLinear, dequantize_, quantize_, rewrite_report  # noqa: E402
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
-from thunder_moe.integrations.huggingface.families import put_experts  # noqa: E402
 from thunder_moe.integrations.huggingface.forms import form_of  # noqa: E402
 from thunder_moe.nn import MODULE_LAYOUTS  # noqa: E402
 
@@ -32,8 +31,8 @@ BF16 = torch.bfloat16
 ALL = list(ARCHITECTURES)
 
 
-def quantized_and_decoded(model):
-    quantized = quantize_(copy.deepcopy(model))
+def quantized_and_decoded(model, **options):
+    quantized = quantize_(copy.deepcopy(model), **options)
     return quantized, dequantize_(copy.deepcopy(quantized))
 
 
@@ -50,14 +49,18 @@ def logits(model, ids=None):
     return model(tokens() if ids is None else ids).logits
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
 @pytest.mark.parametrize("name", ALL)
-def test_model_equals_the_stock_one_with_dequantized_weights(name):
+def test_model_equals_the_stock_one_with_dequantized_weights(name, format):
     model = tiny_model(name)
-    quantized, decoded = quantized_and_decoded(model)
-    assert [int(re.search(r"\d+", n).group()) for n in nvfp4_experts(quantized)] == [*ARCHITECTURES[name][2]]
+    quantized, decoded = quantized_and_decoded(model, format=format)
+    layers = [int(re.search(r"\d+", path).group()) for path in nvfp4_experts(quantized)]
+    assert layers == [*ARCHITECTURES[name][2]]
     assert not expert_blocks(quantized)
+    assert f"{format.upper()}Experts(" in repr(quantized)
     assert relative_error(logits(quantized), logits(decoded)) < 1e-5
-    assert 0.01 < relative_error(logits(quantized), logits(model)) < 0.5
+    least, most = {"nvfp4": (0.01, 0.5), "mxfp8": (0.001, 0.2)}[format]
+    assert least < relative_error(logits(quantized), logits(model)) < most
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
@@ -354,12 +357,17 @@ def test_another_model_of_the_same_config_stays_as_it_is():
     assert len(expert_blocks(second)) == 2
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
-def test_state_dict_pickle_and_deepcopy(name):
-    source, target = quantize_(tiny_model(name)), quantize_(tiny_model(name))
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [(name, "nvfp4") for name in ("qwen3_moe", "gpt_oss", "llama4")]
+    + [(name, "mxfp8") for name in ("mixtral", "gpt_oss", "llama4")],
+)
+def test_state_dict_pickle_and_deepcopy(name, format):
+    options = dict(format=format, linears=lambda module, path: "q_proj" in path)
+    source, target = quantize_(tiny_model(name), **options), quantize_(tiny_model(name), **options)
     with torch.no_grad():
         for tensor in target.state_dict().values():
-            tensor.view(torch.uint8).zero_()
+            tensor.flatten().view(torch.uint8).zero_()
     state = io.BytesIO()
     torch.save(source.state_dict(), state)
     state.seek(0)
@@ -595,23 +603,6 @@ def test_refuses_and_leaves_the_model_unchanged():
         assert [type(module) for module in model.modules()] == kinds
     with pytest.raises(ValueError, match="found no NVFP4 modules"):
         dequantize_(dense)
-
-
-def test_put_experts_is_setattr_and_makes_llama4_route():
-    model = tiny_model("llama4")
-    layer = model.model.layers[0].feed_forward
-    stock, hooked = type(layer), []
-    layer.register_forward_hook(lambda *_: hooked.append(True))
-    quantized = quantize_(copy.deepcopy(model)).model.layers[0].feed_forward.experts
-    original = layer.experts
-    put_experts(layer, "experts", quantized)
-    logits(model)
-    assert hooked
-    assert type(layer) is not stock
-    assert isinstance(layer, stock)
-    put_experts(layer, "experts", original)
-    assert type(layer) is stock
-    logits(model)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4"])

@@ -13,32 +13,13 @@ from torch import nn
 transformers = pytest.importorskip("transformers", minversion="5.7")
 from tiny_models import tiny_model, tokens  # noqa: E402
 
-from thunder_moe import dequantize_, load_checkpoint, quantize_, rewrite_report, save_checkpoint  # noqa: E402
+from thunder_moe import load_checkpoint, quantize_, rewrite_report, save_checkpoint  # noqa: E402
 from thunder_moe.checkpoint import convert  # noqa: E402
 from thunder_moe.nn.packed import NVFP4Module  # noqa: E402
 
 
 def formats(model):
     return {module.format_name for module in model.modules() if isinstance(module, NVFP4Module)}
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "llama4", "qwen3_moe"])
-def test_every_form_of_experts(architecture):
-    model = tiny_model(architecture)
-    quantized = quantize_(copy.deepcopy(model), format="mxfp8", linears=lambda module, name: "q_proj" in name)
-    assert formats(quantized) == {"mxfp8"}
-    assert "MXFP8Experts(" in repr(quantized)
-    ids = tokens()
-    with torch.no_grad():
-        out, exact = quantized(ids).logits, model(ids).logits
-        state = quantized.state_dict()
-        again = quantize_(tiny_model(architecture), format="mxfp8", linears=lambda module, name: "q_proj" in name)
-        again.load_state_dict(state)
-        assert torch.equal(again(ids).logits, out)
-        dequantized = dequantize_(quantized)(ids).logits
-    tolerance = 2e-2 if out.dtype == torch.bfloat16 else 1e-4
-    assert relative_error(out, dequantized) < tolerance, "the error of the kernels"
-    assert relative_error(out, exact) < 0.2, "the error of the format"
 
 
 def test_both_formats_compile_and_report():
