@@ -17,5 +17,9 @@ def compile_by(compiler, function, *, format=None, **options):
     return torch.compile(function, backend="thunder_moe", fullgraph=True, options=own, **options)
 
 
+def by_dynamo(function, inner="aot_eager", **options):
+    return compile_by(f"dynamo-{inner}", function, **options)
+
+
 def decisions(compiled):
     return [entry.decision for entry in rewrite_report(compiled)]

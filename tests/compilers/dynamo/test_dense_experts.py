@@ -8,6 +8,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from both_compilers import by_dynamo as compiled
+from both_compilers import decisions
 from oracle import relative_error
 from torch import nn
 
@@ -63,10 +65,6 @@ class Fixed(nn.Module):
         return self.logits
 
 
-def compiled(module, inner="aot_eager", **options):
-    return torch.compile(module, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner}, **options)
-
-
 def decoded(module, dtype=torch.float32):
     module = copy.deepcopy(module).to(dtype)
     for weight in (module.gate_up_proj, module.down_proj):
@@ -88,7 +86,7 @@ def test_rewrites(inner, top_k):
     exact.router = Fixed(logits.float())  # or rounding could turn a choice
     assert relative_error(out, exact(x.float())[0]) < 0.01
     assert torch.equal(logits, module(x)[1])
-    assert [entry.decision for entry in rewrite_report(function)] == ["nvfp4 + swiglu", "nvfp4"]
+    assert decisions(function) == ["nvfp4 + swiglu", "nvfp4"]
     assert [entry.gemm.weight for entry in rewrite_report(function)] == ["gate_up_proj", "down_proj"]
 
 
@@ -142,7 +140,7 @@ def test_results_of_another_width():
     module.down_proj = nn.Parameter(torch.randn(EXPERTS, INTERMEDIATE, 48, dtype=BF16), requires_grad=False)
     function, x = compiled(module), rows()
     assert relative_error(function(x)[0], decoded(module, BF16)(x)[0]) < 0.01
-    assert [entry.decision for entry in rewrite_report(function)] == ["nvfp4 + swiglu", "nvfp4"]
+    assert decisions(function) == ["nvfp4 + swiglu", "nvfp4"]
 
 
 def test_other_numbers_of_tokens_and_changed_weights():
@@ -312,7 +310,7 @@ def test_declines_with_its_reason(steps, reason):
         out = function(x)
     for ours, theirs in zip(out, module(x), strict=True):
         assert torch.equal(ours, theirs)
-    assert [entry.decision for entry in rewrite_report(function)] == ["16-bit", "16-bit"]
+    assert decisions(function) == ["16-bit", "16-bit"]
     assert all(reason in entry.reason for entry in rewrite_report(function))
 
 

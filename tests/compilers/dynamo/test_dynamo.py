@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from both_compilers import by_dynamo as compiled
+from both_compilers import decisions
 from interpreters import fresh_python
 from oracle import llama4_moe, relative_error
 from torch import nn
@@ -31,18 +33,8 @@ CONFIG = Llama4MoEConfig(64, 32, 4)
 BOTH = ["nvfp4 + swiglu", "nvfp4 + swiglu", "nvfp4"]
 
 
-def compiled(function, inner="aot_eager", **options):
-    return torch.compile(
-        function, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner}, **options
-    )
-
-
 def decoded(model):
     return dequantize_(quantize_(copy.deepcopy(model)))
-
-
-def decisions(function):
-    return [entry.decision for entry in rewrite_report(function)]
 
 
 def test_found_by_name_without_an_import():
@@ -161,7 +153,8 @@ def test_operators_read_the_layout_that_the_device_prefers(moe, x, tiles):
             layouts.update({name: value for name, value in node.kwargs.items() if name.endswith("layout")})
         return gm
 
-    compiled(moe.requires_grad_(False), listing)(x)
+    options = {"thunder_moe.inner": listing}
+    torch.compile(moe.requires_grad_(False), backend="thunder_moe", options=options)(x)
     assert layouts == {"gate_up_layout": "tiled_64x64", "down_layout": "linear"}  # down has 32 in_features
 
 

@@ -8,6 +8,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from both_compilers import by_dynamo as compiled
+from both_compilers import decisions
 from oracle import moe_experts, relative_error
 from test_whole_experts import BF16, A, E, Experts, H, T
 
@@ -82,16 +84,6 @@ def expected(module, x):
     weights = torch.where(ids < E, weights.float(), 0.0)
     rounded = decoded(copy.deepcopy(module).float())
     return moe_experts(x, ids.clamp(max=E - 1), weights, rounded.gate_up, rounded.down)
-
-
-def compiled(function, inner="aot_eager", **options):
-    return torch.compile(
-        function, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner}, **options
-    )
-
-
-def decisions(function):
-    return [entry.decision for entry in rewrite_report(function)]
 
 
 def is_whole(function):

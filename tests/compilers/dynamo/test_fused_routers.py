@@ -5,6 +5,7 @@ Called by pytest; judged by the same code in eager mode. ../test_written_routers
 import pytest
 import torch
 import torch.nn.functional as F
+from both_compilers import by_dynamo as compiled
 from oracle import relative_error
 from written_routers import FUSED, A, E, T, by_groups, qwen
 
@@ -35,12 +36,6 @@ def targets():
 def routing(targets):
     """The routing operators among them."""
     return [name.split(".")[1] for name, _ in targets if name.startswith("thunder_moe.moe_rout")]
-
-
-def compiled(function, inner="aot_eager", **options):
-    return torch.compile(
-        function, backend="thunder_moe", fullgraph=True, options={"thunder_moe.inner": inner}, **options
-    )
 
 
 def decision(function):

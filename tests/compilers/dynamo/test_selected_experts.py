@@ -5,6 +5,8 @@ backend, or declined where another result could come of it. Called by pytest; ju
 import pytest
 import torch
 import torch.nn.functional as F
+from both_compilers import by_dynamo as compiled
+from both_compilers import decisions
 from oracle import relative_error
 from torch import nn
 
@@ -74,15 +76,6 @@ def expected(module, x, ids=None):
     return out
 
 
-def compiled(module, **options):
-    options = {"options": {"thunder_moe.inner": "aot_eager"}, **options}
-    return torch.compile(module, backend="thunder_moe", fullgraph=True, **options)
-
-
-def decisions(function):
-    return [entry.decision for entry in rewrite_report(function)]
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7])
@@ -103,7 +96,7 @@ def test_rewrites(transposed, biases, tokens):
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_on_cuda(transposed, biases, tokens):
     module, x = Selected(transposed, biases), torch.randn(tokens, HIDDEN, dtype=BF16)
-    function = compiled(module.cuda(), options=None, mode="reduce-overhead")
+    function = torch.compile(module.cuda(), backend="thunder_moe", fullgraph=True, mode="reduce-overhead")
     with torch.no_grad():
         for _ in range(3):
             out = function(x.cuda())
