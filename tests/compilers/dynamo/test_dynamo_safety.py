@@ -126,6 +126,17 @@ def test_a_swiglu_is_fused_past_changes_of_something_else(inner):
 
 
 @INNERS
+def test_a_swiglu_is_fused_past_another_grad_mode_of_something_else(inner):
+    def body(self, x, buf, o):
+        y = mm(x, self.a, o)
+        with torch.no_grad():
+            buf = buf.cos()
+        return F.silu(y) * mm(x, self.b, o) + buf
+
+    assert [entry.decision for entry in compare(body, inner)] == FUSED
+
+
+@INNERS
 def test_rows_that_change_before_the_backward_reads_them_again(inner):
     body = program("y = F.silu(mm(x, self.a, o)) * mm(x, self.b, o); x.mul_(2); return y + x.detach()")
     report = compare(body, inner)

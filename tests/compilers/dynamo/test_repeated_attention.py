@@ -95,6 +95,7 @@ def mask_of(kind, batch=B, keys=KEYS):
     return allowed[:1] if kind == "one batch" else allowed
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("repeat", [by_expand, by_unsqueeze, by_interleave, by_interleave_method])
 @pytest.mark.parametrize("kind", ["bool", "one batch", "heads", "added", "heads added", None])
 def test_numbers(repeat, kind, key_heads):
