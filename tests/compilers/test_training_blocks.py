@@ -168,6 +168,7 @@ def test_no_graph_is_compiled_again_for_another_routing(mode):
         assert counted.frame_count == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("what", ["out", "grad_input", "accumulate_into_main_grad", "delay_wgrad"])
 @pytest.mark.parametrize("kind", [GroupedLinear, GroupedMLP])

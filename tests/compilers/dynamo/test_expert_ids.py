@@ -118,6 +118,7 @@ def test_masks_of_nothing_are_dropped(name):
     assert relative_error(out, expected(module, x)) < 1e-2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tokens", [1, 40])
 @pytest.mark.parametrize("detached", [False, True])
 def test_gradients(tokens, detached):

@@ -50,6 +50,7 @@ def test_the_operator_with_a_linear_layer():
         assert result.dtype == other.dtype
 
 
+@pytest.mark.slow
 def test_a_layer_of_transformers():
     model = quantize_(tiny_model("qwen3_moe"))
     layer = model.model.layers[0].mlp

@@ -425,7 +425,11 @@ def test_gemms_inside_of_an_autograd_function_stay_and_are_reported(trainable, c
 # ---- optimizers and training forwards
 
 
-@pytest.mark.parametrize("options", [dict(), dict(fused=True), dict(foreach=True)], ids=["", "fused", "foreach"])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(fused=True), pytest.param(dict(foreach=True), marks=pytest.mark.slow)],
+    ids=["", "fused", "foreach"],
+)
 def test_weights_are_as_they_were_trained(options):
     model, reference = Experts(swiglu, trainable=True), Experts(swiglu, trainable=True)
     compiled = thunder.jit(model, executors=[moe_executor])
