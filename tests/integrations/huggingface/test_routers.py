@@ -314,6 +314,12 @@ def test_the_router_of_llama4_gives_hooks_and_callers_what_it_gave():
     assert [tuple(each.shape) for each in seen] == [(18, 8), (18, 8)]
 
 
+def test_an_order_for_another_number_of_experts_is_not_taken():
+    orders, ids = RowOrders(), torch.zeros(3, 2, dtype=torch.int64)
+    orders.put(ids, (torch.zeros(6), torch.zeros(8), torch.zeros(3, 2)), nn.Module())
+    assert orders.take(ids, 7) is None
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_compiled_graphs_have_one_operator_for_it(name):
     model = quantize_(tiny_model(name))
