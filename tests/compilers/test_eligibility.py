@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, describe, swaps_last_dims
+from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, swaps_last_dims
 
 GOOD = GroupedGemm("w", 4, 32, 64, 8, torch.bfloat16, torch.bfloat16, needs_grad=False)
 
@@ -33,12 +33,6 @@ def test_accepts():
 )
 def test_declines(change, reason):
     assert reason in decline_reason(replace(GOOD, **change))
-
-
-def test_says_why_a_swiglu_is_not_fused():
-    _, decision, reason = describe(GOOD, None, requires_grad=False, fused=False, unfused="the grad mode changes")
-    assert decision == "nvfp4"
-    assert reason == "the weight is frozen; not fused with its SwiGLU: the grad mode changes"
 
 
 @pytest.mark.parametrize(
