@@ -17,9 +17,19 @@ from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cuda import nvrtc
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
+WARNINGS = ("-Wno-unknown-pragmas", "-Wno-psabi")
 # Two files of tests, nothing built and all built, on 2 cores of an AMD EPYC: -O1 55 and 15 s, -O2 83 and 11 s, -O0 64
 # and 21 s.
-OPTIONS = ("-std=c++17", "-O1", "-march=native", "-fno-strict-aliasing", "-fPIC", "-Wno-unknown-pragmas", "-Wno-psabi")
+OPTIONS = (
+    "-std=c++17",
+    "-O1",
+    "-march=native",
+    "-fno-strict-aliasing",
+    "-fno-exceptions",
+    "-fPIC",
+    "-Wno-unknown-pragmas",
+    "-Wno-psabi",
+)
 _UNUSED_DAYS = 30  # after which a build is removed
 
 

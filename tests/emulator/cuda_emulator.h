@@ -4,6 +4,7 @@
 // wait gives a wrong result. It checks what a kernel computes and that its barriers match, not how fast it is.
 #pragma once
 #define CUDA_EMULATOR
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -107,9 +108,8 @@ static std::deque<BulkCopy> bulk_copies;  // issued and not done
 // ---- fibers ----
 
 struct Fiber {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool done = false;
+  jmp_buf context;
+  bool has_begun = false, done = false;
   int meetings = 0;
   long cluster_meeting = 0;  // that it has arrived at
   Pending<Copy> copies;
@@ -118,7 +118,7 @@ struct Fiber {
 
 static std::vector<Fiber> fibers;
 static int current;  // the fiber that runs: thread current % blockDim.x of block current / blockDim.x of the cluster
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 constexpr int kMaxCluster = 16;
 static int cluster_blocks;  // that run
 static size_t shared_bytes;  // of a block of a cluster
@@ -146,7 +146,9 @@ static void hide_result() {
   if (adversary.late_bytes > 0) std::memset(adversary.late_result, 0xFF, adversary.late_bytes);
 }
 
-static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+static void yield() {
+  if (_setjmp(fibers[current].context) == 0) _longjmp(scheduler, 1);
+}
 
 static void await_previous_kernel() {
   if (adversary.late_bytes > 0 && result_is_hidden) {
@@ -164,7 +166,31 @@ static void fiber_main() {
     std::abort();
   }
   fiber.done = true;
-  swapcontext(&fiber.context, &scheduler);
+  _longjmp(scheduler, 1);
+}
+
+constexpr size_t kStack = 1 << 16;
+static std::vector<std::unique_ptr<char[]>> stacks;  // of the fibers; each block has those of the block before it
+
+// The fibers of one more block.
+static void start_block(int threads) {
+  fibers.resize(fibers.size() + threads);
+  while (stacks.size() < fibers.size()) stacks.emplace_back(new char[kStack]);
+}
+
+// Runs a fiber until it yields. Between fibers it jumps, since swapcontext makes a system call each time.
+static void resume(int fiber) {
+  current = fiber;
+  if (_setjmp(scheduler) != 0) return;
+  if (fibers[fiber].has_begun) _longjmp(fibers[fiber].context, 1);
+  fibers[fiber].has_begun = true;
+  ucontext_t begin;
+  getcontext(&begin);
+  begin.uc_stack.ss_sp = stacks[fiber].get();
+  begin.uc_stack.ss_size = kStack;
+  begin.uc_link = nullptr;
+  makecontext(&begin, fiber_main, 0);
+  setcontext(&begin);
 }
 
 // A meeting point of `size` fibers; the last to come opens it for all.
@@ -184,21 +210,6 @@ struct Meeting {
 
 static Meeting block_meetings[kMaxCluster];
 static Meeting warp_meetings[32 * kMaxCluster];
-
-// The fibers of one more block.
-static void start_block(int threads) {
-  for (int i = 0; i < threads; ++i) {
-    fibers.emplace_back();
-    Fiber& fiber = fibers.back();
-    constexpr size_t kStack = 1 << 16;
-    fiber.stack = std::make_unique<char[]>(kStack);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, fiber_main, 0);
-  }
-}
 
 // A row of blocks: those of number y and z along the other dimensions of the grid.
 template <class Body>
@@ -221,13 +232,12 @@ static void launch(int grid, int threads, Body body, int y = 0, int z = 0) {
       for (int turn = 0; turn < count; ++turn) {
         // 29 is no divisor of a number of threads, so that every thread has its turn.
         const int any = static_cast<int>((turn * 29LL + turns * 31LL) % count);
-        current = adversary.order == 1 ? count - 1 - turn : adversary.order == 2 ? any : turn;
-        if (fibers[current].done) continue;
-        threadIdx.x = current % threads;
-        blockIdx = {block + current / threads, y, z};
-        const int self = current;
-        swapcontext(&scheduler, &fibers[self].context);
-        live += !fibers[self].done;
+        const int fiber = adversary.order == 1 ? count - 1 - turn : adversary.order == 2 ? any : turn;
+        if (fibers[fiber].done) continue;
+        threadIdx.x = fiber % threads;
+        blockIdx = {block + fiber / threads, y, z};
+        resume(fiber);
+        live += !fibers[fiber].done;
       }
       if (static_cast<int>(fibers.size()) < cluster_blocks * threads) {  // the blocks of a cluster begin one after the other
         ++live;
