@@ -1,4 +1,5 @@
-"""Launches prepared for one kind of operands: equal to the backend's own functions, at any address, on any device.
+"""Operators on CUDA, whose calls after the first launch what that one has prepared: equal to the first, at any address,
+of operands of any strides and dtypes, on any device; and the launches' structs.
 Called by pytest; the kernels run by the emulator, the driver's launch is simulated.
 """
 
@@ -8,139 +9,147 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulated_gemms import make
+from oracle import relative_error
 
-from thunder_moe.activations import GLU
-from thunder_moe.kernels.cuda import arguments, launch, nvrtc, prepared
+import thunder_moe.ops.experts
+import thunder_moe.ops.router  # noqa: F401  (they register the operators)
+from thunder_moe.formats import mxfp8
+from thunder_moe.kernels import select, slow_paths
+from thunder_moe.kernels.cuda import arguments, launch, nvrtc
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.scaled_mm import dense_operands
-from thunder_moe.routing import RouterForm, route
+from thunder_moe.routing import RouterForm
 
-E, T, A, H, INNER = 4, 5, 2, 64, 64
+E, T, A, H, INNER, BF16 = 4, 5, 2, 64, 64, torch.bfloat16
 OFFSETS = torch.tensor([1, 4, 4, 10], dtype=torch.int32)
+OPS, FORM = torch.ops.thunder_moe, dict(alpha=1.702, limit=1.5, up_shift=1.0)
 STRUCTS = [getattr(arguments, name) for name in arguments.__all__]
 needs_bindings = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
 
 
-def weights(layout):
-    gate_up, _ = make(E, 2 * INNER, H, halves=2)
-    down, _ = make(E, H, INNER)
-    return gate_up.to_layout(layout), down.to_layout(layout)
+@pytest.fixture(autouse=True)
+def operators_on_cuda(emulated, monkeypatch):
+    """Operators on this CPU run the CUDA kernels."""
+    monkeypatch.setitem(select._KNOWN, "cuda", ("cpu",))
+    monkeypatch.setattr(select, "_load", select._load.__wrapped__)
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
+    monkeypatch.setattr(slow_paths, "_warned", set())
+    with select.use_backend("cuda"):
+        yield
 
 
-def test_equals_the_backend(layout):
-    ids, scores = torch.randint(-1, E + 1, (T, A)), torch.rand(T, A)
-    row_slot, offsets, slot_row = (tensor.int() for tensor in route(ids, E))
-    gate_up, down = weights(layout)
-    dtype = torch.bfloat16
-    x, rows = torch.randn(T, H, dtype=dtype), torch.randn(T * A, INNER, dtype=dtype)
-    biases = torch.randn(E, 2 * INNER, dtype=dtype), torch.randn(E, H)
-    form = dict(alpha=1.702, limit=1.5, up_shift=1.0)
-    options = dict(layout=layout)
-    first, second = operands(gate_up), operands(down)
-    swiglu, mm, combine = (
-        cuda.PREPARED[f"f16a_nvfp4weight_{name}"]
-        for name in ("grouped_swiglu", "scaled_grouped_mm", "grouped_mm_combine")
-    )
-    cases = [
-        (mm, (rows, *second, offsets), options, cuda.grouped_mm(rows, down, offsets)),
-        (
-            swiglu,
-            (x, *first, offsets, row_slot, scores, biases[0]),
-            options | form,
-            cuda.grouped_swiglu(x, gate_up, offsets, row_slot, scores, biases[0], GLU(**form)),
+def weights(layout, format="nvfp4"):
+    if format == "mxfp8":
+        packed = [mxfp8.quantize(torch.randn(E, n, k)) for n, k in ((2 * INNER, H), (H, INNER))]
+    else:
+        packed = [make(E, 2 * INNER, H, halves=2)[0], make(E, H, INNER)[0]]
+    return [weight.to_layout(layout) for weight in packed]
+
+
+CASES = (
+    "mm",
+    "swiglu",
+    "scaled swiglu",
+    "combine",
+    "weighted combine",
+    "dgrad",
+    "dgrad of row scales",
+    "dense",
+    "layer",
+)
+
+
+def make_call(case, format, layout):
+    """(operator, arguments, options, how many rows of the result are defined)."""
+    gate_up, down = weights(layout, format)
+    ids, scores, x = torch.randint(-1, E + 1, (T, A)), torch.rand(T, A), torch.randn(T, H, dtype=BF16)
+    row_slot, offsets, slot_row = cuda.route(ids, E)
+    rows, first, second = torch.randn(T * A, INNER, dtype=BF16), operands(gate_up), operands(down)
+    biases = torch.randn(E, 2 * INNER, dtype=BF16), torch.randn(E, H)
+    name, args, options = {
+        "mm": ("scaled_grouped_mm", (rows, *second, offsets), {}),
+        "swiglu": ("grouped_swiglu", (x, *first, offsets, row_slot), {}),
+        "scaled swiglu": ("grouped_swiglu", (x, *first, offsets, row_slot, scores, biases[0]), FORM),
+        "combine": ("grouped_mm_combine", (rows, *second, offsets, slot_row), {}),
+        "weighted combine": ("grouped_mm_combine", (rows, *second, offsets, slot_row, scores, biases[1]), {}),
+        "dgrad": ("scaled_grouped_mm_dgrad", (rows, *second, offsets), {}),
+        "dgrad of row scales": (
+            "scaled_grouped_mm_dgrad",
+            (torch.randn(T * A, 2 * INNER).to(BF16), *first, offsets),
+            {},
         ),
-        (swiglu, (x, *first, offsets, row_slot), options, cuda.grouped_swiglu(x, gate_up, offsets, row_slot)),
-        (
-            combine,
-            (rows, *second, offsets, slot_row, scores, biases[1]),
-            options,
-            cuda.grouped_mm_combine(rows, down, offsets, slot_row, scores, biases[1]),
-        ),
-        (
-            combine,
-            (rows, *second, offsets, slot_row),
-            options,
-            cuda.grouped_mm_combine(rows, down, offsets, slot_row, None, None),
-        ),
-    ]
-    live = int(offsets[-1])
-    for prepare, args, keywords, expected in cases:
-        run = prepare(*args, **keywords)
-        for _ in range(2):
-            assert torch.equal(run(*args, **keywords)[:live], expected[:live])
-    sort = cuda.PREPARED["moe_route"](ids, E)
-    for actual, expected in zip(sort(ids, E), (row_slot, offsets, slot_row), strict=True):
-        assert torch.equal(actual, expected)
+        "dense": ("scaled_mm", (x, *dense_operands(down), torch.randn(H)), {}),
+        "layer": ("moe_experts", (x, ids, scores, *first, *second, *biases), FORM),
+    }[case]
+    layouts = ("gate_up_layout", "down_layout") if case == "layer" else ("layout",)
+    options = options | dict.fromkeys(layouts, layout)
+    of_tokens = name in ("grouped_mm_combine", "scaled_mm", "moe_experts")
+    return getattr(OPS, f"f16a_{format}weight_{name}"), args, options, T if of_tokens else int(offsets[-1])
 
 
-def test_dense_layers_equal_the_backend(layout):
-    weight, _ = make(1, 64, 128, halves=2)
-    weight = weight.to_layout(layout)
-    packed, bias = dense_operands(weight), torch.randn(64)
-    for shape in ((128,), (3, 128), (2, 3, 128)):
-        x = torch.randn(shape, dtype=torch.bfloat16)
-        run = cuda.PREPARED["f16a_nvfp4weight_scaled_mm"](x, *packed, bias, layout=layout)
-        out = run(x, *packed, bias, layout=layout)
-        assert out.shape == (*shape[:-1], 64)
-        assert torch.equal(out.view(-1, 64), cuda.mm(x.view(-1, 128), weight, bias))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_later_calls_equal_the_first(layout, format, case):
+    operator, args, options, live = make_call(case, format, layout)
+    first = operator(*args, **options)[:live]
+    for _ in range(2):
+        assert torch.equal(operator(*args, **options)[:live], first)
+    with select.use_backend("reference"):
+        assert relative_error(first, operator(*args, **options)[:live]) < 1e-2
 
 
-@pytest.mark.parametrize("halves", [1, 2])
-def test_gradients_equal_the_backend(emulated, hopper, halves):
-    for layout in ("linear", "tiled_64x64"):
-        weight, _ = make(E, 64, 128, halves=halves)
-        weight, grad = weight.to_layout(layout), torch.randn(12, 64, dtype=torch.bfloat16)
-        args = (grad, *operands(weight), torch.tensor([1, 4, 3, 99], dtype=torch.int32))  # decreasing, too many
-        run = cuda.PREPARED["f16a_nvfp4weight_scaled_grouped_mm_dgrad"](*args, layout=layout)
-        expected = cuda.grouped_mm_dgrad(grad, weight, args[-1])
-        assert torch.equal(run(*args, layout=layout), expected)
+@pytest.mark.parametrize("shape", [(H,), (2, 3, H)])
+def test_dense_layers_of_any_leading_dimensions(layout, shape):
+    operator, (_, *packed), options, _ = make_call("dense", "nvfp4", layout)
+    x = torch.randn(shape, dtype=BF16)
+    expected = operator(x.view(-1, H), *packed, **options).view(*shape[:-1], INNER)
+    for _ in range(2):
+        assert torch.equal(operator(x, *packed, **options), expected)
 
 
 @pytest.mark.parametrize("tokens", [3, 70])
 @pytest.mark.parametrize("biased", [False, True])
-def test_routers_equal_the_backend(emulated, tokens, biased):
-    logits, bias = torch.randn(tokens, 40), torch.randn(40) if biased else None
-    options = dict(top_k=4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
-    args = (logits, bias) if biased else (logits,)
-    run = cuda.PREPARED["moe_router"](*args, **options, scores_dtype=torch.bfloat16)
-    results = run(*args, **options, scores_dtype=torch.bfloat16)
-    for result, expected in zip(results, cuda.router(logits, bias, RouterForm(**options), torch.bfloat16), strict=True):
-        assert torch.equal(result, expected)
+def test_routing(tokens, biased):
+    logits, ids = torch.randn(tokens, 40), torch.randint(-1, E + 1, (tokens, A))
+    args = (logits, torch.randn(40)) if biased else (logits,)
+    form = dict(top_k=4, score="sigmoid", num_groups=4, top_groups=2, scale=2.5)
+    wanted = cuda.router(logits, args[1] if biased else None, RouterForm(**form), BF16)
+    order = cuda.route(ids, E)
+    for _ in range(2):
+        assert all(map(torch.equal, OPS.moe_router(*args, **form, scores_dtype=BF16), wanted))
+        assert all(map(torch.equal, OPS.moe_route(ids, E), order))
+
+
+def shift(tensor):
+    """A copy at an address that is no multiple of 16."""
+    flat = tensor.contiguous().flatten()
+    shifted = torch.cat([flat[:1], flat])[1:].view(tensor.shape)
+    assert shifted.data_ptr() % 16
+    return shifted
 
 
 def test_operands_may_lie_unaligned(layout):
-    _, down = weights(layout)
-    x = torch.randn(10, INNER, dtype=torch.bfloat16)
-    run = cuda.PREPARED["f16a_nvfp4weight_scaled_grouped_mm"](x, *operands(down), OFFSETS, layout=layout)
-    expected = run(x, *operands(down), OFFSETS)
-    shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
-    codes = down.qdata.flatten()
-    moved = torch.cat([codes[:3], codes])[3:].view(down.qdata.shape).transpose(1, 2)
-    assert shifted.data_ptr() % 16
-    assert moved.data_ptr() % 16
-    assert torch.equal(run(shifted, moved, *operands(down)[1:], OFFSETS), expected)
+    operator, (rows, codes, *others), options, live = make_call("mm", "nvfp4", layout)
+    operator(rows, codes, *others, **options)
+    expected = operator(rows, codes, *others, **options)[:live]
+    moved = shift(codes.mT).mT
+    assert torch.equal(operator(shift(rows), moved, *others, **options)[:live], expected)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(activation=torch.randn(10, INNER)),
-        dict(activation=torch.randn(INNER, 10, dtype=torch.bfloat16).t()),
-        dict(activation=torch.empty(0, INNER, dtype=torch.bfloat16)),
-        dict(offsets=torch.zeros(2 * E, dtype=torch.int32)[::2]),
-        dict(bias=torch.randn(E, H).double()),
-    ],
-    ids=["float32", "strided", "no rows", "strided offsets", "float64 bias"],
-)
-def test_operands_that_have_to_be_converted_are_left_to_the_backend(emulated, change):
-    _, down = weights("linear")
-    x = torch.randn(10, INNER, dtype=torch.bfloat16)
-    values = dict(activation=x, offsets=OFFSETS, bias=None) | change
-    activation, offsets, bias = values.values()
-    slots = torch.zeros(5, 2, dtype=torch.int32)
-    combine = cuda.PREPARED["f16a_nvfp4weight_grouped_mm_combine"]
-    assert combine(activation, *operands(down), offsets, slots, None, bias) is None
+def test_operands_that_have_to_be_converted():
+    operator, args, _, _ = make_call("weighted combine", "nvfp4", "linear")
+    rows, offsets, bias = args[0], args[4], args[7]
+    expected = operator(*args)
+    strided = (rows.t().contiguous().t(), *args[1:4], offsets.repeat_interleave(2)[::2], *args[5:7], bias.double())
+    for position in (0, 4, 7):
+        changed = [new if i == position else old for i, (old, new) in enumerate(zip(args, strided, strict=True))]
+        for _ in range(2):
+            assert torch.equal(operator(*changed), expected)
+    with pytest.warns(UserWarning, match="no CUDA kernel serves activations in float32"):
+        assert relative_error(operator(rows.float(), *args[1:]), expected) < 1e-2
+    none = args[5].new_full((T, A), -1)
+    assert operator(rows[:0], *args[1:4], 0 * offsets, none, *args[6:]).eq(0).all()
 
 
 @pytest.mark.parametrize("struct", STRUCTS, ids=[struct.__name__ for struct in STRUCTS])
@@ -197,7 +206,7 @@ def test_the_launcher_gives_the_driver_what_it_wants(monkeypatch):
         run(9, 2**40, 0, 3, 4, 5, 6, 7)
 
 
-def test_another_device_than_the_current_one_is_switched_to(emulated, monkeypatch):
+def test_another_device_than_the_current_one_is_switched_to(monkeypatch):
     switched = []
 
     class Device:
@@ -212,11 +221,10 @@ def test_another_device_than_the_current_one_is_switched_to(emulated, monkeypatc
             monkeypatch.setattr(launch, "current_device", lambda: 1)
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    _, down = weights("linear")
-    rows, ids = torch.randn(10, INNER, dtype=torch.bfloat16), torch.zeros(5, 2, dtype=torch.int32)
-    gemm = cuda.PREPARED["f16a_nvfp4weight_grouped_mm_combine"](rows, *operands(down), OFFSETS, ids)
-    sort = prepared.route_launch((5, 2), E, ids.dtype, ids.device)
+    operator, args, _, _ = make_call("combine", "nvfp4", "linear")
+    ids = torch.randint(0, E, (T, A))
+    operator(*args), OPS.moe_route(ids, E)
+    switched.clear()
     monkeypatch.setattr(launch, "current_device", lambda: 1)
-    gemm(rows, *operands(down), OFFSETS, ids)
-    sort(ids)
-    assert switched == [None] * 3
+    operator(*args), OPS.moe_route(ids, E)
+    assert switched == [None] * 3  # a GEMM, what adds its rows up, the order
