@@ -8,6 +8,7 @@ import io
 
 import pytest
 import torch
+from fast_cases import others_slow
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +27,7 @@ from thunder_moe.kernels.cuda import bound, router
 from thunder_moe.nn import linear
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
-BF16 = torch.bfloat16
+BF16, OTHERS = torch.bfloat16, ("deepseek_v3", "mixtral", "llama4")
 
 
 @pytest.fixture
@@ -87,13 +88,21 @@ def make_block(calls):
     return block, x
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v3", "mixtral", "llama4")]
+MODELS = [
+    ("qwen3_moe", "linear"),
+    ("gpt_oss", "tiled_64x64"),
+    *others_slow([("qwen3_moe", "tiled_64x64"), *((name, "linear") for name in ("gpt_oss", *OTHERS))], ()),
+]
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", *SLOW])
+@pytest.mark.parametrize(("name", "layout"), MODELS)
 @torch.no_grad()
-def test_models(calls, name):
-    model = quantize_(tiny_model(name, BF16), layout="linear")
+def test_models(request, calls, name, layout):
+    config = tiny_config(name)
+    if layout != "linear":
+        request.getfixturevalue("hopper")
+        config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 256, 64, 64
+    model = quantize_(tiny_model(name, BF16, config), layout=layout)
     routers = sum(isinstance(module, FusedRouter) for module in model.modules())
     layers = sum(isinstance(module, NVFP4Experts) for module in model.modules())
     ids = tokens(1, 3)
@@ -132,6 +141,41 @@ def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
         if name == "gpt_oss":
             nn.utils.parametrize.register_parametrization(gate, "bias", Plus())
             torch.testing.assert_close(gate(x)[0].float(), wide + 1, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("one_kernel", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])  # without and with a bias of the scores
+@torch.no_grad()
+def test_routers_equal_their_operators(calls, monkeypatch, name, one_kernel):
+    if one_kernel:
+        monkeypatch.setattr(routers_module, "is_one_operator", lambda hidden, weight: hidden.dtype == weight.dtype)
+    model = quantize_(tiny_model(name, BF16), layout="linear")
+    gate = next(module for module in model.modules() if isinstance(module, FusedRouter))
+    for bias in gate.buffers():
+        bias.normal_()
+    for tokens_of_call in (1, 3, 70):
+        x = torch.randn(tokens_of_call, 64, dtype=BF16)
+        for rows in (x, x, shift(x), x.t().contiguous().t(), x.repeat(1, 2)[:, :64]):
+            assert all(map(torch.equal, gate(rows), by_operators(gate, rows)))
+
+
+@torch.no_grad()
+def test_operands_of_other_kinds(calls):
+    """Those that have to be checked or converted are left to the operator."""
+    experts = make_block(calls)[0].experts
+    x, ids, scores = torch.randn(5, 64, dtype=BF16), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    kinds = [(x, ids, scores), (x.float(), ids, scores), (x, ids.int(), scores)]
+    kinds += [(x[:3], ids[:3], scores[:3]), (x, ids[:, :1], scores[:, :1]), (x, ids, scores.t().contiguous().t())]
+    kinds += [(x.t().contiguous().t(), ids, scores), (shift(x), ids, scores)]
+    for operands in [*kinds, *kinds]:
+        assert torch.equal(experts(*operands), by_operators(experts, *operands))
+    with pytest.raises(ValueError, match="expert_weights: "):
+        experts(x, ids, scores[:, :1])
+
+
+def shift(tensor):
+    """A copy at an address that is no multiple of 16."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
 
 
 @torch.no_grad()
@@ -178,6 +222,10 @@ def test_weights_that_change_are_seen(calls):
     assert torch.equal(block(x), 2 * before)
     experts.down_proj.global_scale /= 2
     assert torch.equal(block(x), before)
+    kept, experts.down_proj.qdata = experts.down_proj.qdata, shift(experts.down_proj.qdata)
+    for _ in range(2):
+        assert torch.equal(block(x), before)
+    experts.down_proj.qdata = kept
     block.gate.weight.copy_(other.gate.weight)
     assert torch.equal(block(x), by_operators(block, x))
     calls()
@@ -195,6 +243,8 @@ def test_biases_that_change_are_seen(calls):
     kept, experts.down_bias = experts.down_bias, nn.Parameter(experts.down_bias + 1, requires_grad=False)
     assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
     experts.down_bias = None
+    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    experts.down_bias = nn.Parameter(kept.double(), requires_grad=False)
     assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
     experts.down_bias = kept
     assert torch.equal(model(ids).logits, before)
