@@ -1,11 +1,18 @@
 """Which cases of a large table are in the fast set: few that together have all values, or all pairs, of its parameters.
-Called by tests/conftest.py for tests marked `covering`; calls pytest.
+Called by tests/conftest.py for tests marked `covering`, and by tables that name their fast rows; calls pytest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
+
+
+def others_slow(rows: Iterable[Any], fast: Container[Any]) -> list[Any]:
+    """Marks rows of a table, or single values, slow unless their first value is in `fast`."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*row, marks=() if row[0] in fast else pytest.mark.slow) for row in rows]
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> set[int]:

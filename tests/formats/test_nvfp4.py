@@ -139,6 +139,7 @@ def test_chunks_do_not_change_the_result(monkeypatch):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_quantizing_takes_little_more_memory_than_its_result():
     code = """
 import torch

@@ -105,6 +105,7 @@ def test_a_process_forked_while_a_thread_replaces_a_weight_has_one_of_the_two():
     assert run.stdout.split() == ["True"], run.stderr
 
 
+@pytest.mark.slow
 def test_forked_processes():
     # A lock that stays closed would be waited for without an end; a build of the CPU kernels takes minutes at most.
     run = subprocess.run(

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize, moe_experts, relative_error
 from torch.autograd import forward_ad
 
@@ -160,7 +161,7 @@ def test_one_graph_serves_any_number_of_tokens():
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", others_slow(DTYPES, [torch.bfloat16]))
 def test_opcheck(opcheck, dtype):
     weights, _ = make()
     ids, scores = make_routing()
@@ -177,7 +178,7 @@ def test_opcheck(opcheck, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", others_slow(DTYPES, [torch.bfloat16]))
 def test_opcheck_of_the_whole_layer(opcheck, dtype):
     weights, _ = make()
     ids, scores = make_routing()

@@ -139,6 +139,7 @@ def test_results_have_the_shapes_and_may_be_changed_in_place(backend):
             assert results[0].requires_grad == (grad and first.requires_grad)
 
 
+@pytest.mark.slow
 def test_modules_of_operators_can_be_reloaded():
     code = """
 import importlib, torch

@@ -479,6 +479,7 @@ print(sorted(cpu._kernels(torch.bfloat16, True)))
 """
 
 
+@pytest.mark.slow
 def test_without_the_instructions_for_brgemm_the_panel_kernel_is_not_taken():
     """The file of limits, which other processes share, may name panels."""
     cpu._limits(torch.bfloat16)
@@ -622,6 +623,7 @@ def reason_with(tmp_path, **environment):
     return run.stdout
 
 
+@pytest.mark.slow
 def test_says_that_there_is_no_compiler(tmp_path):
     assert "no C++ compiler found: 'no-such-compiler'" in reason_with(tmp_path, CXX="no-such-compiler")
 
@@ -632,6 +634,7 @@ def test_says_that_the_compiler_is_not_on_the_path(tmp_path):
     assert "no C++ compiler found: 'c++' is not on PATH" in reason_with(tmp_path, **environment)
 
 
+@pytest.mark.slow
 def test_says_what_the_compiler_said(tmp_path):
     compiler = tmp_path / "broken-c++"
     compiler.write_text(

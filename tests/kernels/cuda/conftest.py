@@ -1,5 +1,21 @@
 """Emulated devices of the tests of CUDA kernels: the fixtures `hopper` and `layout`.
 Called by pytest for the tests beside it; builds on the fixtures of tests/kernels/conftest.py.
+
+A configuration costs the emulator 0.6 s to build, so the fast tests share the few of `FAST` in emulated_gemms.py. The
+fast set has of each source of kernels:
+
+- the grouped GEMMs (split, staged, wgmma, tiled_mma, tiled_wgmma) and the cluster GEMM: the oracle with edge rows, the
+  smallest K and a K that is no multiple of a stage; SwiGLU; the whole routing table with the default configurations;
+- of each: reads beyond the operands, offsets and slots out of range, another number of blocks, orders of threads and
+  late copies, more blocks than work; stream-K of many rows and of one row; rows that come late;
+- MXFP8: a linear and a tiled kernel of each kind of product, its extremes, both of its dequantizers;
+- routers: one block, several blocks, groups of experts, 16-bit logits, ties and NaN, the linear layer in one kernel;
+- training: activations, biases, each kind of product (any dtype, mma, wgmma) forwards, transposed and for weights;
+- adapters: product, gradients of rows and of weights, gather; the quantizer and the dequantizer byte for byte;
+- whole layers and operators: equal to their parts, and to their first call.
+
+Each dtype occurs in it, not with each kernel. The slow set has the pairwise tables of configurations, sizes and dtypes,
+kernels with a wait removed (test_layer.py), and NVRTC for every compute capability (test_nvrtc.py).
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The configurations of the CUDA GEMMs that tests run in the emulator, and their operands.
+"""The configurations of the CUDA GEMMs that tests run in the emulator, which are in the fast set, and their operands.
 Called by the tests beside it; calls tests/oracle.py.
 """
 
@@ -42,6 +42,8 @@ SWIGLU_CONFIGS = {
     "wgmma": GemmConfig("wgmma", 8, 2, 1, 1, 3),
 }
 TILED_SWIGLU_CONFIGS = {name: config for name, config in TILED_CONFIGS.items() if config.row_blocks == 2}
+# One of each kernel, and the one whose blocks share tiles: fast tests of all kinds share the builds of these few.
+FAST = ("split 8", "staged", "wgmma", "tiled mma", "tiled mma, shared", "tiled wgmma, two blocks of rows")
 
 
 def make(experts, n, k, halves=1):

@@ -145,6 +145,7 @@ def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
 
 @pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])  # without and with a bias of the scores
+@pytest.mark.covering(1)
 @torch.no_grad()
 def test_routers_equal_their_operators(calls, monkeypatch, name, one_kernel):
     if one_kernel:

@@ -6,24 +6,18 @@ import itertools
 
 import pytest
 import torch
+from emulated_gemms import CONFIGS, FAST, SWIGLU_CONFIGS, TILED_CONFIGS
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import dequantize, grouped_mm, relative_error
 
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda.configs import GemmConfig
 
 LEAST, MOST = -(2**31), 2**31 - 1
-CONFIGS = [
-    GemmConfig("split", 1, 2, 2, 2, 2),
-    GemmConfig("staged", 4, 2, 2, 1, 3),
-    GemmConfig("wgmma", 8, 2, 1, 1, 3),
-    GemmConfig("tiled_mma", 1, 2, 1, 2, 1),
-    GemmConfig("tiled_mma", 2, 2, 1, 1, 1, True),
-    GemmConfig("tiled_wgmma", 4, 2, 1, 1, 1),
-]
+GATED = SWIGLU_CONFIGS | {name: TILED_CONFIGS[name] for name in FAST[-2:]}
 CROSSING = [30, 3, 60, 2]  # two experts have the same rows
 OFFSETS = [
     [10, 20, 43, MOST],
@@ -57,20 +51,23 @@ def in_order(ends, rows):
 
 
 @pytest.mark.parametrize("ends", OFFSETS, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_offsets(config, ends):
-    weight, exact = make(64, 128, config.layout)
-    rows = guarded(torch.randn(42, 128, dtype=torch.bfloat16))
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.covering(1)
+def test_offsets(name, ends):
+    config = (CONFIGS | TILED_CONFIGS)[name]
+    weight, exact = make(64, 192, config.layout)
+    rows = guarded(torch.randn(42, 192, dtype=torch.bfloat16))
     out = cuda.grouped_mm(rows, weight, ints(ends), config=config)
     wanted, live = torch.tensor(in_order(ends, 42)), min(max(ends[-1], 0), 42)  # rows past the last end are undefined
     if ends != CROSSING and live > 0:
         assert relative_error(out[:live], grouped_mm(rows, exact, wanted)[:live]) < 5e-3
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_row_slot(config):
-    weight, _ = make(128, 128, config.layout)
-    tokens, scale = guarded(torch.randn(6, 128, dtype=torch.bfloat16)), guarded(torch.rand(6, 2))
+@pytest.mark.parametrize("name", others_slow(GATED, ["split 4", "wgmma", *FAST]))
+def test_row_slot(name):
+    config = GATED[name]
+    weight, _ = make(128, 192, config.layout)
+    tokens, scale = guarded(torch.randn(6, 192, dtype=torch.bfloat16)), guarded(torch.rand(6, 2))
     offsets, slots = torch.tensor([3, 3, 9, 12], dtype=torch.int32), torch.randperm(12).int()
     wrong = slots.clone()
     wrong[torch.tensor([0, 4, 7, 11])] = torch.tensor([MOST, LEAST, -1, 12], dtype=torch.int32)

@@ -49,6 +49,7 @@ def awkward(dtype, shape=(3, 64, 128)):
 
 @pytest.mark.parametrize("scale_search", [None, "mse"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.covering(1)
 def test_the_same_bytes(device, dtype, scale_search):
     weight = awkward(dtype)
     expected = quantize(weight, scale_search=scale_search)
@@ -57,7 +58,7 @@ def test_the_same_bytes(device, dtype, scale_search):
     same(quantizer.to_tiled(got), expected.to_layout("tiled_64x64"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 def test_the_same_bytes_of_mxfp8(device, dtype):
     weight = awkward(dtype)
     weight[0, 11, :32] = torch.tensor([448.0, 449.0, 450.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 464.0, 17.0]).repeat(4)

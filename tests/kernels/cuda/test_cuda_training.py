@@ -4,6 +4,7 @@ Called by pytest, with -m gpu on a GPU; judged by float64 formulas and autograd 
 
 import pytest
 import torch
+from fast_cases import others_slow
 
 from thunder_moe.activations import GLU
 from thunder_moe.kernels import slow_paths
@@ -48,11 +49,11 @@ def srelu64(y, scales, form, interleave):
     ("dtype", "features", "interleave", "form"),
     [
         (torch.bfloat16, 48, None, FORMS[0]),
-        (torch.bfloat16, 48, 1, FORMS[1]),
+        pytest.param(torch.bfloat16, 48, 1, FORMS[1], marks=pytest.mark.slow),
         pytest.param(torch.float16, 64, 2, FORMS[0], marks=pytest.mark.slow),
         pytest.param(torch.float32, 32, 4, FORMS[1], marks=pytest.mark.slow),
-        (torch.float32, 64, 32, FORMS[1]),
-        (torch.float16, 36, 3, FORMS[0]),
+        pytest.param(torch.float32, 64, 32, FORMS[1], marks=pytest.mark.slow),
+        pytest.param(torch.float16, 36, 3, FORMS[0], marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, 5, None, FORMS[1], marks=pytest.mark.slow),
         (torch.float16, 48, None, None),
         pytest.param(torch.float32, 7, None, None, marks=pytest.mark.slow),
@@ -111,11 +112,12 @@ def test_activations_without_scales_and_offsets_of_strided_operands(device):
 
 
 def test_nan_stays_nan(device):
-    y = torch.full((1, 16), float("nan"), device=device)
+    y = torch.full((1, 16), float("nan"), device=device, dtype=torch.bfloat16)
     assert training.scaled_swiglu(y, form=FORMS[1]).isnan().all()
     assert training.scaled_srelu(y).isnan().all()
 
 
+@pytest.mark.slow
 def test_a_row_of_a_whole_block(device):
     torch.manual_seed(0)
     features = training._BLOCK_FEATURES
@@ -137,8 +139,8 @@ def test_a_row_of_a_whole_block(device):
         (torch.bfloat16, 40, [300, 0, 129, 128]),
         (torch.bfloat16, 40, [0, 0, 0]),
         pytest.param(torch.bfloat16, 40, [1] * 300, marks=pytest.mark.slow),
-        (torch.float16, 13, [0, 5, 0, 130]),
-        (torch.float32, 264, [1100]),
+        pytest.param(torch.float16, 13, [0, 5, 0, 130], marks=pytest.mark.slow),
+        pytest.param(torch.float32, 264, [1100], marks=pytest.mark.slow),
     ],
 )
 def test_bias_gradients(device, dtype, n, splits):
@@ -176,7 +178,7 @@ def test_bias_gradients_are_the_same_bits_in_each_run():
     assert all(torch.equal(training.bias_grad(grad, offsets), first) for _ in range(100))
 
 
-@pytest.mark.parametrize(("dtype", "n"), [(torch.bfloat16, 40), (torch.float32, 13)])
+@pytest.mark.parametrize(("dtype", "n"), others_slow([(torch.bfloat16, 40), (torch.float32, 13)], [torch.bfloat16]))
 @pytest.mark.parametrize("in_place", [False, True])
 def test_add_bias(device, dtype, n, in_place):
     torch.manual_seed(0)
@@ -208,9 +210,9 @@ WGRADS = [
     ("any", torch.float32, 12, 70, [0, 5, 0, 11]),
     pytest.param("any", torch.bfloat16, 9, 7, [3, 20], marks=pytest.mark.slow),
     ("mma", torch.bfloat16, 136, 72, [0, 5, 0, 40]),
-    ("mma", torch.float16, 16, 256, [130, 0, 3]),
+    pytest.param("mma", torch.float16, 16, 256, [130, 0, 3], marks=pytest.mark.slow),
     ("wgmma", torch.bfloat16, 136, 72, [0, 5, 0, 70, 64]),
-    ("wgmma", torch.float16, 72, 264, [1, 63, 0]),
+    pytest.param("wgmma", torch.float16, 72, 264, [1, 63, 0], marks=pytest.mark.slow),
 ]
 
 
@@ -241,15 +243,15 @@ def test_wgrad(device, monkeypatch, kernel, dtype, n, k, splits, form):
 
 LINEARS = [  # dtype, N, K, rows of each expert, rows of a tile
     ("any", torch.float32, 70, 12, [0, 5, 0, 11], 32),
-    ("any", torch.float32, 260, 40, [130, 0, 7], 128),
+    pytest.param("any", torch.float32, 260, 40, [130, 0, 7], 128, marks=pytest.mark.slow),
     pytest.param("any", torch.bfloat16, 9, 7, [3, 20], 32, marks=pytest.mark.slow),
     ("mma", torch.bfloat16, 136, 72, [0, 5, 0, 40], 32),
-    ("mma", torch.float16, 264, 24, [130, 0, 3], 128),
-    ("any", torch.float16, 131, 20, [40, 0, 65], 64),
+    pytest.param("mma", torch.float16, 264, 24, [130, 0, 3], 128, marks=pytest.mark.slow),
+    pytest.param("any", torch.float16, 131, 20, [40, 0, 65], 64, marks=pytest.mark.slow),
     ("wgmma", torch.bfloat16, 136, 72, [0, 5, 0, 70, 1], 64),
-    ("wgmma", torch.float16, 200, 136, [1, 63, 0], 64),
+    pytest.param("wgmma", torch.float16, 200, 136, [1, 63, 0], 64, marks=pytest.mark.slow),
     pytest.param("wgmma", torch.bfloat16, 72, 200, [0, 130, 9], 128, marks=pytest.mark.slow),
-    ("wgmma", torch.bfloat16, 72, 24, [270], 256),
+    pytest.param("wgmma", torch.bfloat16, 72, 24, [270], 256, marks=pytest.mark.slow),
 ]
 
 
@@ -293,6 +295,7 @@ def skip_without(device, kernel):
 @pytest.mark.parametrize(
     ("dtype", "n", "k"), [(torch.bfloat16, 64, 72), (torch.float16, 30, 20), (torch.float32, 30, 20)]
 )
+@pytest.mark.covering(1)
 def test_gemms(device, monkeypatch, capability, dtype, n, k):
     """Rows past the end are NaN: zeros come of them; a buffer keeps them. Offsets that make no sense do no harm."""
     if device == "cpu":
@@ -346,6 +349,7 @@ def test_operands_that_do_not_fit_are_refused(emulated):
         training.wgrad(x, torch.zeros(3, 16), offsets)
 
 
+@pytest.mark.slow
 def test_results_at_odd_addresses(emulated, monkeypatch):
     """The fast kernel, and rows past the end stay as they were; of main_grad a warning says what is slow."""
     torch.manual_seed(0)
@@ -370,7 +374,7 @@ RANKS = [(torch.bfloat16, 16, 200, [0, 5, 0, 140, 1]), (torch.float16, 40, 72, [
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("wide_first", [False, True])
-@pytest.mark.parametrize(("dtype", "rank", "k", "splits"), RANKS)
+@pytest.mark.parametrize(("dtype", "rank", "k", "splits"), others_slow(RANKS, [torch.bfloat16]))
 def test_rank_wgrad(device, monkeypatch, dtype, rank, k, splits, wide_first, gathered):
     monkeypatch.setattr(wgrad, "MAX_EXPERTS", 2 if len(splits) == 3 else 1024)  # in two parts
     torch.manual_seed(0)

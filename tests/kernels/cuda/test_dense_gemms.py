@@ -6,9 +6,11 @@ import functools
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, DTYPES, TILED_CONFIGS, make
+from emulated_gemms import CONFIGS, DTYPES, FAST, TILED_CONFIGS, make
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
+from pairwise import pairwise
 
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.cuda import backend as cuda
@@ -23,12 +25,11 @@ CLUSTERS = {
     "three blocks, two warpgroups along K": GemmConfig("tiled_cluster", 8, 1, 2, 2, 1, splits=3),
     "more blocks than blocks of tokens": GemmConfig("tiled_cluster", 2, 1, 1, 1, 1, splits=5),
 }
-NAMES = ("split 2", "wgmma", "tiled mma, split 2", "tiled mma, shared", "tiled wgmma", "two blocks")
 ALL = CONFIGS | TILED_CONFIGS | CLUSTERS
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", others_slow(DTYPES, DTYPES[:1]))
+@pytest.mark.parametrize("name", ["split 8", "wgmma", *FAST[-2:], "two blocks"])
 def test_mm(emulated, hopper, name, dtype):
     config = ALL[name]
     weight, exact = make(1, 192, 320, halves=2)
@@ -49,13 +50,12 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("rows", [5, 33, 64, 75])
-@pytest.mark.parametrize("config", SHARED.values(), ids=SHARED.keys())
-def test_few_tiles_are_shared_by_blocks(emulated, hopper, config, rows):
+@pytest.mark.parametrize(("name", "rows"), others_slow(pairwise(list(SHARED), [5, 33, 64, 75]), ["tiled wgmma"]))
+def test_few_tiles_are_shared_by_blocks(emulated, hopper, name, rows):
     """Also where a tile's last rows take fewer tokens than its first, and other tiles have other numbers of them."""
     weight, exact = make(1, 64, 1024)
     x = torch.randn(rows, 1024, dtype=torch.bfloat16)
-    out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=config)
+    out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=SHARED[name])
     assert relative_error(out, x.float() @ exact[0].T) < 5e-3
 
 
@@ -71,16 +71,16 @@ def test_float32_runs_on_the_reference(emulated):
 
 
 @pytest.mark.parametrize("rows", [1, 33, 75])
-@pytest.mark.parametrize("config", CLUSTERS.values(), ids=CLUSTERS.keys())
-def test_a_cluster_shares_a_tile(emulated, hopper, config, rows):
+@pytest.mark.parametrize("name", others_slow(CLUSTERS, ["three blocks, two warpgroups along K"]))
+def test_a_cluster_shares_a_tile(emulated, hopper, name, rows):
     weight, exact = make(1, 192, 768, halves=2)
     weight, bias = weight.to_layout("tiled_64x64"), torch.randn(192)
     x = torch.randn(rows, 768, dtype=torch.bfloat16)
-    out = cuda.mm(x, weight, bias, config=config)
+    out = cuda.mm(x, weight, bias, config=CLUSTERS[name])
     assert relative_error(out, x.float() @ exact[0].T + bias) < 5e-3
 
 
-@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize("order", others_slow([1, 3], [3]))
 def test_a_cluster_whose_ring_goes_round(emulated, hopper, adversary, monkeypatch, order):
     """Longer than its stages, with rows that come late, and a K that does not divide evenly among the blocks."""
     config = GemmConfig("tiled_cluster", 2, 1, 4, 1, 8, splits=2)
@@ -95,11 +95,11 @@ def test_a_cluster_whose_ring_goes_round(emulated, hopper, adversary, monkeypatc
 
 
 def test_a_cluster_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch):
-    weight, exact = make(1, 192, 320)
+    weight, exact = make(1, 192, 896)
     weight = NVFP4Weight(*map(guarded, weight.to_layout("tiled_64x64").tensors()), "tiled_64x64")
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
-    x = guarded(torch.randn(42, 320, dtype=torch.bfloat16))
-    out = cuda.mm(x, weight, config=GemmConfig("tiled_cluster", 4, 1, 2, 1, 1, splits=2))
+    x = guarded(torch.randn(42, 896, dtype=torch.bfloat16))
+    out = cuda.mm(x, weight, config=CLUSTERS["three blocks, two warpgroups along K"])
     assert relative_error(out, x.float() @ exact[0].T) < 5e-3
 
 

@@ -6,6 +6,7 @@ kernels that are told to read early; and it aborts when a block ends without hav
 """
 
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated_gemms import DTYPES, TILED_CONFIGS, TILED_SWIGLU_CONFIGS
+from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS
+from fast_cases import others_slow
 from oracle import relative_error
 
 from thunder_moe.activations import GLU, SWIGLU
@@ -38,7 +40,7 @@ def make_layer(tokens, hidden, inner, layout, top_k=A, dtype=BF16):
     return (torch.randn(tokens, hidden, dtype=dtype), ids, torch.rand(tokens, top_k), *weights, *biases)
 
 
-@pytest.mark.parametrize(("tokens", "weight_on_input"), [(1, False), (9, True), (70, False)])
+@pytest.mark.parametrize(("tokens", "weight_on_input"), others_slow([(1, False), (9, True), (70, False)], [1, 9]))
 def test_equals_its_parts(layout, tokens, weight_on_input):
     args = make_layer(tokens, 64, 48 if layout == "linear" else 128, layout)
     for order, form in ((None, SWIGLU), (cuda.route(args[1], E), GLU(1.702, 1.5, 1.0))):
@@ -61,14 +63,13 @@ def test_rows_are_those_that_it_adds_up(layout, inner):
     assert torch.equal(out, wanted[2:8])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("top_k", [1, 3, 9])
+@pytest.mark.parametrize(("top_k", "dtype"), [(9, DTYPES[0]), *others_slow(itertools.product([1, 3, 9], DTYPES), ())])
 def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
     args = (*make_layer(5, 64, 64, TILED, top_k, dtype), None, False, SWIGLU)
     assert torch.equal(cuda.moe_experts(*args), by_parts.moe_experts(cuda, *args))
 
 
-@pytest.mark.parametrize("name", TILED_CONFIGS)
+@pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
 def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
     """Every kernel of tiled weights behind another GEMM: more tiles than blocks, and blocks without any."""
     monkeypatch.setattr(adversary, "late_copies", 0)  # late ones would read what is there by then

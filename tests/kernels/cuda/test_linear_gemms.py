@@ -4,17 +4,20 @@ Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, DTYPES, SWIGLU_CONFIGS, make
+from emulated_gemms import CONFIGS, DTYPES, FAST, SWIGLU_CONFIGS, make
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, grouped_mm, grouped_swiglu, relative_error
 from pairwise import pairwise
 
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.cuda import backend as cuda
 
+KS = [16, 48, 128, 656, 1280]
+EDGES = [("split 8", 16, DTYPES[0]), ("staged", 656, DTYPES[0]), ("wgmma", 48, DTYPES[1])]
 
-@pytest.mark.parametrize(("name", "k", "dtype"), pairwise(list(CONFIGS), [16, 48, 128, 656, 1280], DTYPES))
-@pytest.mark.covering(1)
+
+@pytest.mark.parametrize(("name", "k", "dtype"), [*EDGES, *others_slow(pairwise(list(CONFIGS), KS, DTYPES), ())])
 def test_grouped_mm(emulated, name, k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (16, 88) if k != 48 else (33,):
@@ -24,20 +27,26 @@ def test_grouped_mm(emulated, name, k, dtype):
         assert relative_error(out[:42], grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", SWIGLU_CONFIGS.values(), ids=SWIGLU_CONFIGS.keys())
-def test_grouped_swiglu(emulated, config, dtype):
+SWIGLU_EDGES = [("split 4", (88, 272), DTYPES[0]), ("staged", (16, 128), DTYPES[1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_k", "dtype"),
+    [*SWIGLU_EDGES, *others_slow(pairwise(list(SWIGLU_CONFIGS), [(16, 128), (88, 272)], DTYPES), ())],
+)
+def test_grouped_swiglu(emulated, name, n_k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
-    for n, k in ((16, 128), (88, 272)):
-        weight, exact = make(4, 2 * n, k, halves=2)
-        rows = torch.randn(44, k).to(dtype)
-        out = cuda.grouped_swiglu(rows, weight, offsets, config=config)
-        assert relative_error(out[:42], grouped_swiglu(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
+    n, k = n_k
+    weight, exact = make(4, 2 * n, k, halves=2)
+    rows = torch.randn(44, k).to(dtype)
+    out = cuda.grouped_swiglu(rows, weight, offsets, config=SWIGLU_CONFIGS[name])
+    assert relative_error(out[:42], grouped_swiglu(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("k", [16, 656])
-@pytest.mark.parametrize("config", [*CONFIGS.values(), SWIGLU_CONFIGS["wgmma"]], ids=[*CONFIGS, "wgmma, swiglu"])
-def test_reads_nothing_beyond_its_operands(emulated, monkeypatch, config, k):
+@pytest.mark.parametrize("name", others_slow([*CONFIGS, "wgmma, swiglu"], FAST))
+def test_reads_nothing_beyond_its_operands(emulated, monkeypatch, name, k):
+    config = CONFIGS.get(name) or SWIGLU_CONFIGS["wgmma"]
     weight, exact = make(4, 88, k)
     weight = NVFP4Weight(*map(guarded, weight.tensors()))
     rows, offsets = guarded(torch.randn(42, k, dtype=torch.bfloat16)), torch.tensor([3, 3, 40, 42], dtype=torch.int32)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from emulated_gemms import TILED_CONFIGS, make
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
 
 from thunder_moe.formats.weight import NVFP4Weight
@@ -64,7 +65,7 @@ CASES = [  # configuration, dtype, N, K, R
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "n", "k", "rank"), CASES)
+@pytest.mark.parametrize(("name", "dtype", "n", "k", "rank"), others_slow(CASES, ["tiled wgmma"]))
 def test_product_and_adapter(device, name, dtype, n, k, rank):
     weight, exact, x, inner, b = operands(device, dtype, n, k, rank)
     offsets = torch.tensor(ENDS, dtype=torch.int32, device=device)
@@ -86,15 +87,18 @@ def test_gradient_of_the_rows(device, layout, n, k, rank):
 
 @pytest.mark.parametrize(
     ("kernel", "dtype", "rank", "per_row"),
-    [
-        (64, torch.bfloat16, 24, True),
-        (192, torch.float16, 0, False),
-        (192, torch.bfloat16, 40, True),
-        ("192 rows", torch.bfloat16, 16, False),
-        ("tiled wgmma, odd", torch.float16, 40, False),
-        ("linear", torch.bfloat16, 24, False),
-        ("dequantized", torch.bfloat16, 16, True),
-    ],
+    others_slow(
+        [
+            (64, torch.bfloat16, 24, True),
+            (192, torch.float16, 0, False),
+            (192, torch.bfloat16, 40, True),
+            ("192 rows", torch.bfloat16, 16, False),
+            ("tiled wgmma, odd", torch.float16, 40, False),
+            ("linear", torch.bfloat16, 24, False),
+            ("dequantized", torch.bfloat16, 16, True),
+        ],
+        [64, "192 rows"],
+    ),
 )
 def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row):
     """More stages than a block has room for, tiles of all widths; two columns of them, the last half full."""
@@ -120,7 +124,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
         assert begin == end or relative_error(out[begin:end].cpu(), wanted[begin:end]) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("rank", [12, 16, 72])
+@pytest.mark.parametrize("rank", others_slow([12, 16, 72], [16]))
 def test_where_no_kernel_does_both(device, monkeypatch, rank):
     """Other ranks, few rows, other layouts: the GEMM, and the adapter's product added to it."""
     dtype = torch.bfloat16
@@ -162,6 +166,7 @@ def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("dtype", "rank", "k"), [(torch.bfloat16, 16, 200), (torch.float16, 40, 72)])
+@pytest.mark.covering(1)
 def test_gather(device, dtype, rank, k, transposed):
     """Rows of two tiles of an expert; ids that are not trusted."""
     torch.manual_seed(0)
@@ -181,6 +186,7 @@ def test_gather(device, dtype, rank, k, transposed):
     assert torch.equal(rows[0].cpu(), tokens[-1])
 
 
+@pytest.mark.slow
 def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
     """Three stages in place of four, on another device than SM90."""
     torch.manual_seed(0)
@@ -193,7 +199,7 @@ def test_gather_of_a_high_rank_with_little_shared_memory(emulated):
         assert relative_error(product[part], wanted) < KERNEL_TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("rank", [8, 16])
+@pytest.mark.parametrize("rank", others_slow([8, 16], [8]))
 def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, rank):
     """What lies beyond is memory that faults."""
     dtype, offsets = torch.bfloat16, guarded(torch.tensor(ENDS, dtype=torch.int32))

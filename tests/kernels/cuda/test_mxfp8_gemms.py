@@ -6,17 +6,19 @@ The kernels are NVFP4's but for the decoding, so one configuration of each kerne
 
 import pytest
 import torch
+from emulated_gemms import DTYPES
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
 
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import bound, launch, many_rows, prepared
+from thunder_moe.kernels.cuda import launch, many_rows, prepared
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.routing import gather_rows, route
+from thunder_moe.routing import gather_rows
 
 LINEAR = {
     "split": GemmConfig("split", 1, 2, 1, 4, 2),
@@ -50,7 +52,9 @@ def errors(out, expected):
     return [relative_error(out[a:b], expected[a:b]) for a, b in zip(starts, OFFSETS, strict=True) if b > a]
 
 
-@pytest.mark.parametrize(("name", "k"), [("split", 128), ("split", 672), ("staged", 160), ("wgmma", 256)])
+@pytest.mark.parametrize(
+    ("name", "k"), [("split", 672), ("wgmma", 256), *others_slow([("split", 128), ("staged", 160)], ())]
+)
 def test_linear(emulated, name, k):
     weight, exact = make(88, k)
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, k, dtype=torch.bfloat16)
@@ -58,7 +62,7 @@ def test_linear(emulated, name, k):
     assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize("name", others_slow(TILED, ["tiled mma", "tiled wgmma"]))
 def test_tiled(emulated, hopper, name):
     weight, exact = make(192, 256)
     weight = MXFP8Weight(*map(guarded, weight.to_layout("tiled_64x64").tensors()), "tiled_64x64")
@@ -67,7 +71,7 @@ def test_tiled(emulated, hopper, name):
     assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("name", ["split", "tiled mma"])
+@pytest.mark.parametrize("name", others_slow(["split", "tiled mma"], ["split"]))
 def test_fp16(emulated, hopper, name):
     """Weights from where float16 is subnormal to its largest numbers; scales beyond are Inf or NaN, not numbers."""
     layout = "tiled_64x64" if name in TILED else "linear"
@@ -94,6 +98,7 @@ def test_scales_out_of_range_give_no_numbers(emulated, hopper, name):
     assert out[3:40, 8:].isfinite().all()
 
 
+@pytest.mark.slow  # of the default configurations: test_prepared.py
 @pytest.mark.parametrize("name", ["tiled mma", "tiled wgmma"])
 def test_grouped_swiglu(emulated, hopper, name):
     """Tokens are gathered and scaled; biases are added."""
@@ -111,14 +116,15 @@ def test_grouped_swiglu(emulated, hopper, name):
     assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
-def test_dequantize(emulated, layout):
+@pytest.mark.covering(1)
+def test_dequantize(emulated, layout, dtype):
     weight, _ = make(64, 128)
     weight.scale.view(torch.uint8)[0, 3, :2] = torch.tensor([0, 166], dtype=torch.uint8)
     weight.qdata.view(torch.uint8)[1, 3, 4] = 0x7F  # NaN
-    for dtype in (torch.bfloat16, torch.float16):
-        out = cuda.dequantize(weight.to_layout(layout), dtype)
-        torch.testing.assert_close(out, dequantize(weight, dtype), rtol=0, atol=0, equal_nan=True)
+    out = cuda.dequantize(weight.to_layout(layout), dtype)
+    torch.testing.assert_close(out, dequantize(weight, dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("layout", ["linear", "tiled_64x64"])
@@ -127,42 +133,6 @@ def test_gradient_of_the_rows(emulated, layout):
     offsets, grad = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 64, dtype=torch.bfloat16)
     out = cuda.grouped_mm_dgrad(grad, weight.to_layout(layout), offsets)
     assert max(errors(out, grouped_mm(grad, exact.mT, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
-
-
-def test_prepared_and_bound_calls_equal_the_backend(emulated, hopper):
-    layout = "tiled_64x64"
-    (gate_up, exact_up), (down, exact_down) = make(512, 256, (0, 0)), make(256, 256, (0, 0))
-    gate_up, down = gate_up.to_layout(layout), down.to_layout(layout)
-    x, ids, scores = torch.randn(5, 256, dtype=torch.bfloat16), torch.randint(-1, 5, (5, 2)), torch.rand(5, 2)
-    row_slot, offsets, slot_row = (tensor.int() for tensor in route(ids, 4))
-    options, ends = dict(layout=layout), torch.tensor([1, 3, 3, 5], dtype=torch.int32)
-    cases = {
-        "scaled_grouped_mm": ((x, *operands(down), ends), options),
-        "grouped_swiglu": ((x, *operands(gate_up), offsets, row_slot), options),
-        "scaled_grouped_mm_dgrad": ((x, *operands(down), ends), options),
-        "moe_experts": (
-            (x, ids, scores, *operands(gate_up), *operands(down)),
-            dict(gate_up_layout=layout, down_layout=layout),
-        ),
-    }
-    expected = {
-        "scaled_grouped_mm": cuda.grouped_mm(x, down, ends),
-        "grouped_swiglu": cuda.grouped_swiglu(x, gate_up, offsets, row_slot),
-        "scaled_grouped_mm_dgrad": cuda.grouped_mm_dgrad(x, down, ends),
-        "moe_experts": cuda.moe_experts(x, ids, scores, gate_up, down, None, None, None, False, SWIGLU),
-    }
-    live = {name: slice(int(offsets[-1])) if name == "grouped_swiglu" else slice(None) for name in cases}
-    for name, (args, more) in cases.items():
-        run = cuda.PREPARED[f"f16a_mxfp8weight_{name}"](*args, **more)
-        assert torch.equal(run(*args, **more)[live[name]], expected[name][live[name]]), name
-    rows = cuda.grouped_swiglu(x, gate_up, offsets, row_slot)
-    args = rows, *operands(down), offsets, slot_row, scores
-    combined = cuda.PREPARED["f16a_mxfp8weight_grouped_mm_combine"](*args, **options)(*args, **options)
-    assert torch.equal(combined, expected["moe_experts"])
-    assert relative_error(combined, moe_experts(x, ids, scores, exact_up, exact_down)) < 1e-2
-    experts = bound.bind_experts(gate_up, down, None, None, False, SWIGLU)
-    experts.learn(x, ids, scores)
-    assert torch.equal(experts(x, ids, scores, None), combined)
 
 
 @pytest.mark.parametrize(

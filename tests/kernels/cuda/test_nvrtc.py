@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fast_cases import others_slow
 
 from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
@@ -150,13 +151,7 @@ def gemm(config, dtype, swiglu, k, scaled, capability):
     return config.sources, config.expression(dtype, swiglu, k, scaled), capability, config.argument
 
 
-# On one core, when nothing is cached: 60 s for all measured configurations, 5 to 10 s by rule for a capability.
-SLOW_CAPABILITIES = [
-    pytest.param(capability, marks=[] if capability == (9, 0) else pytest.mark.slow) for capability in CAPABILITIES
-]
-
-
-@pytest.mark.slow
+@pytest.mark.slow  # 60 s on one core, when nothing is cached
 @pytest.mark.parametrize("kernel", ["split", "wgmma", "tiled_mma", "tiled_wgmma", "tiled_cluster"])
 def test_measured_configurations_compile(kept, kernel):
     found = {
@@ -172,19 +167,21 @@ def test_measured_configurations_compile(kept, kernel):
     compile_all(found)
 
 
-@pytest.mark.parametrize("capability", SLOW_CAPABILITIES)
-def test_configurations_by_rule_compile(kept, capability):
+SIZES = [(12, False, 2112), (1, True, 2048), (24, True, 2112), (100, False, 2048)]
+
+
+@pytest.mark.parametrize("capability", others_slow([(capability,) for capability in CAPABILITIES], [(9, 0)]))
+@pytest.mark.parametrize(("rows", "swiglu", "k"), others_slow(SIZES, [12]))
+def test_configurations_by_rule_compile(kept, capability, rows, swiglu, k):
     """Both dtypes, K that is a multiple of a chunk or stage and K that is none, with and without a scale of rows."""
-    found = set()
-    for rows, swiglu, k in ((1, True, 2048), (12, False, 2112), (24, True, 2112), (100, False, 2048)):
-        point = Point(1, rows, 768, k)
-        configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
-        if capability == (9, 0):
-            configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
-        for config, dtype in itertools.product(configs, DTYPES):
-            found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
-        of_mxfp8 = replace(configs[-1], format="mxfp8")
-        found.add(gemm(of_mxfp8, DTYPES[swiglu], swiglu, k, swiglu, capability))
+    found, point = set(), Point(1, rows, 768, k)
+    configs = [cuda_configs._by_rule(point, swiglu, 132, capability)]
+    if capability == (9, 0):
+        configs.append(cuda_configs._by_rule_tiled(point).fitted(k))
+    for config, dtype in itertools.product(configs, DTYPES):
+        found.add(gemm(config, dtype, swiglu, k, dtype == torch.float16, capability))
+    of_mxfp8 = replace(configs[-1], format="mxfp8")
+    found.add(gemm(of_mxfp8, DTYPES[swiglu], swiglu, k, swiglu, capability))
     compile_all(found)
 
 

@@ -4,7 +4,8 @@ Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, TILED_CONFIGS, make
+from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, make
+from fast_cases import others_slow
 from oracle import grouped_mm, relative_error
 from pairwise import pairwise
 
@@ -12,6 +13,7 @@ from thunder_moe.kernels.cuda import backend as cuda
 
 TIMED = ["split 8", "staged", "wgmma", "wgmma, two blocks of rows"]
 TIMED_TILES = [
+    "tiled mma, shared",
     "tiled mma, split 2",
     "tiled mma, split 4",
     "tiled mma, 16 tokens",
@@ -23,9 +25,8 @@ TIMED_TILES = [
 
 @pytest.mark.parametrize(
     ("name", "order", "late_copies", "late_products"),
-    pairwise([*TIMED, *TIMED_TILES], [0, 1, 2, 3], [0, 1], [0, 1]),
+    others_slow(pairwise([*TIMED, *TIMED_TILES], [0, 1, 2, 3], [0, 1], [0, 1]), FAST),
 )
-@pytest.mark.covering(1)
 def test_waits_and_barriers_hold_against_any_timing(
     emulated, hopper, adversary, monkeypatch, name, order, late_copies, late_products
 ):

@@ -4,7 +4,8 @@ Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, TILED_CONFIGS, make
+from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, make
+from fast_cases import others_slow
 from oracle import grouped_mm, relative_error
 
 from thunder_moe.kernels.cuda import backend as cuda
@@ -21,11 +22,12 @@ SHARED_TILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), *TILED_CONFIGS.values()], ids=[*CONFIGS, *TILED_CONFIGS])
-def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, config):
-    weight, _ = make(4, 160 if config.layout == "linear" else 192, 256)
+@pytest.mark.parametrize("name", others_slow([*CONFIGS, *TILED_CONFIGS], FAST))
+def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, name):
+    config = (CONFIGS | TILED_CONFIGS)[name]
+    weight, _ = make(4, 160 if config.layout == "linear" else 192, 320)
     weight = weight.to_layout(config.layout)
-    rows, offsets = torch.randn(40, 256, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
+    rows, offsets = torch.randn(40, 320, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
     first = cuda.grouped_mm(rows, weight, offsets, config=config)
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (9, 0)))
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
@@ -35,12 +37,10 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
 @pytest.mark.parametrize(
     ("config", "tiles", "stages", "shared"),
     [
-        *((SMALL_TILES, *row) for row in SHARED_TILES),
-        *(
-            pytest.param(config, *row, marks=[pytest.mark.slow] if row[0] * row[1] > 30 else [])
-            for config in (LARGE_TILES, WGMMA_TILES)
-            for row in SHARED_TILES
-        ),
+        *((SMALL_TILES, *row) for row in SHARED_TILES[::3]),
+        *others_slow(((SMALL_TILES, *row) for i, row in enumerate(SHARED_TILES) if i % 3), ()),
+        *others_slow(((LARGE_TILES, *row) for row in SHARED_TILES), ()),
+        *others_slow(((WGMMA_TILES, *row) for row in SHARED_TILES), ()),
     ],
 )
 def test_blocks_share_tiles(emulated, hopper, monkeypatch, request, config, tiles, stages, shared):
@@ -71,18 +71,20 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, request, config, tile
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
 
 
-@pytest.mark.parametrize("config", TILED_CONFIGS.values(), ids=TILED_CONFIGS.keys())
-def test_more_blocks_than_work(emulated, hopper, monkeypatch, config):
+@pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
+def test_more_blocks_than_work(emulated, hopper, monkeypatch, name):
     """As many are launched as any routing may need; here one expert has all rows."""
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (1000, (9, 0)))
     weight, exact = make(4, 192, 512)
     rows, offsets = torch.randn(40, 512, dtype=torch.bfloat16), torch.tensor([0, 40, 40, 40], dtype=torch.int32)
-    out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=config)
+    out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=TILED_CONFIGS[name])
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
     assert not workspace.semaphore_pool(rows.device).take().any()
 
 
-@pytest.mark.parametrize("config", [SMALL_TILES, GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "config", others_slow([SMALL_TILES, GemmConfig("tiled_mma", 1, 2, 2, 2, 1, True)], [SMALL_TILES])
+)
 @pytest.mark.parametrize(("tiles", "stages"), [(1, 15), (3, 9), (8, 6)])
 def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, tiles, stages):
     """Their sums are semaphores of themselves, also those that are zero; the order of the addition is the same."""

@@ -2,10 +2,13 @@
 Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all else is the backend's own code.
 """
 
+import itertools
+
 import pytest
 import torch
-from emulated_gemms import DTYPES, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, make
+from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, make
 from emulator.guarded_memory import guarded
+from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, grouped_mm, grouped_swiglu, relative_error
 from pairwise import pairwise
 
@@ -14,9 +17,17 @@ from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.cuda import backend as cuda
 
+EDGES = [
+    ("tiled mma", 64, DTYPES[0]),
+    ("tiled mma, shared", 320, DTYPES[0]),
+    ("tiled wgmma, two blocks of rows", 320, DTYPES[0]),
+    ("tiled wgmma, odd", 64, DTYPES[1]),
+]
 
-@pytest.mark.parametrize(("name", "k", "dtype"), pairwise(list(TILED_CONFIGS), [64, 320, 512], DTYPES))
-@pytest.mark.covering(1)
+
+@pytest.mark.parametrize(
+    ("name", "k", "dtype"), [*EDGES, *others_slow(pairwise(list(TILED_CONFIGS), [64, 320, 512], DTYPES), ())]
+)
 def test_grouped_mm(emulated, hopper, name, k, dtype):
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     for n in (64, 192):
@@ -26,12 +37,16 @@ def test_grouped_mm(emulated, hopper, name, k, dtype):
         assert relative_error(out[:42], grouped_mm(rows, exact, offsets)) < KERNEL_TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", TILED_SWIGLU_CONFIGS.values(), ids=TILED_SWIGLU_CONFIGS.keys())
-def test_grouped_swiglu(emulated, hopper, config, dtype):
+SWIGLU_EDGES = [*((name, DTYPES[0]) for name in FAST[-2:]), ("tiled mma, 32 tokens", DTYPES[1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*SWIGLU_EDGES, *others_slow(itertools.product(TILED_SWIGLU_CONFIGS, DTYPES), ())]
+)
+def test_grouped_swiglu(emulated, hopper, name, dtype):
     """Tokens are gathered and scaled; gate and up have different global scales."""
     offsets = torch.tensor([3, 3, 40, 42], dtype=torch.int32)
-    form = GLU(1.702, 1.5, 1.0)
+    form, config = GLU(1.702, 1.5, 1.0), TILED_SWIGLU_CONFIGS[name]
     for n, k in ((64, 64), (192, 320)):
         weight, _ = make(4, 2 * n, k, halves=2)
         tokens, row_slot = torch.randn(21, k).to(dtype), torch.randperm(42).int()
@@ -60,12 +75,12 @@ def test_tiles_need_their_device(emulated):
         cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets)
 
 
-@pytest.mark.parametrize("config", TILED_CONFIGS.values(), ids=TILED_CONFIGS.keys())
-def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, config):
+@pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
+def test_reads_nothing_beyond_its_operands(emulated, hopper, monkeypatch, name):
     weight, exact = make(4, 192, 320)
     weight = weight.to_layout("tiled_64x64")
     weight = NVFP4Weight(*map(guarded, weight.tensors()), "tiled_64x64")
     rows, offsets = guarded(torch.randn(42, 320, dtype=torch.bfloat16)), torch.tensor([3, 3, 40, 42], dtype=torch.int32)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
-    out = cuda.grouped_mm(rows, weight, guarded(offsets), config=config)
+    out = cuda.grouped_mm(rows, weight, guarded(offsets), config=TILED_CONFIGS[name])
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
