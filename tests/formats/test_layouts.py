@@ -1,4 +1,4 @@
-"""The layouts of NVFP4 weights: round trips, and each order against the one that its kernels document.
+"""The layouts of packed weights: round trips, and each order against the one that its kernels document.
 Called by pytest; judged by loops over indices and by torchao.
 """
 
@@ -10,16 +10,20 @@ import pytest
 import torch
 from oracle import decode_e4m3
 
-from thunder_moe.formats.block_format import NVFP4
+from thunder_moe.formats import mxfp8
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.layouts import (
     MODULE_LAYOUTS,
     REGISTRY,
     block_shapes,
+    find_layout,
     layout_of_blocks,
     layouts_of,
+    module_layouts,
     preferred_on,
 )
 from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, dequantize, quantize
+from thunder_moe.formats.registry import FORMATS
 from thunder_moe.formats.swizzled_128x4 import swizzle_scale
 
 
@@ -27,13 +31,18 @@ def bits(scale: torch.Tensor) -> torch.Tensor:
     return scale.view(torch.uint8)
 
 
-@pytest.mark.parametrize(("source", "target"), [*itertools.product(LAYOUTS, LAYOUTS)])
-def test_every_conversion_is_exact(source, target):
-    packed = quantize(torch.randn(2, 256, 192))
+CONVERSIONS = [
+    (name, *pair) for name in FORMATS for pair in itertools.product(layouts_of(BLOCK_FORMATS[name]), repeat=2)
+]
+
+
+@pytest.mark.parametrize(("format", "source", "target"), CONVERSIONS)
+def test_every_conversion_is_exact(format, source, target):
+    packed = FORMATS[format].quantize(torch.randn(2, 256, 192))
     converted = packed.to_layout(source).to_layout(target)
     assert converted.layout == target
     assert converted.shape == packed.shape
-    assert torch.equal(dequantize(converted), dequantize(packed))
+    assert torch.equal(FORMATS[format].dequantize(converted), FORMATS[format].dequantize(packed))
     for back, first in zip(converted.to_layout("linear").tensors(), packed.tensors(), strict=True):
         assert torch.equal(bits(back), bits(first))
 
@@ -182,18 +191,30 @@ def test_unknown_layout():
             packed.to_layout(layout)
         with pytest.raises(ValueError, match=rf"layout: got '{layout}', wanted one of .*'linear'.*'tiled_64x64'"):
             NVFP4Weight(*packed.tensors(), layout=layout)
+    with pytest.raises(ValueError, match="layout: got 'swizzled_128x4' of mxfp8 weights, wanted one of"):
+        mxfp8.quantize(torch.randn(1, 8, 32)).to_layout("swizzled_128x4")
 
 
-def test_the_registry_tells_layouts_by_the_shapes_that_modules_keep():
-    assert LAYOUTS == layouts_of(NVFP4) == ("linear", "swizzled_128x4", "tiled_64x64")
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_registry_tells_layouts_by_the_shapes_that_modules_keep(name):
+    format = BLOCK_FORMATS[name]
     assert all(key == (layout.format.name, layout.name) for key, layout in REGISTRY.items())
-    assert MODULE_LAYOUTS == ("linear", "tiled_64x64")
-    packed = quantize(torch.randn(2, 128, 64))
-    for layout in MODULE_LAYOUTS:
-        qdata, scale, _ = packed.to_layout(layout).blocks
-        assert (tuple(qdata.shape), tuple(scale.shape)) == block_shapes(2, 128, 64, layout)
-        assert layout_of_blocks(qdata, scale) == layout
-    assert len({len(block_shapes(2, 128, 64, layout)[0]) for layout in MODULE_LAYOUTS}) == len(MODULE_LAYOUTS)
+    assert module_layouts(format) == ("linear", "tiled_64x64")
+    assert set(module_layouts(format)) <= set(layouts_of(format))
+    packed = FORMATS[name].quantize(torch.randn(2, 128, 64))
+    assert packed.to_layout("linear") is packed
+    for layout in module_layouts(format):
+        qdata, scale, *_ = packed.to_layout(layout).blocks
+        assert (tuple(qdata.shape), tuple(scale.shape)) == block_shapes(2, 128, 64, layout, format)
+        assert layout_of_blocks(qdata, scale, format) == layout
+        assert find_layout(layout, format).format is format
+    shapes = [block_shapes(2, 128, 64, layout, format)[0] for layout in module_layouts(format)]
+    assert len({len(shape) for shape in shapes}) == len(shapes)
+
+
+def test_layouts_of_nvfp4():
+    assert LAYOUTS == layouts_of(NVFP4) == ("linear", "swizzled_128x4", "tiled_64x64")
+    assert module_layouts(NVFP4) == MODULE_LAYOUTS
     with pytest.raises(ValueError, match="layout: got 'swizzled_128x4', wanted one of .* which modules keep"):
         block_shapes(2, 128, 64, "swizzled_128x4")
 

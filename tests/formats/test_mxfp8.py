@@ -7,7 +7,6 @@ import torch
 from oracle import MXFP8_FORMAT_ERROR, decode_e4m3, dequantize_mxfp8, quantize_mxfp8, relative_error
 
 from thunder_moe.formats import nvfp4
-from thunder_moe.formats.layouts import block_shapes, find_layout, layout_of_blocks, layouts_of, module_layouts
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 
@@ -130,23 +129,6 @@ def test_concatenate_and_rows():
 def test_bytes_are_half():
     weight = torch.randn(2, 256, 512, dtype=torch.bfloat16)
     assert quantize(weight).nbytes == weight.nbytes * 8.25 / 16
-
-
-def test_layouts():
-    packed = quantize(torch.randn(2, 128, 64))
-    assert packed.to_layout("linear") is packed
-    assert "linear" in module_layouts(packed.format)
-    assert set(module_layouts(packed.format)) <= set(layouts_of(packed.format))
-    for layout in module_layouts(packed.format):
-        converted = packed.to_layout(layout)
-        codes, scales = converted.blocks
-        assert (tuple(codes.shape), tuple(scales.shape)) == block_shapes(2, 128, 64, layout, packed.format)
-        assert layout_of_blocks(codes, scales, packed.format) == layout
-        assert find_layout(layout, packed.format).format is packed.format
-        for back, first in zip(converted.to_layout("linear").tensors(), packed.tensors(), strict=True):
-            assert torch.equal(bits(back), bits(first))
-    with pytest.raises(ValueError, match="layout: got 'swizzled_128x4' of mxfp8 weights, wanted one of"):
-        packed.to_layout("swizzled_128x4")
 
 
 @pytest.mark.parametrize(

@@ -1,32 +1,42 @@
-"""The operator f16a_nvfp4weight_scaled_grouped_mm: results, opcheck, gradients, compilation and bad input.
-Called by pytest; judged by tests/oracle.py.
+"""The operator f16a_nvfp4weight_scaled_grouped_mm: results, opcheck, gradients, compilation and bad input; results and
+compilation of MXFP8's, too. Called by pytest; judged by tests/oracle.py.
 """
 
 import pytest
 import torch
 from fast_cases import others_slow
-from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, groups, relative_error
+from oracle import KERNEL_TOLERANCE, dequantize, dequantize_mxfp8, grouped_mm, groups, relative_error
 
 from thunder_moe import f16a_nvfp4weight_scaled_grouped_mm as op
-from thunder_moe.formats.nvfp4 import LAYOUTS, NVFP4Weight, quantize
+from thunder_moe.formats.block_format import BLOCK_FORMATS
+from thunder_moe.formats.layouts import layouts_of
+from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
+from thunder_moe.formats.registry import FORMATS
 from thunder_moe.ops.grouped_mm import operands, weight_from_operands
 
 DTYPES = list(KERNEL_TOLERANCE)
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
 
 
-def make(n=32, k=48, *, layout="linear"):
-    weight = quantize(torch.randn(4, n, k))
-    return operands(weight.to_layout(layout)), dequantize(*weight.tensors())
+def make(n=32, k=48, *, layout="linear", format="nvfp4"):
+    weight = FORMATS[format].quantize(torch.randn(4, n, k))
+    exact = dequantize(*weight.tensors()) if format == "nvfp4" else dequantize_mxfp8(*weight.tensors())
+    return operands(weight.to_layout(layout)), exact
+
+
+def operator_of(format):
+    return getattr(torch.ops.thunder_moe, f"f16a_{format}weight_scaled_grouped_mm")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_matches_the_oracle(offsets, dtype, layout):
-    n, k = {"tiled_64x64": (64, 128)}.get(layout, (32, 48))
-    packed, exact = make(n, k, layout=layout)
+@pytest.mark.parametrize(
+    ("format", "layout"), [(name, layout) for name in FORMATS for layout in layouts_of(BLOCK_FORMATS[name])]
+)
+def test_matches_the_oracle(offsets, dtype, format, layout):
+    n, k = {"tiled_64x64": (64, 128)}.get(layout, (32, 64 if format == "mxfp8" else 48))
+    packed, exact = make(n, k, layout=layout, format=format)
     activation = torch.randn(int(offsets[-1]) + 3, k, dtype=dtype)
-    out = op(activation, *packed, offsets, layout=layout)
+    out = operator_of(format)(activation, *packed, offsets, layout=layout)
     assert out.shape == (activation.shape[0], n)
     assert out.dtype == dtype
     assert relative_error(out[: offsets[-1]], grouped_mm(activation, exact, offsets)) < KERNEL_TOLERANCE[dtype]
@@ -95,24 +105,26 @@ def test_opcheck(opcheck, dtype):
         opcheck(operator.default, (rows.detach(), *packed, EVEN))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_without_a_graph_break(backend):
-    packed, exact = make()
+@pytest.mark.parametrize(("format", "backend"), [("nvfp4", "eager"), ("nvfp4", "aot_eager"), ("mxfp8", "aot_eager")])
+def test_compiles_without_a_graph_break(format, backend):
+    (packed, exact), operator = make(k=64, format=format), operator_of(format)
     compiled = torch.compile(
-        lambda x, offsets: op(x, *packed, offsets) * 2, fullgraph=True, backend=backend, dynamic=True
+        lambda x, offsets: operator(x, *packed, offsets) * 2, fullgraph=True, backend=backend, dynamic=True
     )
     for rows in (8, 12):
-        activation = torch.randn(rows, 48, requires_grad=True)
+        activation = torch.randn(rows, 64, requires_grad=True)
         out = compiled(activation, EVEN)
         assert relative_error(out[:8], 2 * grouped_mm(activation, exact, EVEN)) < 1e-5
         out.sum().backward()
         assert activation.grad is not None
 
 
-def test_weight_survives_the_operands():
-    weight = quantize(torch.randn(4, 32, 48))
-    back = weight_from_operands(*operands(weight), "linear")
-    assert torch.equal(back.qdata, weight.qdata)
+@pytest.mark.parametrize("format", FORMATS)
+def test_weight_survives_the_operands(format):
+    weight = FORMATS[format].quantize(torch.randn(4, 32, 64))
+    packed, scale, *global_scale = operands(weight)
+    back = weight_from_operands(packed, scale, *global_scale or [None], "linear")
+    assert torch.equal(back.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
     assert back.qdata.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Offsets, row_slot and slot_row out of range: the CUDA kernels, run by the emulator, stay inside their operands.
+"""The CUDA kernels, run by the emulator, stay inside their operands, also with offsets and slots out of range.
 Called by pytest; operands end where their memory does, and what is in range is judged by tests/oracle.py.
 """
 
@@ -9,7 +9,7 @@ import torch
 from emulated_gemms import CONFIGS, FAST, SWIGLU_CONFIGS, TILED_CONFIGS
 from emulator.guarded_memory import guarded
 from fast_cases import others_slow
-from oracle import dequantize, grouped_mm, relative_error
+from oracle import dequantize, grouped_mm, grouped_swiglu, relative_error
 
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
@@ -48,6 +48,22 @@ def make(n, k, layout):
 def in_order(ends, rows):
     """Row ends that never decrease nor pass the rows."""
     return list(itertools.accumulate((min(max(end, 0), rows) for end in ends), max))
+
+
+SHAPES = [
+    *((name, 88, k) for k in (16, 656) for name in (*CONFIGS, "wgmma, swiglu")),
+    *((name, 192, 320) for name in TILED_CONFIGS),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "k"), others_slow(SHAPES, FAST))
+def test_reads_nothing_beyond_its_operands(name, n, k):
+    config = (CONFIGS | TILED_CONFIGS).get(name) or SWIGLU_CONFIGS["wgmma"]
+    weight, exact = make(n, k, config.layout)
+    rows, offsets = guarded(torch.randn(42, k, dtype=torch.bfloat16)), ints([3, 3, 40, 42])
+    swiglu = config.row_blocks == 2 and config.layout == "linear"
+    kernel, oracle = (cuda.grouped_swiglu, grouped_swiglu) if swiglu else (cuda.grouped_mm, grouped_mm)
+    assert relative_error(kernel(rows, weight, offsets, config=config), oracle(rows, exact, offsets)) < 5e-3
 
 
 @pytest.mark.parametrize("ends", OFFSETS, ids=str)

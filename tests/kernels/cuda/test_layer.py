@@ -123,28 +123,20 @@ def test_rows_of_no_expert_are_not_gathered(hopper, layout):
     assert (gathered[end:] == 7).all()
 
 
-def test_live_rows_choose_the_configurations(hopper, monkeypatch):
+@pytest.mark.parametrize("hint", ["live_rows", "expert_ranks"])
+def test_a_hint_of_few_rows_chooses_the_configurations(hopper, monkeypatch, hint):
     args = (*make_layer(40, 64, 64, TILED)[:5], None, None, None, False, SWIGLU)
     asked, choose = [], cuda.choose_config
     monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
     cuda._configs.cache_clear()
-    out = torch.empty_like(args[0])
-    assert cuda.moe_experts(*args, live_rows=3, out=out) is out
-    assert asked == [3, 3]
-    assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
-
-
-def test_ranks_of_the_ids_choose_the_configurations(hopper, monkeypatch):
-    x, ids, weights, gate_up, down, *_ = make_layer(40, 64, 64, TILED)
-    args = (x, ids, weights, *grouped_mm.operands(gate_up), *grouped_mm.operands(down))
-    layouts = dict(gate_up_layout=TILED, down_layout=TILED)
-    asked, choose = [], cuda.choose_config
-    monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
-    cuda._configs.cache_clear()
-    run = cuda._prepare_experts(*args, **layouts, expert_ranks=3)
+    if hint == "live_rows":
+        out = torch.empty_like(args[0])
+        assert cuda.moe_experts(*args, live_rows=27, out=out) is out
+    else:
+        given = (*args[:3], *grouped_mm.operands(args[3]), *grouped_mm.operands(args[4]))
+        out = cuda._prepare_experts(*given, gate_up_layout=TILED, down_layout=TILED, expert_ranks=3)(*given)
     assert asked == [27, 27]  # of 80 ids
-    expected = by_parts.moe_experts(cuda, x, ids, weights, gate_up, down, None, None, None, False, SWIGLU)
-    assert relative_error(run(*args), expected) < 5e-3
+    assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
 
 
 def test_threads_that_share_a_stream_launch_one_chain_after_the_other(emulated):

@@ -14,11 +14,6 @@ def plan(rows=64, num_experts=8, n=1024, k=2048, config=None, **given):
     return plan_gemm(rows, num_experts, n, k, *options.values(), *H200, config=config)
 
 
-def test_a_plan_is_computed_once():
-    assert plan(layout="tiled_64x64") is plan(layout="tiled_64x64")
-    assert plan(layout="tiled_64x64") is not plan(layout="tiled_64x64", scaled=True)
-
-
 def test_the_grid_has_a_block_for_each_tile_that_a_routing_may_need():
     config = GemmConfig("split", 1, 1, 4, 2, 4)  # tiles of 8 rows by 64 features
     assert plan(rows=1, config=config).blocks == 16

@@ -22,16 +22,19 @@ SHARED_TILES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ends", [(1, 20, 33, 40), (0, 40, 40, 40)], ids=str)  # the latter leaves blocks without work
 @pytest.mark.parametrize("name", others_slow([*CONFIGS, *TILED_CONFIGS], FAST))
-def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, name):
-    config = (CONFIGS | TILED_CONFIGS)[name]
-    weight, _ = make(4, 160 if config.layout == "linear" else 192, 320)
-    weight = weight.to_layout(config.layout)
-    rows, offsets = torch.randn(40, 320, dtype=torch.bfloat16), torch.tensor([1, 20, 33, 40], dtype=torch.int32)
-    first = cuda.grouped_mm(rows, weight, offsets, config=config)
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (7, (9, 0)))
-    assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), first)
-    assert not workspace.semaphore_pool(rows.device).take().any()  # nothing that blocks have counted is left
+def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkeypatch, name, ends):
+    config, results = (CONFIGS | TILED_CONFIGS)[name], []
+    weight, exact = make(4, 160 if config.layout == "linear" else 192, 320)
+    weight, rows = weight.to_layout(config.layout), torch.randn(40, 320, dtype=torch.bfloat16)
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    for blocks in (3, 7, 1000):
+        monkeypatch.setattr(cuda, "_device_facts", lambda device, blocks=blocks: (blocks, (9, 0)))
+        results.append(cuda.grouped_mm(rows, weight, offsets, config=config))
+        assert torch.equal(results[-1], results[0])
+        assert not workspace.semaphore_pool(rows.device).take().any()  # nothing that blocks have counted is left
+    assert relative_error(results[0], grouped_mm(rows, exact, offsets)) < 5e-3
 
 
 @pytest.mark.parametrize(
@@ -69,17 +72,6 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, request, config, tile
     wanted = sum((block + 1) * shared * stages // pieces % stages > 0 for block in range(pieces))
     assert left[-1].view(blocks, -1).isfinite().any(1).sum() == wanted
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
-
-
-@pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
-def test_more_blocks_than_work(emulated, hopper, monkeypatch, name):
-    """As many are launched as any routing may need; here one expert has all rows."""
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (1000, (9, 0)))
-    weight, exact = make(4, 192, 512)
-    rows, offsets = torch.randn(40, 512, dtype=torch.bfloat16), torch.tensor([0, 40, 40, 40], dtype=torch.int32)
-    out = cuda.grouped_mm(rows, weight.to_layout("tiled_64x64"), offsets, config=TILED_CONFIGS[name])
-    assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
-    assert not workspace.semaphore_pool(rows.device).take().any()
 
 
 @pytest.mark.parametrize(
