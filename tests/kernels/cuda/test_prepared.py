@@ -137,6 +137,13 @@ def test_operands_may_lie_unaligned(layout):
     assert torch.equal(operator(shift(rows), moved, *others, **options)[:live], expected)
 
 
+def test_another_backend_is_asked_anew():
+    operator, args, _, live = make_call("mm", "nvfp4", "linear")
+    results = [operator(*args)[:live] for _ in range(2)]
+    with select.use_backend("w4a4"):  # which rounds the rows, too
+        assert relative_error(operator(*args)[:live], results[1]) > 0.02
+
+
 def test_operands_that_have_to_be_converted():
     operator, args, _, _ = make_call("weighted combine", "nvfp4", "linear")
     rows, offsets, bias = args[0], args[4], args[7]
