@@ -1,4 +1,4 @@
-"""Emulated devices of the tests of CUDA kernels: the fixtures `hopper` and `layout`.
+"""Emulated devices of the tests of CUDA kernels: the fixtures `hopper`, `layout` and `device`.
 Called by pytest for the tests beside it; builds on the fixtures of tests/kernels/conftest.py.
 
 A configuration costs the emulator 0.6 s to build, so the fast tests share the few of `FAST` in emulated_gemms.py. The
@@ -19,6 +19,7 @@ kernels with a wait removed (test_layer.py), and NVRTC for every compute capabil
 """
 
 import pytest
+import torch
 
 from thunder_moe.kernels.cuda import backend as cuda
 
@@ -34,3 +35,14 @@ def layout(request):
     """Of weights; on a device whose kernels read it."""
     request.getfixturevalue("emulated" if request.param == "linear" else "hopper")
     return request.param
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Where the kernels run: the CPU in the emulator, or a GPU."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        return "cuda"
+    request.getfixturevalue("emulated")
+    return "cpu"

@@ -14,17 +14,6 @@ from thunder_moe.kernels.cuda import quantizer
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Where the kernels run: the CPU in the emulator, or a GPU."""
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        return "cuda"
-    request.getfixturevalue("emulated")
-    return "cpu"
-
-
 def same(got, expected):
     assert got.layout == expected.layout
     for name in expected.format.fields:

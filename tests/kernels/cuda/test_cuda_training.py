@@ -14,17 +14,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 FORMS = [GLU(), GLU(alpha=1.702, limit=1.5, up_shift=1.0)]
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Where the kernels run: the CPU in the emulator, or a GPU."""
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        return "cuda"
-    request.getfixturevalue("emulated")
-    return "cpu"
-
-
 def error(got, expected):
     """Relative Frobenius error."""
     got, expected = got.double().cpu(), expected.double().cpu()

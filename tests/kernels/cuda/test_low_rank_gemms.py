@@ -19,16 +19,14 @@ ENDS = (3, 3, 40, 42)
 WGMMA = {name: config for name, config in TILED_CONFIGS.items() if config.kernel == "tiled_wgmma"}
 
 
-@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    """Where the kernels run: the CPU in the emulator, or a GPU, of compute capability 9.0."""
-    if request.param == "emulated":
-        request.getfixturevalue("emulated")
+@pytest.fixture
+def device(request, device):
+    """Of compute capability 9.0."""
+    if device == "cpu":
         request.getfixturevalue("hopper")
-        return "cpu"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    elif torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a device of compute capability 9.0")
-    return "cuda"
+    return device
 
 
 def operands(device, dtype, n, k, rank, *, transposed=False, ends=ENDS):
