@@ -80,7 +80,7 @@ def by_name(module, name):
         (dict(filter="layers.1*", ignore=[r"re:.*\.10\."]), [1, 11], False),
         (dict(filter=[]), [], None),
     ],
-    ids=str,
+    ids=lambda value: str(value).split(" at 0x")[0],  # of a function: the same in every process
 )
 def test_patterns_are_of_experts_and_dense_layers(options, taken, head):
     if head is None:

@@ -63,7 +63,7 @@ def dense(scores, ids):
     return torch.zeros(T, E).scatter(1, ids, scores.float())
 
 
-@pytest.mark.parametrize(("compiler", "function"), cases(FUSED))
+@pytest.mark.parametrize(("compiler", "function"), list(cases(FUSED)))
 def test_a_written_router_with_its_gradient(compiler, function):
     fast, report = compiled(compiler, function)
     logits = torch.randn(T, E, requires_grad=True)
@@ -82,7 +82,7 @@ def test_a_written_router_with_its_gradient(compiler, function):
 _DIFFERENT = {mask_too: True, mask_changed: None}
 
 
-@pytest.mark.parametrize(("compiler", "function"), cases(OTHERS))
+@pytest.mark.parametrize(("compiler", "function"), list(cases(OTHERS)))
 def test_other_code_computes_what_it_says(compiler, function):
     traced = compiler == "thunder"
     fast, report = compiled(compiler, function)
