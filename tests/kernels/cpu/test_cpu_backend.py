@@ -22,7 +22,7 @@ from pairwise import pairwise
 
 from thunder_moe.formats.nvfp4 import NVFP4Weight
 from thunder_moe.formats.weight import MXFP8Weight
-from thunder_moe.kernels import code_cache
+from thunder_moe.kernels import code_cache, host_code
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cpu import crossover
 from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
@@ -653,7 +653,7 @@ def test_says_what_the_compiler_said(tmp_path):
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
     """The libraries that were linked, one character each, by a process that has neither loaded nor cached any."""
-    library, log = code_cache.read(cpu._key()), tmp_path / "linked"
+    library, log = code_cache.read(host_code.key_of(cpu._parts())), tmp_path / "linked"
     if library is None:
         pytest.skip("there is no cache of compiled kernels")
     (tmp_path / "library.so").write_bytes(library)
@@ -668,11 +668,9 @@ def compiled(tmp_path, monkeypatch):
     log.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    cpu._key.cache_clear()
     forget_library()
     yield log.read_text
     monkeypatch.undo()
-    cpu._key.cache_clear()
     forget_library()
 
 
@@ -755,7 +753,7 @@ with runpy.run_path(sys.argv[1])["one_process"](sys.argv[2], "compiles"):
 @pytest.mark.parametrize("end", ["kill", "fork"])
 def test_the_lock_of_a_process_that_was_killed_is_free(compiled, caplog, end):
     """Also where a process that it forked lives on."""
-    command = [sys.executable, "-c", HOLDER, code_cache.__file__, cpu._key(), end]
+    command = [sys.executable, "-c", HOLDER, code_cache.__file__, host_code.key_of(cpu._parts()), end]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         child = holder.stdout.readline().strip()
         try:

@@ -5,7 +5,6 @@ Judged as in test_cpu_backend.py, whose checks run on the emulated build.
 
 import ctypes
 import platform
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import test_cpu_backend as checks
 import torch
 
+from thunder_moe.kernels import host_code
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cpu.crossover import NEVER, Limits, limits_are
 
@@ -28,7 +28,7 @@ def compiler(*options):
     from torch.utils.cpp_extension import include_paths
 
     includes = [f"-I{path}" for path in include_paths()]
-    return [*shlex.split(cpu._compiler()), "-std=c++20", *includes, *options]
+    return [*host_code.compiler(), "-std=c++20", *includes, *options]
 
 
 @pytest.mark.slow

@@ -11,20 +11,13 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import itertools
-import logging
 import math
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +28,7 @@ from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.kernels import code_cache
+from thunder_moe.kernels import code_cache, host_code
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
 from thunder_moe.kernels.forks import ForkLock
@@ -312,19 +305,6 @@ def _router_of(shape: tuple[int, int], form: RouterForm, dtype: torch.dtype, sco
     return choose
 
 
-def _prepare_router(
-    logits: Tensor, bias: Tensor | None = None, *, scores_dtype: torch.dtype | None = None, **options: Any
-) -> Any:
-    is_read = logits.is_contiguous() and (bias is None or (bias.is_contiguous() and bias.dtype == torch.float32))
-    if not is_read:
-        return None
-    return _router_of(tuple(logits.shape), RouterForm(**options), logits.dtype, scores_dtype or logits.dtype)
-
-
-# By the operator's name, as `PREPARED` of kernels.cuda.backend.
-PREPARED: dict[str, Callable[..., Any]] = {"moe_router": _prepare_router}
-
-
 def _check(status: int) -> None:
     if status == 1:
         raise MemoryError("the CPU kernel for grouped GEMM ran out of memory")
@@ -359,7 +339,7 @@ def _limits(dtype: torch.dtype, format: BlockFormat = NVFP4) -> Limits:
 @functools.cache
 def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> Limits:
     directory = code_cache.folder() or Path(os.devnull)  # where no file can be kept, limits are measured again
-    file = directory / f"{_key()[:32]}.crossover.json"
+    file = directory / f"{host_code.key_of(_parts())[:32]}.crossover.json"
     seconds, kernels = functools.partial(_seconds, format=format), _kernels(dtype, onednn, format)
     try:
         return limits_for(dtype, kernels, seconds, file, _cpu_name(), "" if format is NVFP4 else format.name)
@@ -466,79 +446,25 @@ def _load_once() -> tuple[ctypes.CDLL | None, str | None]:
 def _load() -> ctypes.CDLL:
     if sys.platform == "win32":
         raise RuntimeError("the CPU backend is not built on Windows: its source needs GCC or clang")
-    key = _key()
-    kept = code_cache.read(key, quiet=True)
-    if kept is not None:
-        with contextlib.suppress(OSError, AttributeError):  # of another build of this version of torch
-            return _open(kept)
-    with code_cache.one_process(key, "compiles the CPU kernels"):
-        library = code_cache.read(key)  # by the process that was waited for
-        if library is not None and library != kept:
-            return _open(library)
-        library = _compile(shlex.split(_compiler()))
-        loaded = _open(library)
-        code_cache.write(key, library)
-        return loaded
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX") or "c++"
+    what = "the CPU kernels (about 20 s, once)"
+    return host_code.load(what, _parts(), _compile, lambda path: _declare(ctypes.CDLL(path)))
 
 
 @functools.cache
-def _key() -> str:
-    """A hash of everything that the library depends on: sources, flags, CPU, compiler and torch."""
+def _parts() -> tuple[str, ...]:
+    """Everything that the library depends on beside the compiler: sources, flags, CPU and torch."""
     texts = [file.read_text() for file in (*_SOURCES, *_HEADERS)]
-    parts = [*texts, *_FLAGS, torch.__version__, platform.machine(), _compiler(), *sorted(_cpu_flags())]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return (*texts, *_FLAGS, torch.__version__, *sorted(_cpu_flags()))
 
 
-def _open(library: bytes) -> ctypes.CDLL:
-    """Load a library from memory or a file of this process alone, which nobody can change while its code runs."""
-    if hasattr(os, "memfd_create"):  # Linux: also where disks are full, or may not hold code that runs
-        with contextlib.suppress(OSError):
-            memory = os.memfd_create("thunder_moe_cpu")  # stays open: the next one would get its path
-            with open(memory, "wb", closefd=False) as file:
-                file.write(library)
-            return _declare(ctypes.CDLL(f"/proc/self/fd/{memory}"))
-    with tempfile.NamedTemporaryFile(prefix="thunder_moe_cpu_", suffix=".so") as file:
-        file.write(library)
-        file.flush()
-        return _declare(ctypes.CDLL(file.name))
-
-
-def _compile(compiler: list[str]) -> bytes:
-    """The library, whose sources are compiled side by side.
-
-    Raises:
-        RuntimeError: there is no compiler, or it failed; the message is the compiler's.
-    """
-    if shutil.which(compiler[0]) is None:
-        raise RuntimeError(f"no C++ compiler found: {compiler[0]!r} is not on PATH; install g++ or clang, or set CXX")
-    logging.getLogger("thunder_moe").warning("thunder_moe: compiling the CPU kernels (about 20 s, once)")
-    native, is_clang = _native_flag(compiler)
+def _compile() -> bytes:
+    native, is_clang = _native_flag(host_code.compiler())
     openmp = ["-fopenmp"] if torch.backends.openmp.is_available() and sys.platform != "darwin" else []
     root = Path(torch.__file__).parent
     options = [*_FLAGS, *native, *openmp, "-isystem", str(root / "include")]
     # GCC's OpenMP calls resolve to the runtime that torch has loaded: one pool, and torch.set_num_threads holds.
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", *(openmp if is_clang else [])]
-    with tempfile.TemporaryDirectory(prefix="thunder_moe_") as directory:
-        objects = [f"{directory}/{source.stem}.o" for source in _SOURCES]
-        commands = [
-            [*compiler, *options, "-c", str(source), "-o", made] for source, made in zip(_SOURCES, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _ in pool.map(_run, commands):
-                pass
-        library = Path(directory, "thunder_moe_cpu.so")
-        _run([*compiler, "-shared", *objects, *libraries, "-o", str(library)])
-        return library.read_bytes()
-
-
-def _run(command: list[str]) -> None:
-    run = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if run.returncode != 0:
-        raise RuntimeError(f"{shlex.join(command)} failed with status {run.returncode}:\n{run.stderr}")
+    return host_code.compile_library(_SOURCES, options, libraries)
 
 
 def _native_flag(compiler: list[str]) -> tuple[list[str], bool]:
