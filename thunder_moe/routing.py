@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "LINEAR_ROUTER_TOKENS",
     "RouterForm",
     "choose_experts",
     "combine",
@@ -38,6 +39,10 @@ __all__ = [
 ]
 
 _MAX_INT32 = 2**31 - 1
+# Up to so many tokens one CUDA kernel computes a router's linear layer, too. For one token of Qwen3 it takes 5.0 us
+# behind a norm, where a linear layer of torch and the router's kernel take 7.6; in a row of calls, for 2 and 3 tokens
+# 4.6 and 5.2 instead of 6.9 and 7.0 (H200).
+LINEAR_ROUTER_TOKENS = 3
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.formats.weight import joined
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, nvrtc, prepared, workspace
+from thunder_moe.kernels.cuda import many_rows, nvrtc, operators, prepared, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
@@ -86,12 +86,16 @@ def kernel_layout(request, backend, monkeypatch):
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
         pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
     if config is not None:
-        monkeypatch.setattr(prepared, "plan_gemm", lambda *shape: plan_gemm(*shape[:-1], shape[-1] or config))
+        for module in (prepared, operators):
+            monkeypatch.setattr(module, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
     for operator in OPERATORS.values():  # what they know of earlier calls
-        monkeypatch.setattr(operator, "_known", {})
-    prepared.gemm_launch.cache_clear()
+        monkeypatch.setattr(operator, "_chains", {})
+        monkeypatch.setattr(operator, "_recent", ())
+    for prepare in (prepared.prepare_gemm, prepared.prepare_experts):
+        prepare.cache_clear()
     yield layout
-    prepared.gemm_launch.cache_clear()
+    for prepare in (prepared.prepare_gemm, prepared.prepare_experts):
+        prepare.cache_clear()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 from emulator import build
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, linear, nvrtc, prepared, router, workspace
+from thunder_moe.kernels.cuda import launch, linear, low_rank, nvrtc, prepared, router, workspace
 
 
 class Adversary(ctypes.Structure):
@@ -65,26 +65,44 @@ def late_result(argument):
 def emulated(emulator, adversary, monkeypatch):
     """The backend on a device of three multiprocessors that run one block each."""
 
-    class Launcher:
-        def __init__(self, sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors=None):
-            self.kernel = sources, expression, threads, min(blocks, multiprocessors or blocks)
-            self.argument = argument
+    kernels, errors = [], []
 
-        def __call__(self, stream, *fields):
-            self.launch(stream, self.argument.from_buffer_copy(launch.packer(self.argument).pack(*fields)))
+    class Kernel:
+        blocks_per_multiprocessor = 1
 
-        def launch(self, stream, argument):
+        def __init__(self, sources, expression, threads, shared_bytes, device, argument):
+            kernels.append((sources, expression, threads, argument))
+            self.function, self.config, self.launch_config = len(kernels), self, launch.LaunchConfig()
+
+        def getPtr(self):  # noqa: N802 (as cuda.bindings has it)
+            return ctypes.addressof(self.launch_config)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)
+    def run(config, function, parameters, extra):
+        try:
+            sources, expression, threads, struct = kernels[function - 1]
+            argument = struct.from_buffer_copy(ctypes.string_at(parameters[0], ctypes.sizeof(struct)))
             adversary.late_result, adversary.late_bytes = late_result(argument)
-            emulator(*self.kernel, argument, adversary)
+            blocks = launch.LaunchConfig.from_address(config).gridDimX
+            emulator(sources, expression, threads, blocks, argument, adversary)
+        except BaseException as error:  # which ctypes would print and drop
+            errors.append(error)
+            return 1
+        return 0
 
-    for name in ("gemm", "combine", "dgrad", "route"):
-        getattr(prepared, f"{name}_launch").cache_clear()
-    launch.tensor_map.cache_clear()
-    linear.linear_launch.cache_clear()
-    linear.packed_launch.cache_clear()
-    router.router_launch.cache_clear()
-    router.linear_router_launch.cache_clear()
-    monkeypatch.setattr(launch, "launcher", Launcher)
+    def raise_error(status):
+        raise errors.pop()
+
+    for cached in (
+        *(prepared.prepare_gemm, prepared.prepare_combine, prepared.prepare_experts, prepared.prepare_dgrad),
+        *(prepared.prepare_route, linear.prepare_linear, low_rank.prepare_with_adapter),
+        *(router.prepare_router, router.prepare_linear_router, launch.tensor_map),
+    ):
+        cached.cache_clear()
+    monkeypatch.setattr(launch, "launch_address", lambda: ctypes.cast(run, ctypes.c_void_p).value)
+    monkeypatch.setattr(nvrtc, "kernel", Kernel)
+    monkeypatch.setattr(nvrtc, "bind_context", lambda device: None)
+    monkeypatch.setattr(nvrtc, "raise_error", raise_error)
     monkeypatch.setattr(launch, "current_device", lambda: None)
     monkeypatch.setattr(launch, "current_stream", lambda device: 1)
     monkeypatch.setattr(workspace, "_is_capturing", lambda device: False)

@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    for function in (module._best, module._load, module.bound_kernels):
+    for function in (module._best, module._load):
         function.cache_clear()
     yield
-    for function in (module._best, module._load, module.bound_kernels):
+    for function in (module._best, module._load):
         function.cache_clear()
 
 
@@ -119,11 +119,3 @@ def test_simulate_w4a4_rounds_the_rows_of_compiled_models_too():
     assert torch.equal(rounded, compiled_rounded)
     assert not torch.equal(plain, rounded)
     assert torch.equal(moe(x), plain), "it ends with the block"
-
-
-def test_bound_kernels_are_those_of_devices_that_the_cuda_backend_serves(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "_load", lambda name, device: asked.append((name, device)) or (None, "no"))
-    monkeypatch.setattr(module, "_best", lambda device: None)
-    assert module.bound_kernels.__wrapped__(torch.device("cpu")) is None
-    assert not asked  # a CUDA backend cannot say what it needs of a CPU

@@ -1,1 +1,1 @@
-"""Kernels: `select` is the only dispatch; `reference` and `cpu` are backends. Called by ops; calls nvfp4."""
+"""Kernels: `select` chooses a backend, `reference`, `cpu` or `cuda`; `specs` says what work there is. Called by ops."""

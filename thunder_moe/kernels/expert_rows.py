@@ -23,7 +23,7 @@ def expert_rows(
     expert_ranks: int = 1,
 ) -> Tensor:
     """The rows (M, H) that `ops.experts.moe_experts` adds up with weight_on_input and without biases; no operator, so
-    for plain tensors without gradients alone (`ops.operator.is_bare`).
+    for plain tensors without gradients alone (`ops.operator.is_plain_eager`).
 
     Args:
         hidden_states: (T, H).

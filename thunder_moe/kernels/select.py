@@ -1,4 +1,4 @@
-"""The only dispatch: which backend runs a grouped GEMM on a device with weights in a number format, which layout of
+"""Chooses: which backend runs a grouped GEMM on a device with weights in a number format, which layout of
 weights it reads best, and what quantizes them.
 Called by ops, nn, weight_cache, quantize and integrations; calls kernels.cpu, .cuda, .reference (plain torch, for any
 device) and .w4a4.
@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
@@ -27,9 +27,9 @@ from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
 __all__ = [
     "BACKENDS",
     "SIMULATIONS",
-    "bound_kernels",
     "chosen_backend",
     "fake_quantize",
+    "has_chains",
     "lay_out",
     "preferred_layout",
     "prepare",
@@ -94,12 +94,15 @@ def _formats_of(module: ModuleType) -> tuple[str, ...]:
     return formats
 
 
-def prepare(
-    name: str, args: tuple[Any, ...], options: dict[str, Any], format: str = NVFP4.name
-) -> Callable[..., Any] | None:
-    """A function that runs an operator on all arguments of the same shapes, strides, dtypes, devices and options.
+def has_chains(device: torch.device) -> bool:
+    """True if kernels of a device can be prepared as a chain, `prepare`."""
+    return device.type == "cuda"
 
-    Backends list what prepares it under `PREPARED`; None where the backend has none, and decides at every call.
+
+def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any], format: str = NVFP4.name) -> Any:
+    """The chain of kernels of an operator for all arguments of the kind of these: `kernels.cuda.operators.prepare`.
+
+    None where there is none: on other devices, or where operands have to be converted at every call.
 
     Args:
         name: of the operator.
@@ -107,20 +110,11 @@ def prepare(
         options: likewise.
         format: of the operator's weights.
     """
-    prepared = getattr(select(args[0].device, format=format), "PREPARED", {}).get(name)
-    return None if prepared is None else prepared(*args, **options)
-
-
-@functools.cache
-def bound_kernels(device: torch.device, format: str = NVFP4.name) -> ModuleType | None:
-    """kernels.cuda.bound, whose calls take less of the host than operators, where its backend is a device's own and it
-    takes weights in a number format."""
-    if device.type not in (BACKENDS["cuda"] or ()):
+    device = args[0].device
+    if not has_chains(device) or select(device, format=format) is not _load("cuda", _indexed(device))[0]:
         return None
-    if _best(_indexed(device), format) is not _load("cuda", _indexed(device))[0]:
-        return None
-    bound = importlib.import_module("thunder_moe.kernels.cuda.bound")
-    return bound if format in _formats_of(bound) else None
+    chain, _ = importlib.import_module("thunder_moe.kernels.cuda.operators").prepare(name, args, options)
+    return chain
 
 
 def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:

@@ -23,7 +23,7 @@ from thunder_moe.nn.grouped_linear import GroupedLinear, autocast, refuse_traced
 from thunder_moe.nn.quantized import NVFP4GroupedLinear, calls_only_its_class, int32, name_of_container
 from thunder_moe.ops.activation import ActivationForm
 from thunder_moe.ops.grouped_linear import check_row_scale
-from thunder_moe.ops.operator import name_in
+from thunder_moe.ops.operator import operator_for
 
 __all__ = ["GroupedMLP", "NVFP4GroupedMLP", "own_form"]
 
@@ -193,7 +193,7 @@ class NVFP4GroupedMLP(nn.Module):
         fusible = form is not None and form.kind == "swiglu" and form.interleave is None
         if fusible and form is not None and calls_only_its_class(gate_up, NVFP4GroupedLinear):
             (weight, tensors), glu = gate_up.read(), form.glu
-            rows = getattr(ops, name_in("f16a_nvfp4weight_grouped_swiglu", weight.format))(
+            rows = operator_for("f16a_nvfp4weight_grouped_swiglu", weight.format)(
                 x, *tensors, ends, None, None, gate_up.local_bias,
                 layout=weight.layout, alpha=glu.alpha, limit=glu.limit, up_shift=glu.up_shift,
             )  # fmt: skip
@@ -205,7 +205,7 @@ class NVFP4GroupedMLP(nn.Module):
         out: Tensor
         if by_operators:
             weight, tensors = self.down_proj.read()
-            grouped_mm = getattr(ops, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
+            grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", weight.format)
             out = grouped_mm(rows, *tensors, ends, layout=weight.layout)
             out = ops.grouped_bias(out, ends, self.down_proj.local_bias, None, scales)
         else:

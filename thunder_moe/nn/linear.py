@@ -20,13 +20,11 @@ from torch import Tensor, nn
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.kernels.select import bound_kernels, chosen_backend, lay_out, quantize
+from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.autocast import autocast_dtype
-from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.packed import NVFP4Module
-from thunder_moe.nn.snapshot import Snapshot
 from thunder_moe.ops import scaled_mm
-from thunder_moe.ops.operator import is_bare, name_in
+from thunder_moe.ops.operator import is_plain_eager, name_in, operator_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,7 +55,6 @@ class NVFP4Linear(NVFP4Module):
 
     bias: nn.Parameter | None
     _of_experts = False
-    _bound: Bound | None = None
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         if weight.shape[0] != 1:
@@ -120,57 +117,10 @@ class NVFP4Linear(NVFP4Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
-        out: Tensor
-        bare = is_bare(x) and bound_kernels(x.device, self.format_name) is not None
-        if bare:
-            done = self._run_bound(x)
-            if done is not None:
-                return done
         weight, tensors = self.read()
-        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
-        out = mm(x, *tensors, self.bias, layout=weight.layout)
-        if bare:
-            self._bind(x)
+        mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
+        out: Tensor = mm(x, *tensors, self.bias, layout=weight.layout)
         return out
-
-    def _run_bound(self, x: Tensor) -> Tensor | None:
-        """The result by the kernel that is bound to the weight as it is; None where there is none."""
-        if self._bound is None or self._bound.kernels is None:
-            return None
-        state, kernel = self._bound.kernels
-        if kernel is None:
-            return None
-        snapshot = self.snapshot()  # keeps the memory alive until the launch
-        if state != self._state(snapshot):
-            return None
-        out: Tensor | None = kernel(x)
-        return out
-
-    def _bind(self, x: Tensor) -> None:
-        """Binds the kernel for rows like these, for which the operator has just run, to the weight."""
-        served, snapshot = bound_kernels(x.device, self.format_name), self.snapshot()
-        state = self._state(snapshot)
-        if served is None or snapshot is None or state is None:
-            return
-        bound = self._bound
-        if bound is None:
-            bound = self._bound = Bound()
-        known, kernel = bound.kernels or (None, None)
-        if known != state:
-            kernel = served.bind_linear(snapshot.weight, self.bias)
-            bound.kernels = state, kernel
-        if kernel is not None:
-            kernel.learn(x)
-
-    def _state(self, snapshot: Snapshot | None) -> tuple[Any, ...] | None:
-        """What a replacement of a tensor changes; None for tensors that are computed at each access (parametrized).
-
-        It refers to the weight weakly: the memory of an earlier one is not to be kept alive.
-        """
-        if snapshot is None or "bias" not in self._parameters:
-            return None
-        bias = self._parameters["bias"]
-        return snapshot.identity, None if bias is None else (bias.data_ptr(), bias.dtype)
 
     def rows(self, x: Tensor, begin: int, size: int) -> Tensor:
         """``self(x)[..., begin : begin + size]``, of these rows of the weight alone where the layout has them apart."""
@@ -182,7 +132,7 @@ class NVFP4Linear(NVFP4Module):
             return whole[..., begin : begin + size]
         bias = None if bias is None else bias.narrow(0, begin, size)
         others = [each if each.ndim == 0 else each.narrow(0, begin, size) for each in others]
-        mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_mm", weight.format))
+        mm = operator_for("f16a_nvfp4weight_scaled_mm", weight.format)
         tensors = codes.narrow(1, begin, size), scale.narrow(0, begin, size), *others
         out: Tensor = mm(x, *tensors, bias, layout=weight.layout)
         return out
@@ -246,7 +196,7 @@ class NVFP4LinearStack(NVFP4Linear):
         """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
         sizes = self._part_features
         assert sizes is not None
-        if shared and is_bare(x):
+        if shared and is_plain_eager(x):
             return self._bare_part(x, index, sizes)
         begin, last = sum(sizes[:index]), index == len(sizes) - 1
         shared = shared and not traced_by_thunder() and (torch.compiler.is_compiling() or self._is_read())
@@ -264,7 +214,7 @@ class NVFP4LinearStack(NVFP4Linear):
         return out.narrow(-1, begin, sizes[index])
 
     def _bare_part(self, x: Tensor, index: int, sizes: tuple[int, ...]) -> Tensor:
-        """The same where `is_bare` says that modes make no difference."""
+        """The same where `is_plain_eager` says that modes make no difference."""
         if not self._is_read():
             return self.rows(x, sum(sizes[:index]), sizes[index])
         waiting, bias = self._waiting, self._parameters.get("bias")

@@ -20,7 +20,7 @@ from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import grouped_linear, grouped_swiglu  # noqa: F401  (registers the operators)
-from thunder_moe.ops.operator import name_in
+from thunder_moe.ops.operator import operator_for
 
 __all__ = [
     "MODULE_LAYOUTS",
@@ -89,7 +89,7 @@ class NVFP4GroupedLinear(NVFP4Module):
             ValueError: as the operator; bias_scale without a bias.
         """
         (weight, tensors), offsets, x = self.read(), int32(offsets), autocast_rows(x)
-        grouped_mm = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_scaled_grouped_mm", weight.format))
+        grouped_mm = operator_for("f16a_nvfp4weight_scaled_grouped_mm", weight.format)
         out: Tensor = grouped_mm(x, *tensors, offsets, layout=weight.layout)
         if self.bias is not None:
             out = torch.ops.thunder_moe.grouped_bias(out, offsets, self.local_bias, bias_scale)
@@ -145,7 +145,7 @@ class NVFP4GroupedSwiGLU(nn.Module):
             out: Tensor = self.down_proj(F.silu(gate) * up, offsets)
             return out
         (gate_up, tensors), x, offsets = self.gate_up_proj.read(), autocast_rows(x), int32(offsets)
-        swiglu = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_grouped_swiglu", gate_up.format))
+        swiglu = operator_for("f16a_nvfp4weight_grouped_swiglu", gate_up.format)
         out = self.down_proj(swiglu(x, *tensors, offsets, layout=gate_up.layout), offsets)
         return out
 

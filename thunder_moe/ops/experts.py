@@ -22,7 +22,7 @@ from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_offset_values, check_optional
 from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands, weight_from_operands
-from thunder_moe.ops.operator import in_format, name_in, operator
+from thunder_moe.ops.operator import in_format, operator, operator_for
 
 __all__ = [
     "check_experts",
@@ -279,7 +279,7 @@ def moe_experts(
             raise TypeError(f"{name}: got {type(weight).__name__}, wanted an NVFP4Weight, as `quantize` gives it")
     if type(gate_up) is not type(down):
         raise TypeError(f"down: got {type(down).__name__}, wanted {type(gate_up).__name__}, as gate_up is")
-    run = getattr(torch.ops.thunder_moe, name_in("f16a_nvfp4weight_moe_experts", gate_up.format))
+    run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
     out: Tensor = run(
         hidden_states, expert_ids, expert_weights, *operands(gate_up), *operands(down), gate_up_bias, down_bias,
         *(order or (None, None, None)), weight_on_input=weight_on_input, gate_up_layout=gate_up.layout,

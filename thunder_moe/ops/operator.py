@@ -7,8 +7,8 @@ arguments; each names those that it reads.
 
 Host time is what a call costs on a fast device, so the registration is torch.library's low-level one, in place of
 `torch.library.custom_op`, and plain calls (dense tensors on one device, nothing that requires a gradient, no mode or
-transform) take a short way: from the kernel of the autograd key straight to the backend's, with checks and launch plan
-known from the last call with arguments of these shapes, strides, dtypes and devices.
+transform) leave the dispatcher out: `Operator.__call__`. On CUDA they then run a chain of kernels, past the checks,
+that an earlier call with arguments of the same shapes, strides, dtypes and devices has prepared (cuda/chain.py).
 
 Operators of weights are described for NVFP4; `in_format` makes those of another number format of the same description.
 """
@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import eval_frame, guards
+from torch._C._dynamo import eval_frame
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
@@ -30,7 +30,7 @@ from torch.utils._device import DeviceContext
 
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.select import chosen_backend, prepare
+from thunder_moe.kernels.select import chosen_backend, has_chains, prepare
 from thunder_moe.ops.checks import (
     WEIGHT_NAMES,
     refuse_forward_ad,
@@ -38,7 +38,17 @@ from thunder_moe.ops.checks import (
     refuse_weight_gradients,
 )
 
-__all__ = ["OPERATORS", "Operator", "define", "in_format", "is_bare", "name_in", "operator"]
+__all__ = [
+    "OPERATORS",
+    "Operator",
+    "define",
+    "in_format",
+    "is_eager",
+    "is_plain_eager",
+    "name_in",
+    "operator",
+    "operator_for",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,8 +56,8 @@ Shape = tuple[int, ...]
 Gradients = tuple[Tensor | None, ...]
 Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
-_MAX_KNOWN = 4096  # kinds of arguments that an operator remembers
-_MAX_RECENT = 4  # of them, that are tried before they are looked up
+_MAX_KINDS = 4096  # kinds of arguments that an operator remembers
+_MAX_RECENT = 4  # of them, whose chains are tried before they are looked up
 
 
 class Operator:
@@ -101,12 +111,14 @@ class Operator:
         self._options = {name: value for name, value in defaults.items() if name not in self._positional}
         self.positions = tuple(map(self._positional.index, differentiable))
         self._frozen = [(name, self._positional.index(name)) for name in frozen if name in self._positional]
-        self._known: dict[tuple[Any, ...], _Known] = {}
-        self._recent: tuple[_Known, ...] = ()
+        self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
+        self._chains: dict[tuple[Any, ...], Any] = {}  # by the kind of arguments; None where there is no chain
+        self._recent: tuple[Any, ...] = ()
         schema = torch.library.infer_schema(function, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             library.impl(self.name, self._run_plain, key)
+        self._packet = getattr(torch.ops.thunder_moe, self.name)
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
             self._differentiably = _autograd_function(self).apply
@@ -153,36 +165,46 @@ class Operator:
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
 
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the operator, past the dispatcher where it has nothing to do."""
+        if (
+            self._least <= len(args) <= len(self._positional)
+            and is_plain_eager(args[0])
+            and options.keys() <= self._options.keys()
+        ):
+            return self._run_known(args, options)
+        return self._packet(*args, **options)
+
     def _run_plain(self, *args: Any, **options: Any) -> Any:
         """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
         return self._run_known(args, options)
 
     def _run_known(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """`_run` with what is known from earlier calls with arguments of this kind."""
-        if forward_ad._current_level >= 0:
+        """`_run`, on CUDA by a chain of kernels that an earlier call with arguments of this kind has prepared."""
+        if forward_ad._current_level >= 0 or chosen_backend() is not None:
             return self._run(*args, **options)
-        for known in self._recent:
-            if known.serves(args, options):
-                break
-        else:
-            kind = (
-                chosen_backend(),
-                *options.items(),
-                *[(a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args],
-            )
-            found = self._known.get(kind)
-            if found is None:
-                result, found = self._run(*args, **options), self._learn(args, options)
-                if len(self._known) >= _MAX_KNOWN:
-                    self._known.clear()
-                self._known[kind] = found
+        for chain in self._recent:
+            result = chain(*args, **options)
+            if result is not None:
                 return result
-            known = found
-            if known not in self._recent:
-                self._recent = (known, *self._recent[: _MAX_RECENT - 1])
-        if known.reads_values:
-            self.check_values(*args, **options)
-        return known.kernel(*args, **options)
+        if not isinstance(args[0], Tensor) or not has_chains(args[0].device):
+            return self._run(*args, **options)
+        kind = (
+            *options.items(),
+            *[(a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args],
+        )
+        if kind not in self._chains:
+            result = self._run(*args, **options)
+            if len(self._chains) >= _MAX_KINDS:
+                self._chains.clear()
+            self._chains[kind] = prepare(self.name, args, options, self.format.name)
+            return result
+        chain = self._chains[kind]
+        if chain is None:
+            return self._compute(*args, **options)
+        self._recent = (chain, *[other for other in self._recent if other is not chain][: _MAX_RECENT - 1])
+        result = chain(*args, **options)
+        return self._compute(*args, **options) if result is None else result  # of another alignment, say
 
     def _run(self, *args: Any, **options: Any) -> Any:
         if self._differentiably is not None:
@@ -195,15 +217,6 @@ class Operator:
         """The results of the function, none of them a view: autograd lets nobody change views of a kernel's tensors."""
         results = self._function(*args, **options)
         return tuple(map(_no_view, results)) if isinstance(results, tuple) else _no_view(results)
-
-    def _learn(self, args: tuple[Any, ...], options: dict[str, Any]) -> _Known:
-        """What to run for arguments of the kind of these, which are fit, and whether their values are to be checked."""
-        return _Known(
-            prepare(self.name, args, options, self.format.name) or self._compute,
-            args[0].device.type == "cpu",
-            args,
-            options,
-        )
 
     def _fake(self, *args: Any, **options: Any) -> Any:
         self.check(*args, **options)
@@ -231,61 +244,6 @@ class Operator:
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument
         return result
-
-
-class _Known:
-    """What is known of a kind of arguments.
-
-    Args:
-        kernel: what to run.
-        reads_values: whether values are to be checked at every call.
-        args: of the kind.
-        options: likewise.
-    """
-
-    __slots__ = ("_backend", "_check", "_count", "_options", "kernel", "reads_values")
-
-    def __init__(
-        self, kernel: Callable[..., Any], reads_values: bool, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
-        self.kernel, self.reads_values = kernel, reads_values
-        self._count, self._options, self._backend = len(args), options, chosen_backend()
-        places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
-        others = [(place, value) for place, value in enumerate(args) if place not in places]
-        check = _tensor_check([args[place] for place in places])
-        self._check = check
-        if others:
-            self._check = lambda *args: (
-                all(type(args[place]) is type(value) and args[place] == value for place, value in others)
-                and check(*[args[place] for place in places])
-            )
-
-    def serves(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether arguments are of the kind; it may say no of some that are."""
-        return (
-            len(args) == self._count
-            and options == self._options
-            and chosen_backend() == self._backend
-            and self._check(*args)
-        )
-
-
-def _tensor_check(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """As many tensors -> whether they have the shapes, strides, dtypes, devices and Python types of these.
-
-    By the guards of torch.compile, in one call of C++: 0.8 us for seven tensors, where a key for `Operator._known`
-    takes 3.7 (a core of a Xeon). They keep no tensor alive. A torch without them looks all kinds up.
-    """
-    try:
-        guarded = guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        check: Callable[..., bool] = guarded.check
-        return check if check(*tensors) is True else _never
-    except (AttributeError, TypeError):
-        return _never
-
-
-def _never(*tensors: Tensor) -> bool:
-    return False
 
 
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
@@ -328,11 +286,11 @@ def is_eager() -> bool:
     return not torch.compiler.is_compiling() and _dispatch_modes() == 0 and _transform() is None and _tracing() is None
 
 
-def is_bare(tensor: Tensor) -> bool:
-    """Whether a call with a tensor has nothing to dispatch but a kernel: eager, no gradients, modes or transforms.
+def is_plain_eager(tensor: Tensor) -> bool:
+    """True if a call with a tensor has nothing to dispatch but a kernel: eager, no gradients, modes or transforms.
 
-    Modules that hold an operator's kernel may then call it themselves, without the operator. (False under Thunder, by
-    a lookaside of compilers.thunder.executor.)
+    `Operator.__call__` then leaves the dispatcher out, which takes 8 us of a call's 20 on an H100's host. False under
+    Thunder, by a lookaside of compilers.thunder.executor.
     """
     return (
         not torch.compiler.is_compiling()
@@ -345,12 +303,13 @@ def is_bare(tensor: Tensor) -> bool:
         and forward_ad._current_level < 0
         and not _is_functional(tensor)
         and chosen_backend() is None
+        and not _profiler_enabled()  # whose rows are what the dispatcher calls
     )
 
 
 # Each takes less than 0.2 us of an H200's host, a set of dispatch keys more than all of them together.
 _grad_enabled, _is_functional = torch.is_grad_enabled, torch._is_functional_tensor
-_tracing = torch._C._get_tracing_state
+_tracing, _profiler_enabled = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack
 
@@ -438,7 +397,7 @@ def _registered(function: Callable[P, R], description: dict[str, Any]) -> Callab
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
         try:
-            result: R = registered(*args, **options)
+            result: R = registered(*args, **options) if torch.compiler.is_compiling() else described(*args, **options)
         except RuntimeError:
             described.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
             raise
@@ -449,6 +408,15 @@ def _registered(function: Callable[P, R], description: dict[str, Any]) -> Callab
 
 _DESCRIPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}  # by the operator's name, in NVFP4
 _OF_NVFUSER = ("blockscale_offsets", "problem_sizes")  # arguments of NVFP4 operators that its kernels alone read
+
+
+def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
+    """Return what modules call for an operator of an NVFP4 operator's name, for weights of a number format.
+
+    In eager code it is the `Operator`, which leaves the dispatcher out where it can; compilers see torch's own object.
+    """
+    name = name_in(name, format)
+    return getattr(torch.ops.thunder_moe, name) if torch.compiler.is_compiling() else OPERATORS[name]
 
 
 def name_in(name: str, format: BlockFormat) -> str:

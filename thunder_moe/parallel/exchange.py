@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.combine import combine_rows
 from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
-from thunder_moe.ops.operator import is_bare
+from thunder_moe.ops.operator import is_plain_eager
 
 __all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "wait"]
 
@@ -359,7 +359,7 @@ class _UnderWay:
 
 
 def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) -> Any:
-    if is_bare(x):  # a third of the host's time for a functional collective
+    if is_plain_eager(x):  # a third of the host's time for a functional collective
         out = x.new_empty(sum(coming), *x.shape[1:])
         return _UnderWay(out, dist.all_to_all_single(out, x.contiguous(), coming, sending, group, async_op=True))
     of_gradients = torch.is_grad_enabled() and x.requires_grad
@@ -369,7 +369,7 @@ def _all_to_all(x: Tensor, coming: list[int], sending: list[int], group: Any) ->
 
 def _all_gather(x: Tensor, group: Any) -> Any:
     x, ranks = x.contiguous(), dist.get_world_size(group)
-    if is_bare(x):
+    if is_plain_eager(x):
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
         return _UnderWay(out, _named(dist, "all_gather")(out, x, group, async_op=True))
     if x.device.type == "cpu":

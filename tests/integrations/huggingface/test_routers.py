@@ -420,13 +420,17 @@ def test_with_its_linear_layer_in_one_operator(monkeypatch, name, kind, settings
 
 def test_one_operator_with_the_linear_layer_is_for_inference_on_cuda():
     weight = torch.zeros(4, 8, dtype=torch.bfloat16)
-    on_cuda = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+
+    def on_cuda(dtype=torch.bfloat16, tokens=3):
+        return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(tokens, 8))
+
     with torch.no_grad():
-        assert routers.is_one_operator(on_cuda, weight)
+        assert routers.is_one_operator(on_cuda(), weight)
+        assert not routers.is_one_operator(on_cuda(tokens=4), weight)  # eager: a linear layer and moe_router
         assert not routers.is_one_operator(weight, weight)
-        assert not routers.is_one_operator(SimpleNamespace(is_cuda=True, dtype=torch.float16), weight)
-        assert not routers.is_one_operator(SimpleNamespace(is_cuda=True, dtype=torch.float32), weight.float())
-    assert not routers.is_one_operator(on_cuda, weight)
+        assert not routers.is_one_operator(on_cuda(torch.float16), weight)
+        assert not routers.is_one_operator(on_cuda(torch.float32), weight.float())
+    assert not routers.is_one_operator(on_cuda(), weight)
 
 
 def test_experts_take_the_order_of_the_one_operator_in_compiled_graphs(monkeypatch):

@@ -1,4 +1,4 @@
-"""Emulated devices of the tests of CUDA kernels: the fixtures `hopper`, `layout` and `device`.
+"""Emulated devices of the tests of CUDA kernels: the fixtures `hopper`, `chains`, `layout` and `device`.
 Called by pytest for the tests beside it; builds on the fixtures of tests/kernels/conftest.py.
 
 A configuration costs the emulator 0.6 s to build, so the fast tests share the few of `FAST` in emulated_gemms.py. The
@@ -21,13 +21,38 @@ kernels with a wait removed (test_layer.py), and NVRTC for every compute capabil
 import pytest
 import torch
 
+from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.ops import operator
 
 
 @pytest.fixture
 def hopper(emulated, monkeypatch):
     """The emulated device has compute capability 9.0."""
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
+
+
+@pytest.fixture
+def chains(emulated, monkeypatch):
+    """Operators on this CPU run the CUDA kernels, after the first call by chains: those that ran without one."""
+    for name in ("_best", "_load"):
+        monkeypatch.setattr(select, name, getattr(select, name).__wrapped__)
+    monkeypatch.setattr(select, "BACKENDS", {"cuda": ("cpu",), "reference": None})
+    monkeypatch.setitem(select._KNOWN, "cuda", ("cpu",))
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
+    for module in (select, operator):
+        monkeypatch.setattr(module, "has_chains", lambda device: True)
+    for described in operator.OPERATORS.values():
+        monkeypatch.setattr(described, "_chains", {})
+        monkeypatch.setattr(described, "_recent", ())
+    unprepared, compute = [], operator.Operator._compute
+
+    def counted(self, *args, **options):
+        unprepared.append(self.name)
+        return compute(self, *args, **options)
+
+    monkeypatch.setattr(operator.Operator, "_compute", counted)
+    return unprepared
 
 
 @pytest.fixture(params=["linear", "tiled_64x64"])

@@ -7,7 +7,12 @@ from oracle import dequantize
 
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda.chain import ChainBuilder
 from thunder_moe.kernels.cuda.configs import GemmConfig
+from thunder_moe.kernels.cuda.plan import plan_gemm
+from thunder_moe.kernels.cuda.prepared import append_gemm, columns_of, weight_operands
+from thunder_moe.kernels.specs import GemmSpec
 
 DTYPES = [torch.bfloat16, torch.float16]
 CONFIGS = {
@@ -52,3 +57,38 @@ def make(experts, n, k, halves=1):
     # Extremes of the format: zero and subnormal scales, and the largest.
     weight.scale.view(torch.uint8)[:, 0, 0] = torch.tensor([0, 1, 7, 126], dtype=torch.uint8)[:experts]
     return weight, dequantize(*weight.tensors())
+
+
+def gemm_with_scratch(rows, weight, offsets, config, row_slot=None, activation=None, fill=0.0, **more):
+    """A GEMM by a chain that is given its scratch memory: the result, and that memory afterwards, by the kernel.
+
+    Args:
+        rows: (M, K), or tokens with row_slot.
+        weight: in the layout of the configuration.
+        offsets: row ends.
+        config: of the GEMM.
+        row_slot, activation: as in `GemmSpec`.
+        fill: what float32 or 16-bit scratch memory holds before.
+        more: options of `append_gemm`.
+    """
+    (experts, n, k), m = weight.shape, (rows if row_slot is None else row_slot).shape[0]
+    top_k = None if row_slot is None else m // rows.shape[0]
+    target = cuda.target(rows.device)
+    spec = GemmSpec(m, experts, n, k, rows.dtype, cuda.weight_spec(weight), target, top_k, activation=activation)
+    sizes = []
+
+    class Builder(ChainBuilder):
+        def scratch(self, size):
+            sizes.append(size)
+            return self.operand((size,), torch.uint8)
+
+    chain = Builder(rows.device)
+    x = chain.operand(rows.shape, rows.dtype)
+    packed = weight_operands(chain, experts, n, k, spec.weight)
+    ends = chain.operand(offsets.shape, torch.int32)
+    slots = None if row_slot is None else chain.operand(row_slot.shape, torch.int32)
+    out = chain.result((m, columns_of(spec)), rows.dtype)
+    append_gemm(chain, spec, plan_gemm(spec, config), x, packed, ends, slots, out=out, **more)
+    scratch = [torch.full((size // 2,), fill, dtype=rows.dtype).view(torch.uint8) for size in sizes]
+    slots = () if row_slot is None else (row_slot,)
+    return chain.build()(rows, *cuda.tensors_of(weight), offsets, *slots, *scratch), scratch

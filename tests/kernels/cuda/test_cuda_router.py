@@ -83,7 +83,7 @@ def test_ties_nan_and_infinities(emulated):
 
 
 def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
-    monkeypatch.setattr(routers, "router_launch", None)
+    monkeypatch.setattr(routers, "prepare_router", None)
     with pytest.warns(UserWarning, match="no CUDA kernel serves a router with more than 512 experts"):
         check(torch.randn(3, 600), None, dict(top_k=3))
     with pytest.warns(UserWarning, match="more than 32 experts per token"):
@@ -106,7 +106,7 @@ def check_linear(tokens, hidden_size, options, dtype, experts=16, linear_bias=Fa
 @pytest.mark.parametrize("dtype", others_slow([torch.bfloat16, torch.float16], [torch.bfloat16]))
 @pytest.mark.parametrize("tokens", others_slow([1, 3], [3]))
 def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypatch):
-    monkeypatch.setattr(routers, "_LINEAR_TOKENS", 4)
+    monkeypatch.setattr(routing, "LINEAR_ROUTER_TOKENS", 4)
     monkeypatch.setattr(routing, "router_logits", None)
     check_linear(tokens, 264, dict(top_k=4), dtype)
     check_linear(tokens, 64, dict(top_k=3), dtype, experts=37, linear_bias=True, logits_dtype=torch.float32)
@@ -116,8 +116,8 @@ def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypa
 
 
 def test_more_tokens_take_a_linear_layer_of_torch(emulated, monkeypatch):
-    monkeypatch.setattr(routers, "linear_router_launch", None)
-    check_linear(routers._LINEAR_TOKENS + 1, 64, dict(top_k=4), torch.bfloat16)
+    monkeypatch.setattr(routers, "prepare_linear_router", None)
+    check_linear(routing.LINEAR_ROUTER_TOKENS + 1, 64, dict(top_k=4), torch.bfloat16)
     check_linear(1, 68, dict(top_k=2), torch.float16)
     check_linear(0, 64, dict(top_k=2), torch.float16)
     check_linear(1, 64, dict(top_k=2), torch.float32)

@@ -9,6 +9,7 @@ from fast_cases import others_slow
 from thunder_moe.activations import GLU
 from thunder_moe.kernels import slow_paths
 from thunder_moe.kernels.cuda import backend, linear, training, wgrad
+from thunder_moe.kernels.specs import LinearSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
 FORMS = [GLU(), GLU(alpha=1.702, limit=1.5, up_shift=1.0)]
@@ -266,11 +267,9 @@ def test_linear(device, monkeypatch, kernel, dtype, n, k, splits, tile, transpos
     offsets = ends.to(device, torch.int64 if n == 136 else torch.int32)
     for zero_tail in (True, False):
         out = torch.full((rows, n), 7.0, device=device, dtype=dtype)
-        run = linear.LinearLaunch(
-            rows, experts, n, k, dtype, transposed, n == 136, zero_tail, kernel, x.device,
-            backend._device_facts(x.device), tile,
-        )  # fmt: skip
-        run(x.data_ptr(), weight.data_ptr(), offsets.data_ptr(), out.data_ptr())
+        target = backend.target(x.device)
+        spec = LinearSpec(rows, experts, n, k, dtype, target, transposed, n == 136, zero_tail, into=True)
+        assert linear.prepare_linear(spec, kernel, tile)(x, weight, offsets, out) is out
         assert error(out[:end], expected) < TOLERANCE[dtype]
         assert torch.equal(out[end:].cpu(), torch.full((9, n), 0.0 if zero_tail else 7.0, dtype=dtype))
 

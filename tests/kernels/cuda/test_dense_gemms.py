@@ -86,8 +86,7 @@ def test_a_cluster_whose_ring_goes_round(emulated, hopper, adversary, monkeypatc
     config = GemmConfig("tiled_cluster", 2, 1, 4, 1, 8, splits=2)
     weight, exact = make(1, 320, 3584)
     assert config.stages < 3584 // 512 // 2
-    prepare = prepared.GemmLaunch.prepare
-    monkeypatch.setattr(prepared.GemmLaunch, "prepare", functools.partialmethod(prepare, late_x=True))
+    monkeypatch.setattr(prepared, "append_gemm", functools.partial(prepared.append_gemm, after_gemm=True))
     monkeypatch.setattr(adversary, "order", order)
     x = torch.randn(20, 3584, dtype=torch.bfloat16)
     out = cuda.mm(x, weight.to_layout("tiled_64x64"), config=config)

@@ -6,7 +6,7 @@ from emulator import build
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda.arguments import RowStartsArguments
 
-KERNEL = (cuda._ROUTE, "row_starts", RowStartsArguments)
+KERNEL = (cuda.ROUTE, "row_starts", RowStartsArguments)
 pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
@@ -44,4 +44,4 @@ def test_another_compiler_or_source_is_another_build(compiled, monkeypatch):
 
 def test_what_does_not_compile_shows_the_compiler_message(compiled):
     with pytest.raises(AssertionError, match="nothing"):
-        build.library(cuda._ROUTE, "nothing", RowStartsArguments)
+        build.library(cuda.ROUTE, "nothing", RowStartsArguments)

@@ -5,19 +5,15 @@ The emulator hides the result of the kernel before (NaNs) until a thread of a bl
 kernels that are told to read early; and it aborts when a block ends without having waited.
 """
 
-import functools
 import itertools
 import re
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS
+from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, gemm_with_scratch
 from fast_cases import others_slow
 from oracle import relative_error
 
@@ -26,7 +22,8 @@ from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import by_parts
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import layer, prepared, workspace
+from thunder_moe.kernels.cuda import operators, workspace
+from thunder_moe.kernels.cuda.chain import ChainBuilder
 from thunder_moe.ops import grouped_mm
 
 E, A, BF16 = 6, 2, torch.bfloat16
@@ -89,16 +86,20 @@ def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
 
 
 @pytest.mark.parametrize(("name", "overlap"), [("tiled mma, shared", True), ("tiled wgmma, two blocks of rows", False)])
-def test_kernels_that_overlap_have_workspaces_apart(hopper, name, overlap):
+def test_kernels_that_overlap_have_workspaces_apart(hopper, monkeypatch, name, overlap):
     args = make_layer(3, 64, 64, TILED)
     row_slot, offsets, _ = cuda.route(args[1], E)
-    gemm = prepared.gemm_launch(
-        6, E, 128, 64, 2, BF16, TILED, False, None, None, SWIGLU, args[0].device, (3, (9, 0)), TILED_CONFIGS[name]
-    )
-    operands = (args[0], *args[3].tensors(), offsets, row_slot, None, None)
-    alone, late = gemm.prepare(*operands).fields, gemm.prepare(*operands, late_x=True).fields
-    assert (late[-1], late[-3] != alone[-3]) == (overlap, overlap)
-    assert not alone[-1]
+    taken, semaphores = [], ChainBuilder.semaphores
+
+    def seen(chain, size, *, overlapping=False):
+        taken.append(overlapping)
+        return semaphores(chain, size, overlapping=overlapping)
+
+    monkeypatch.setattr(ChainBuilder, "semaphores", seen)
+    monkeypatch.setattr(ChainBuilder, "build", lambda chain: lambda *operands: None)
+    for after_gemm in (False, True):
+        gemm_with_scratch(args[0], args[3], offsets, TILED_CONFIGS[name], row_slot, SWIGLU, after_gemm=after_gemm)
+    assert taken == [False, overlap]
 
 
 @pytest.mark.parametrize("layout", [pytest.param("linear", marks=pytest.mark.slow), TILED])
@@ -110,12 +111,8 @@ def test_rows_of_no_expert_are_not_gathered(hopper, layout):
     config = next(c for c in TILED_SWIGLU_CONFIGS.values() if c.kernel == "tiled_wgmma")
     if layout == "linear":
         config = cuda_configs.GemmConfig("wgmma", 1, 2, 1, 1, 3)
-    gemm = prepared.gemm_launch(
-        ids.numel(), E, 128, 128, A, BF16, layout, False, None, None, SWIGLU, args[0].device, (3, (9, 0)), config
-    )
-    ready = gemm.prepare(args[0], *args[3].tensors(), offsets, row_slot, None, None)
-    gathered = ready.kept[-1].fill_(7)
-    gemm.launch(ready)
+    _, (*_, gathered) = gemm_with_scratch(args[0], args[3], offsets, config, row_slot, SWIGLU, fill=7)
+    gathered = gathered.view(BF16).view(-1, 128)
     end = int(offsets[-1])
     assert 0 < end < len(ids.flatten())
     expected = args[0][row_slot[:end] // A]  # in the order of k of the kernel's threads
@@ -128,39 +125,17 @@ def test_a_hint_of_few_rows_chooses_the_configurations(hopper, monkeypatch, hint
     args = (*make_layer(40, 64, 64, TILED)[:5], None, None, None, False, SWIGLU)
     asked, choose = [], cuda.choose_config
     monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
-    cuda._configs.cache_clear()
+    cuda.experts_configs.cache_clear()
     if hint == "live_rows":
         out = torch.empty_like(args[0])
         assert cuda.moe_experts(*args, live_rows=27, out=out) is out
     else:
         given = (*args[:3], *grouped_mm.operands(args[3]), *grouped_mm.operands(args[4]))
-        out = cuda._prepare_experts(*given, gate_up_layout=TILED, down_layout=TILED, expert_ranks=3)(*given)
+        options = dict(gate_up_layout=TILED, down_layout=TILED, expert_ranks=3)
+        chain, _ = operators.prepare("f16a_nvfp4weight_moe_experts", given, options)
+        out = chain(*given, **options)
     assert asked == [27, 27]  # of 80 ids
     assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
-
-
-def test_threads_that_share_a_stream_launch_one_chain_after_the_other(emulated):
-    launched, all_are_ready = [], threading.Barrier(4)
-
-    class Slow:
-        def prepare(self, x, *operands, late_x=False):
-            if late_x:
-                all_are_ready.wait()
-            return SimpleNamespace(out=x)
-
-        def launch(self, gemm):
-            time.sleep(0.005)
-            launched.append(threading.current_thread().name)
-
-    chain = layer.LayerLaunch(None, Slow(), Slow(), lambda rows, *rest: rows, False, None)
-    run = functools.partial(chain, None, None, None, (), (), None, None, (None, None, None))
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert launched[::2] == launched[1::2]
-    assert len(set(launched)) == len(threads)
 
 
 WITHOUT_WAITING = "a block has ended without waiting"

@@ -106,7 +106,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
         factors = 0.5 + torch.rand(4, n)
         of_rows = weight.global_scale[:, None] * factors.to(device)
         weight, exact = NVFP4Weight(weight.qdata, weight.scale, of_rows, weight.layout), exact * factors[..., None]
-    linear.packed_launch.cache_clear(), prepared.dgrad_launch.cache_clear()
+    prepared.prepare_dgrad.cache_clear()
     monkeypatch.setattr(linear, "_packed_tile", lambda rows: kernel)
     monkeypatch.setattr(prepared, "packed_is_faster", lambda rows: isinstance(kernel, int))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -116,7 +116,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
         out = low_rank.dgrad(grad.to(device), weight, offsets, outer.to(device), a.to(device), config=config)
     else:
         out = backend.grouped_mm_dgrad(grad.to(device), weight, offsets)
-    linear.packed_launch.cache_clear(), prepared.dgrad_launch.cache_clear()
+    prepared.prepare_dgrad.cache_clear()
     wanted = expected(grad, exact.mT, outer, a.mT, ends=ends)
     for begin, end in zip((0, *ends), ends, strict=False):
         assert begin == end or relative_error(out[begin:end].cpu(), wanted[begin:end]) < KERNEL_TOLERANCE[dtype]
@@ -155,9 +155,10 @@ def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_
     weight, _, x, inner, b = operands("cpu", torch.bfloat16, 64, 128, rank)
     offsets, seen = torch.tensor(ENDS, dtype=torch.int32), []
     plan = SimpleNamespace(config=GemmConfig("tiled_wgmma", *of_gemm))
-    launched = SimpleNamespace(add=lambda *args: None)
     monkeypatch.setattr(low_rank, "plan_gemm", lambda *args: plan)
-    monkeypatch.setattr(low_rank, "low_rank_launch", lambda *args: seen.append(args[9]) or launched)
+    monkeypatch.setattr(
+        low_rank, "prepare_with_adapter", lambda spec, config, *rest: seen.append(config) or (lambda *operands: None)
+    )
     low_rank.grouped_mm(x, weight, offsets, inner, b)
     assert seen == [GemmConfig("tiled_wgmma", *wanted)]
 

@@ -15,7 +15,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, many_rows, prepared
+from thunder_moe.kernels.cuda import many_rows, operators, prepared
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows
@@ -163,17 +163,22 @@ def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
     weight, exact = make(64, 128)
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
     seen = []
-    monkeypatch.setattr(cuda, "gemm_launch", lambda *args: seen.append(args[6]) or prepared.gemm_launch(*args))
+    prepare = prepared.prepare_gemm
+    monkeypatch.setattr(
+        prepared, "prepare_gemm", lambda spec, *rest: seen.append(spec.weight.layout) or prepare(spec, *rest)
+    )
     out = cuda.grouped_mm(rows, weight, offsets)
     assert seen == ["tiled_64x64"]
     assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
     # What is prepared for operands of a kind would run the linear kernel.
-    assert cuda._prepare_grouped_mm(rows, *operands(weight), None, offsets, format=weight.format) is None
+    chain, reason = operators.prepare("f16a_mxfp8weight_scaled_grouped_mm", (rows, *operands(weight), offsets), {})
+    assert chain is None
+    assert "so many rows" in reason
 
 
 def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
     monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
-    monkeypatch.setattr(cuda, "gemm_launch", None)
+    monkeypatch.setattr(prepared, "prepare_gemm", None)
     torch.manual_seed(0)
     gate_up, down = quantize(torch.randn(4, 64, 96) / 10), quantize(torch.randn(4, 96, 32) / 6)
     hidden, ids = torch.randn(24, 96, dtype=torch.bfloat16), torch.rand(24, 4).topk(2).indices
@@ -182,33 +187,5 @@ def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
     out = cuda.moe_experts(*args, gate_up, down, None, None, None, False, SWIGLU)
     expected = moe_experts(*args, decoded(gate_up), decoded(down))
     assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
-    packed = *operands(gate_up), None, *operands(down), None
-    assert cuda._prepare_experts(*args, *packed, format=gate_up.format) is None
-
-
-def test_many_rows_are_multiplied_on_the_device_of_the_weights(emulated, hopper, monkeypatch):
-    """Another one is the current device."""
-
-    class Launcher(launch.launcher):
-        def launch(self, stream, argument):
-            assert launch.current_device() is None  # that of CPU tensors
-            super().launch(stream, argument)
-
-    class Device:
-        def __init__(self, device):
-            pass
-
-        def __enter__(self):
-            monkeypatch.setattr(launch, "current_device", lambda: None)
-
-        def __exit__(self, *error):
-            monkeypatch.setattr(launch, "current_device", lambda: 1)
-
-    monkeypatch.setattr(launch, "launcher", Launcher)
-    monkeypatch.setattr(launch, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
-    weight, exact = make(64, 96)
-    offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 96, dtype=torch.bfloat16)
-    out = cuda.grouped_mm(rows, weight, offsets)
-    assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
+    packed = *operands(gate_up), *operands(down)
+    assert operators.prepare("f16a_mxfp8weight_moe_experts", (*args, *packed), {})[0] is None

@@ -19,7 +19,7 @@ from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.cuda import arguments as cuda_arguments
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
-from thunder_moe.kernels.cuda import linear, low_rank, nvrtc, router, training, wgrad
+from thunder_moe.kernels.cuda import linear, low_rank, nvrtc, prepared, router, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point
 
 pytestmark = pytest.mark.skipif(nvrtc.missing_reason() is not None, reason=str(nvrtc.missing_reason()))
@@ -29,8 +29,8 @@ CAPABILITIES = ((8, 0), (9, 0), (10, 0), (12, 0))
 HALVES = {(10, 0): slice(0, None, 2), (12, 0): slice(1, None, 2)}  # of a table, since their source is the same
 WGMMA, TILED_WGMMA = GemmConfig("wgmma", 8, 1, 2, 1, 3), GemmConfig("tiled_wgmma", 4, 1, 1, 1, 1)
 OTHERS = {
-    cuda_arguments.RouteArguments: (cuda._ROUTE, ["route_count", "route_scatter"]),
-    cuda_arguments.RowStartsArguments: (cuda._ROUTE, ["row_starts"]),
+    cuda_arguments.RouteArguments: (cuda.ROUTE, ["route_count", "route_scatter"]),
+    cuda_arguments.RowStartsArguments: (cuda.ROUTE, ["row_starts"]),
     cuda_arguments.RouterArguments: (
         router.SOURCES,
         [
@@ -62,12 +62,12 @@ OTHERS = {
         ],
     ),
     cuda_arguments.CombineArguments: (
-        cuda._ROUTE,
+        cuda.ROUTE,
         [f"combine<{dtype}, {slots}>" for dtype in ("true", "false") for slots in (1, 2, 4, 8)],
     ),
     cuda_arguments.SwigluArguments: (cuda._SWIGLU, ["swiglu<true>", "swiglu<false>"]),
     cuda_arguments.DequantizeArguments: (
-        cuda._DEQUANTIZE,
+        cuda.DEQUANTIZE,
         [
             f"dequantize{format}{layout}<{dtype}>"
             for format, layout, dtype in itertools.product(("", "_mxfp8"), ("", "_tiled"), ("true", "false"))
@@ -217,7 +217,7 @@ def test_other_kernels_compile(kept, capability):
                 found.add((linear.PACKED, name, capability, cuda_arguments.PackedLinearArguments))
         for dtype, blocks in (("true", 1), ("false", 4)):
             numbers = f"<{dtype}, 24, 1, 3, 1, 7, {blocks}>"
-            for name, sources in (("wgmma", TILED_WGMMA.sources), ("dgrad", (*TILED_WGMMA.sources, low_rank.DGRAD))):
+            for name, sources in (("wgmma", TILED_WGMMA.sources), ("dgrad", (*TILED_WGMMA.sources, prepared.DGRAD))):
                 found.add((sources, f"low_rank_tiled_{name}{numbers}", capability, cuda_arguments.LowRankGemmArguments))
     for config, name in ((WGMMA, "order_rows"), (TILED_WGMMA, "gather_rows")):
         if capability == (9, 0):
@@ -253,7 +253,8 @@ def test_kernels_of_adapters_fit_shared_memory(kept, monkeypatch, rank):
     """Of Ada and consumer Blackwell, the least that there is: 99 KiB, static shared memory included."""
     seen = []
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (100, (8, 6)))
-    monkeypatch.setattr(cuda, "_launch", lambda *args: seen.append(args))
+    for module in (low_rank, wgrad):
+        monkeypatch.setattr(module, "launch", lambda *args: seen.append(args))
     tokens, slots, ends = torch.zeros(4, 128).half(), torch.arange(8).int(), torch.tensor([8], dtype=torch.int32)
     low_rank.gather(tokens, slots, torch.zeros(1, rank, 128).half(), ends)
     wgrad.rank_wgrad(torch.zeros(8, rank).half(), tokens, ends, False, slots)
@@ -289,16 +290,16 @@ class RowStartsArguments(ctypes.Structure):
 )
 def test_structs_that_differ_do_not_compile(kept, expression, drifted, message):
     with pytest.raises(RuntimeError, match=message):
-        nvrtc.compile_files(cuda._ROUTE, expression, (8, 0), drifted)
+        nvrtc.compile_files(cuda.ROUTE, expression, (8, 0), drifted)
 
 
 def test_errors_name_the_kernel(kept):
     with pytest.raises(RuntimeError, match="nothing<1> for sm_80: .*nothing"):
-        nvrtc.compile_files(cuda._ROUTE, "nothing<1>", (8, 0), cuda_arguments.RouteArguments)
+        nvrtc.compile_files(cuda.ROUTE, "nothing<1>", (8, 0), cuda_arguments.RouteArguments)
 
 
 def test_kernels_come_from_the_cache_and_without_one_are_compiled(tmp_path, monkeypatch):
-    kernel, compiled = (cuda._ROUTE, "row_starts", (8, 0), cuda_arguments.RowStartsArguments), []
+    kernel, compiled = (cuda.ROUTE, "row_starts", (8, 0), cuda_arguments.RowStartsArguments), []
     compile_kernel = nvrtc._compile
     monkeypatch.setattr(nvrtc, "_compile", lambda *what: compiled.append(what) or compile_kernel(*what))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -3,15 +3,22 @@
 import pytest
 import torch
 
+from thunder_moe.activations import SWIGLU
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.kernels.cuda.plan import CACHE_LINE, plan_gemm
+from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
 
-H200 = (132, (9, 0))
+H200 = Target(torch.device("cuda", 0), 132, (9, 0))
 
 
 def plan(rows=64, num_experts=8, n=1024, k=2048, config=None, **given):
     options = dict(swiglu=False, gathered=False, scaled=False, dtype=torch.bfloat16, layout="linear") | given
-    return plan_gemm(rows, num_experts, n, k, *options.values(), *H200, config=config)
+    spec = GemmSpec(
+        rows, num_experts, n, k, options["dtype"], WeightSpec(options["layout"]), H200,
+        top_k=1 if options["gathered"] else None, slot_scale=torch.float32 if options["scaled"] else None,
+        activation=SWIGLU if options["swiglu"] else None,
+    )  # fmt: skip
+    return plan_gemm(spec, config)
 
 
 def test_the_grid_has_a_block_for_each_tile_that_a_routing_may_need():

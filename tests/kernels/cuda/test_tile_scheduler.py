@@ -4,12 +4,12 @@ Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, make
+from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, gemm_with_scratch, make
 from fast_cases import others_slow
 from oracle import grouped_mm, relative_error
 
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, plan, prepared, workspace
+from thunder_moe.kernels.cuda import plan, prepared, workspace
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
 SMALL_TILES = GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True)
@@ -46,31 +46,20 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
         *others_slow(((WGMMA_TILES, *row) for row in SHARED_TILES), ()),
     ],
 )
-def test_blocks_share_tiles(emulated, hopper, monkeypatch, request, config, tiles, stages, shared):
+def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages, shared):
     """Few tiles, or those of the last round and one more, where it would leave blocks without work."""
     k, blocks = stages * 64 * config.warps_k * config.depth, 7
-    left = []
-
-    def nans(shape, strides, dtype):
-        tensor = torch.empty_strided(shape, strides, dtype=dtype).fill_(float("nan"))
-        if len(shape) == 1:  # partial sums
-            left.append(tensor)
-        return tensor
-
     k -= 64 * (config.warps_k > 1)  # the last is not full
     weight, exact = make(1, tiles * config.tile_features(swiglu=False), k)
     weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k).bfloat16(), torch.tensor([7]).int()
     monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
-    monkeypatch.setattr(launch, "allocator", lambda device: nans)
-    prepared.gemm_launch.cache_clear()  # a prepared launch keeps its allocator
-    request.addfinalizer(prepared.gemm_launch.cache_clear)
-    out = cuda.grouped_mm(rows, weight, offsets, config=config)
+    out, (sums,) = gemm_with_scratch(rows, weight, offsets, config, fill=float("nan"))
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
     assert not workspace.semaphore_pool(rows.device).take().any()
     pieces = 0 if shared == 0 else blocks if tiles > blocks else min(blocks // tiles, stages) * tiles
     # Who does not have the end of a tile leaves sums for who has.
     wanted = sum((block + 1) * shared * stages // pieces % stages > 0 for block in range(pieces))
-    assert left[-1].view(blocks, -1).isfinite().any(1).sum() == wanted
+    assert sums.view(torch.float32).view(blocks, -1).isfinite().any(1).sum() == wanted
     assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
 
 
@@ -93,7 +82,7 @@ def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, ti
         with monkeypatch.context() as patch:
             patch.setattr(plan, "_FEW_ROWS", 0)
             plan.plan_gemm.cache_clear()
-            prepared.gemm_launch.cache_clear()
+            prepared.prepare_gemm.cache_clear()
             assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
         plan.plan_gemm.cache_clear()
-        prepared.gemm_launch.cache_clear()
+        prepared.prepare_gemm.cache_clear()

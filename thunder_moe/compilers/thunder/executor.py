@@ -45,7 +45,7 @@ from thunder_moe.compilers.thunder.training_symbols import (  # noqa: E402
     scaled_activation_call,
 )
 from thunder_moe.nn.linear import traced_by_thunder  # noqa: E402
-from thunder_moe.ops.operator import is_bare, is_eager  # noqa: E402
+from thunder_moe.ops.operator import is_eager, is_plain_eager  # noqa: E402
 
 __all__ = ["moe_executor", "nvfp4_rewrite"]
 
@@ -84,7 +84,7 @@ def _lookaside(symbol: Any) -> Callable[..., Any]:
 moe_executor._lookasides.update(
     {
         traced_by_thunder: lambda: True,
-        is_bare: lambda tensor: False,
+        is_plain_eager: lambda tensor: False,
         is_eager: lambda: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,

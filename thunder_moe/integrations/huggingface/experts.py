@@ -30,15 +30,12 @@ from thunder_moe.integrations.huggingface.forms import (
 )
 from thunder_moe.integrations.huggingface.implementation import run_experts
 from thunder_moe.integrations.huggingface.sharded_forward import local_of, sharding_of
-from thunder_moe.kernels.by_parts import PackedOrder
-from thunder_moe.kernels.select import bound_kernels, lay_out, quantize
+from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.nn.autocast import autocast_rows
-from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.lora import LoRALinear, NVFP4LoRAGroupedLinear
 from thunder_moe.nn.quantized import calls_only_its_class
-from thunder_moe.nn.snapshot import Snapshot
-from thunder_moe.ops.operator import is_bare
+from thunder_moe.ops.operator import operator_for
 from thunder_moe.replaceable import has_own_forward
 
 if TYPE_CHECKING:
@@ -75,7 +72,6 @@ class NVFP4Experts(nn.Module):
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
     row_orders: RowOrders | None = None  # of the layer's router, where that leaves the order of rows for these experts
-    _bound: Bound | None = None
     part: ExpertsPart = WHOLE
     part_mesh: Any = None
 
@@ -159,51 +155,24 @@ class NVFP4Experts(nn.Module):
         first: Any = modules["gate_up_proj"]
         second: Any = modules["down_proj"]
         order = None if self.row_orders is None else self.row_orders.take(top_k_index, getattr(first, "num_experts", 0))
-        format_name = getattr(first, "format_name", NVFP4.name)
-        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device, format_name) is not None
-        bare = bare and calls_only_its_class(first, NVFP4GroupedLinear)
-        bare = bare and calls_only_its_class(second, NVFP4GroupedLinear)
-        if bare:
-            snapshots = first.snapshot(), second.snapshot()  # they keep the memory alive until the launch
-            kernels = self._kernels(*snapshots)
-            done: Tensor | None = None if kernels is None else kernels(*inputs, order)
-            if done is not None:
-                return done
         try:  # nn.Module's own look-up takes half a microsecond
             biases = parameters["gate_up_bias"], parameters["down_bias"]
         except KeyError:  # parametrized
             biases = self.gate_up_bias, self.down_bias
+        form = self.form
+        if form.swiglu is not None and not form.post_norm and all(map(_is_plain, (first, second))):
+            (gate_up, of_gate_up), (down, of_down) = first.read(), second.read()
+            if gate_up.format is down.format:
+                run = operator_for("f16a_nvfp4weight_moe_experts", gate_up.format)
+                out: Tensor = run(
+                    *inputs, *of_gate_up, *of_down, *biases, *(order or (None, None, None)),
+                    weight_on_input=form.weight_on_input, gate_up_layout=gate_up.layout, down_layout=down.layout,
+                    alpha=form.swiglu.alpha, limit=form.swiglu.limit, up_shift=form.swiglu.up_shift,
+                )  # fmt: skip
+                return out
         weights = _weight_of(first), _weight_of(second), *biases
-        rows = order.tensors() if isinstance(order, PackedOrder) else order
         adapted = (first if isinstance(first, LoRALinear) else None, second if isinstance(second, LoRALinear) else None)
-        out = run_experts(self, self.experts_class, self.form, inputs, *weights, rows, adapted)
-        if bare:
-            self._bind(inputs, weights)
-        return out
-
-    def _kernels(self, first: Snapshot | None, second: Snapshot | None) -> Any:
-        """The kernels that are bound to the weights as they are."""
-        if self._bound is None or (known := self._bound.kernels) is None:
-            return None
-        state, kernels = known
-        return kernels if state == _state_of(first, second, self) else None
-
-    def _bind(self, inputs: tuple[Tensor, Tensor, Tensor], weights: tuple[Any, ...]) -> None:
-        """Binds the kernels of inputs of this kind, for which the operator has just run, to the weights."""
-        form, snapshots = self.form, (self.gate_up_proj.snapshot(), self.down_proj.snapshot())
-        state, served = _state_of(*snapshots, self), bound_kernels(inputs[0].device, weights[0].format.name)
-        if served is None or state is None or form.swiglu is None or form.post_norm:
-            return
-        bound = self._bound
-        if bound is None:
-            bound = self._bound = Bound()
-        known, kernels = bound.kernels or (None, None)
-        if known != state:
-            first, second = [snapshot.weight for snapshot in snapshots if snapshot is not None]
-            kernels = served.bind_experts(first, second, *weights[2:], form.weight_on_input, form.swiglu)
-            bound.kernels = state, kernels
-        if kernels is not None:
-            kernels.learn(*inputs)
+        return run_experts(self, self.experts_class, form, inputs, *weights, order, adapted)
 
     def dequantized(self, memo: dict[Any, Any]) -> nn.Module:
         """The 16-bit module of `experts_class` with the dequantized weights; `memo` keeps tied weights tied."""
@@ -211,7 +180,7 @@ class NVFP4Experts(nn.Module):
         experts = self.experts_class.__new__(self.experts_class)
         nn.Module.__init__(experts)
         projections = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-        own = ("experts_class", "form", *projections, "row_orders", "_bound")
+        own = ("experts_class", "form", *projections, "row_orders")
         _copy_attributes(self, experts, skip=own)
         first = "gate_up_proj" if form.gated else "up_proj"
         for name, linear in ((first, self.gate_up_proj), ("down_proj", self.down_proj)):
@@ -364,21 +333,9 @@ def _order(form: ExpertsForm, first: bool) -> str:
     return " ".join(["transposed"] * form.transposed + ["interleaved"] * (form.interleaved and first))
 
 
-def _state_of(first: Snapshot | None, second: Snapshot | None, experts: nn.Module) -> tuple[Any, ...] | None:
-    """What a replacement of a projection's or bias' tensor changes; None for tensors that are computed at each access.
-
-    It refers to the weights weakly: the memory of earlier ones is not to be kept alive.
-    """
-    parameters = experts._parameters
-    if first is None or second is None or "gate_up_bias" not in parameters or "down_bias" not in parameters:
-        return None  # parametrized
-    bias, down_bias = parameters["gate_up_bias"], parameters["down_bias"]
-    return (
-        first.identity,
-        second.identity,
-        None if bias is None else (bias.data_ptr(), bias.dtype),
-        None if down_bias is None else (down_bias.data_ptr(), down_bias.dtype),
-    )
+def _is_plain(linear: nn.Module) -> bool:
+    """True if a call of a projection would run nothing but the forward of its class."""
+    return calls_only_its_class(linear, NVFP4GroupedLinear)
 
 
 def _weight_of(linear: Any) -> PackedWeight:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
 from thunder_moe.integrations.huggingface.routers import KNOWN_CODE, has_only_settings, probe_copy, settings_of
 from thunder_moe.nn.autocast import autocast_dtype
-from thunder_moe.ops.operator import is_bare
+from thunder_moe.ops.operator import is_plain_eager
 from thunder_moe.replaceable import has_own_forward
 
 __all__ = ["FusedNorm", "NormCall", "fuse_norms_", "restore_norms_"]
@@ -76,7 +76,7 @@ class FusedNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """(..., H) -> (..., H)."""
-        if is_bare(hidden_states) and _is_served(hidden_states) and not (args or options):
+        if is_plain_eager(hidden_states) and _is_served(hidden_states) and not (args or options):
             call: Any = self.norm_call
             if call.holds(self, hidden_states):
                 return call(hidden_states, self._parameters["weight"])

@@ -26,15 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
-from thunder_moe.kernels.by_parts import PackedOrder
-from thunder_moe.kernels.select import bound_kernels
 from thunder_moe.nn.autocast import autocast_dtype
-from thunder_moe.nn.bound import Bound
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
-from thunder_moe.ops.operator import is_bare
+from thunder_moe.ops.operator import operator_for
 from thunder_moe.replaceable import has_own_forward
-from thunder_moe.routing import RouterForm
+from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterForm
 
 __all__ = [
     "KNOWN_CODE",
@@ -61,7 +58,6 @@ _SUMS = ("norm_min",)
 _EPSILONS = ("norm_topk_prob_eps",)
 _GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
 _DEFAULTS = {field.name: field.default for field in fields(RouterForm)}  # those of moe_router
-_MAX_KINDS = 256  # of logits that a router remembers the launches of
 Order = tuple[Tensor, Tensor, Tensor]
 
 
@@ -73,16 +69,16 @@ class RowOrders:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, int | str, Order | PackedOrder] | None = None
+        self._last: tuple[Tensor, int | str, Order] | None = None
 
-    def put(self, ids: Tensor, order: Order | PackedOrder, router: nn.Module) -> None:
+    def put(self, ids: Tensor, order: Order, router: nn.Module) -> None:
         """Keeps the order of a router's result, that of the `moe_router` called last, until the experts take it."""
         if not torch.compiler.is_compiling():
             self._last = None if ids.is_inference() else (ids, ids._version, order)
         elif not torch.is_grad_enabled() and not router._forward_hooks:  # a graph does not show what hooks change
             self._last = (ids, _traced_ids("") if torch.compiler.is_dynamo_compiling() else 0, order)
 
-    def take(self, ids: Tensor, num_experts: int) -> Order | PackedOrder | None:
+    def take(self, ids: Tensor, num_experts: int) -> Order | None:
         """The order of these ids, if it is known."""
         compiles = torch.compiler.is_compiling()
         if compiles and torch.is_grad_enabled():
@@ -91,7 +87,7 @@ class RowOrders:
         if last is None or last[0] is not ids:
             return None
         order = last[2]
-        if (order.num_experts if isinstance(order, PackedOrder) else order[1].shape[0]) != num_experts:
+        if order[1].shape[0] != num_experts:
             return None
         if torch.compiler.is_dynamo_compiling():
             same = isinstance(last[1], str) and last[1] == _traced_ids(last[1])
@@ -180,8 +176,13 @@ def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def is_one_operator(hidden_TH: Tensor, weight: Any) -> bool:
-    """Whether `moe_linear_router` is to compute the logits, too: in inference on CUDA, where it saves a launch."""
+    """True if `moe_linear_router` is to compute the logits, too: in inference on CUDA, where it saves a launch.
+
+    A compiled graph may get few tokens later; in eager code more of them are a linear layer and `moe_router`.
+    """
     if torch.is_grad_enabled() or traced_by_thunder() or not hidden_TH.is_cuda:
+        return False
+    if not torch.compiler.is_compiling() and hidden_TH.shape[0] > LINEAR_ROUTER_TOKENS:
         return False
     return hidden_TH.dtype == weight.dtype and hidden_TH.dtype in (torch.bfloat16, torch.float16)
 
@@ -204,7 +205,6 @@ class FusedRouter(nn.Module):
     router_call: RouterCall
     router_options: dict[str, Any]  # `router_call.form` as those of moe_router, but for defaults
     row_orders: RowOrders
-    _bound: Bound | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """(..., H) -> logits (T, E), scores (T, A), ids int64 (T, A)."""
@@ -215,75 +215,23 @@ class FusedRouter(nn.Module):
         bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
         dtype = torch.float32 if call.scores_float else hidden_states.dtype
-        bare = is_bare(hidden_states) and bound_kernels(hidden_states.device) is not None
         weight, linear_bias = _linear_of(self)
         if not call.logits_float and is_one_operator(hidden_TH, weight):
-            operands = hidden_TH, weight, linear_bias, bias
             logits_dtype = torch.float32 if call.wide else hidden_TH.dtype
-            launch = self._linear_launch(operands, logits_dtype, dtype) if bare else None
-            found = None if launch is None else launch.packed(*operands)
-            if found is not None:
-                scores, ids, packed, logits = found
-                self.row_orders.put(ids, packed, self)
-                return logits, scores, ids
-            if not bare:
-                scores, ids, row_slot, offsets, slot_row, logits = torch.ops.thunder_moe.moe_linear_router(
-                    *operands, logits_dtype=logits_dtype, scores_dtype=dtype, **self.router_options
-                )
-                self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
-                return logits, scores, ids
-        logits = call.logits(self, hidden_TH)
-        launch = self._launch(logits, bias, dtype) if bare else None
-        found = None if launch is None else launch.packed(logits, bias)
-        if found is not None:
-            scores, ids, packed = found
-            self.row_orders.put(ids, packed, self)
-            return logits, scores, ids
-        scores, ids, row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_router(
-            logits, bias, scores_dtype=dtype, **self.router_options
-        )
+            scores, ids, row_slot, offsets, slot_row, logits = operator_for("moe_linear_router")(
+                hidden_TH, weight, linear_bias, bias, logits_dtype=logits_dtype, scores_dtype=dtype,
+                **self.router_options,
+            )  # fmt: skip
+        else:
+            logits = call.logits(self, hidden_TH)
+            scores, ids, row_slot, offsets, slot_row = operator_for("moe_router")(
+                logits, bias, scores_dtype=dtype, **self.router_options
+            )
         self.row_orders.put(ids, (row_slot, offsets, slot_row), self)
         return logits, scores, ids
 
-    def _launch(self, logits: Tensor, bias: Tensor | None, scores_dtype: torch.dtype) -> Any:
-        """What runs `moe_router` on logits and a bias like these without the operator, `RouterLaunch`; else None."""
-        known = self._known()
-        kind = scores_dtype, _kind_of(logits), _kind_of(bias)
-        if kind not in known:
-            served = bound_kernels(logits.device)
-            args = logits, bias, self.router_call.form, scores_dtype
-            known[kind] = None if served is None else served.bind_router(*args)
-        return known[kind]
-
-    def _linear_launch(
-        self, operands: tuple[Tensor | None, ...], logits_dtype: torch.dtype, scores_dtype: torch.dtype
-    ) -> Any:
-        """What runs `moe_linear_router` on operands like these alone, `LinearRouterLaunch`; else None."""
-        known = self._known()
-        kind = logits_dtype, scores_dtype, *map(_kind_of, operands)
-        if kind not in known:
-            hidden: Any = operands[0]
-            served = bound_kernels(hidden.device)
-            args = *operands, self.router_call.form, logits_dtype, scores_dtype
-            known[kind] = None if served is None else served.bind_linear_router(*args)
-        return known[kind]
-
-    def _known(self) -> dict[Any, Any]:
-        """The launches for operands by their kinds."""
-        bound = self._bound
-        if bound is None:
-            bound = self._bound = Bound()
-        known: dict[Any, Any] | None = bound.kernels
-        if known is None or len(known) >= _MAX_KINDS:
-            known = bound.kernels = {}
-        return known
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _unpickled, (self.own_class,), self.__dict__
-
-
-def _kind_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous())
 
 
 @functools.cache
@@ -353,7 +301,7 @@ def restore_router(router: nn.Module) -> None:
     """Gives a fused router its own class again."""
     kind: Any = type(router)
     if issubclass(kind, FusedRouter) and kind is _fused_class(kind.own_class):
-        for name in ("router_call", "router_options", "row_orders", "_bound"):
+        for name in ("router_call", "router_options", "row_orders"):
             vars(router).pop(name, None)
         with unhooked(router):
             router.__class__ = kind.own_class

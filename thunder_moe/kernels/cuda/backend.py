@@ -1,6 +1,6 @@
 """The CUDA backend: grouped GEMMs of 16-bit rows and packed weights on SM80 and newer, compiled on first use.
-Called through kernels/select.py with validated operands; calls prepared.py and launch.py beside it, which launch the
-kernels of src/*.cu.
+Called through kernels/select.py with validated operands; calls prepared.py and router.py beside it, whose chains
+launch the kernels of src/*.cu.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
 weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted
@@ -11,12 +11,9 @@ Offsets, row_slot and slot_row are not trusted: nothing out of range is read or 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,14 +21,14 @@ from torch import Tensor
 
 from thunder_moe import routing
 from thunder_moe.activations import GLU, SWIGLU
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import by_parts, reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.by_parts import Order
-from thunder_moe.kernels.cuda import configs, launch, many_rows, nvrtc
+from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, prepared
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
     DequantizeArguments,
@@ -39,27 +36,19 @@ from thunder_moe.kernels.cuda.arguments import (
     RowStartsArguments,
     SwigluArguments,
 )
+from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
-from thunder_moe.kernels.cuda.layer import LayerLaunch, Weight
-from thunder_moe.kernels.cuda.prepared import (
-    DEQUANTIZE,
-    ELEMENTWISE_THREADS,
-    ROUTE,
-    CombinedLaunch,
-    GemmLaunch,
-    combine_launch,
-    dequantize_kernel,
-    dgrad_launch,
-    elementwise_blocks,
-    gemm_launch,
-    route_launch,
-)
+from thunder_moe.kernels.cuda.launch import launch
+from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
+from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
+from thunder_moe.kernels.specs import DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, Target, WeightSpec
 from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
     "FORMATS",
-    "PREPARED",
+    "MAX_EXPERTS",
+    "aligned",
     "combine",
     "dequantize",
     "grouped_mm",
@@ -67,7 +56,6 @@ __all__ = [
     "grouped_mm_dgrad",
     "grouped_swiglu",
     "launch_per_block",
-    "layer_launch",
     "linear_router",
     "mm",
     "mm_dgrad",
@@ -77,16 +65,16 @@ __all__ = [
     "router",
     "row_starts",
     "swiglu",
+    "target",
+    "tensors_of",
     "to_tiled",
     "unavailable_reason",
+    "weight_spec",
 ]
 
-_DEQUANTIZE = DEQUANTIZE
 _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
 _QUANTIZE_BLOCKS = 16384  # of a launch, about
-_ROUTE = ROUTE
 _SWIGLU = (COMMON, COMMON.with_name("swiglu.cu"))
-MAX_EXPERTS = 1024
 FORMATS = configs.FORMATS
 Packed = TypeVar("Packed", bound=PackedWeight)
 
@@ -98,7 +86,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return f"the device has compute capability {capability}, the kernels need (8, 0)"
-    return nvrtc.missing_reason()
+    return nvrtc.missing_reason() or chain.missing_reason()
 
 
 def grouped_mm(
@@ -167,7 +155,7 @@ def moe_experts(
     live_rows: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same as `by_parts.moe_experts` of this module, bit for bit, by the chain of layer.py.
+    """The same as `by_parts.moe_experts` of this module, bit for bit, by a chain of kernels.
 
     Args:
         hidden_states: as there, and so are all but the last three.
@@ -176,22 +164,21 @@ def moe_experts(
             takes for the number of rows.
         out: contiguous (T, H) that the result is written into.
     """
-    rows = expert_ids.numel() and (live_rows or expert_ids.numel())
-    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, rows, configs)
-    if steps:
+    spec, gate_up, down = _experts_spec(
+        hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, order, weight_on_input, form,
+        live_rows or expert_ids.numel(), configs,
+    )  # fmt: skip
+    if spec is None:
         result = by_parts.moe_experts(
             sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
             order, weight_on_input, form,
         )  # fmt: skip
         return result if out is None else out.copy_(result)
-    gate_up_bias, down_bias = floats(gate_up_bias), floats(down_bias)
-    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
-    run, first, second = _layer(
-        x, ids, weights, gate_up, down, gate_up_bias, down_bias, order is None, weight_on_input, form, configs,
-        live_rows,
+    into = () if out is None else (out,)
+    return _run_experts(
+        replace(spec, into=out is not None), live_rows, configs, hidden_states, expert_ids, expert_weights, gate_up,
+        down, gate_up_bias, down_bias, order, *into,
     )  # fmt: skip
-    order = None if order is None else _contiguous(order)
-    return run(x, ids, weights, first, second, gate_up_bias, down_bias, order, out)
 
 
 def moe_expert_rows(
@@ -199,116 +186,92 @@ def moe_expert_rows(
     order: Order, live_rows: int,
 ) -> Tensor:  # fmt: skip
     """The rows (M, H) that `moe_experts` with weight_on_input adds up, in its order and by its kernels."""
-    rows = expert_ids.numel() and max(live_rows, 1)
-    steps, gate_up, down = _for_chain(hidden_states, gate_up, down, rows, (None, None))
-    if steps:
-        return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
-    x, ids, weights = hidden_states.detach().contiguous(), expert_ids.contiguous(), floats(expert_weights)
-    run, first, second = _layer(
-        x, ids, weights, gate_up, down, None, None, False, True, SWIGLU, (None, None), live_rows
+    live_rows = max(live_rows, 1)
+    spec, gate_up, down = _experts_spec(
+        hidden_states, expert_ids, expert_weights, gate_up, down, None, None, order, True, SWIGLU, live_rows,
+        (None, None),
     )  # fmt: skip
-    return run.rows(x, weights, first, second, None, None, _contiguous(order))
+    if spec is None:
+        return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
+    return _run_experts(
+        replace(spec, summed=False), live_rows, (None, None), hidden_states, expert_ids, expert_weights, gate_up, down,
+        None, None, order,
+    )  # fmt: skip
 
 
-def _for_chain(
-    hidden_states: Tensor, gate_up: PackedWeight, down: PackedWeight, rows: int,
-    configs: tuple[GemmConfig | None, GemmConfig | None],
-) -> tuple[bool, PackedWeight, PackedWeight]:  # fmt: skip
-    """Whether the chain of layer.py does not serve these operands (see `grouped_swiglu`), and the weights, in the
-    layouts in which so many rows are multiplied."""
+def _experts_spec(
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, order: Order | None, weight_on_input: bool, form: GLU,
+    live_rows: int, configs: tuple[GemmConfig | None, GemmConfig | None],
+) -> tuple[ExpertsSpec | None, PackedWeight, PackedWeight]:  # fmt: skip
+    """The spec of a layer's experts, None where their chain does not serve it, and the weights, in layouts in which so
+    many rows are multiplied."""
+    rows = live_rows if expert_ids.numel() else 0
     if rows == 0 or _runs_on_reference(hidden_states, gate_up):
-        return True, gate_up, down
-    in_16_bits = False
+        return None, gate_up, down
     if configs == (None, None):
         gate_up, down = _for_rows(gate_up, rows), _for_rows(down, rows)
-        in_16_bits = many_rows.IN_16_BITS in (_way(gate_up, rows), _way(down, rows))
-    split_blocks = gate_up.layout == TILED and down.shape[2] % 64 != 0
-    return split_blocks or in_16_bits, gate_up, down
-
-
-def _contiguous(order: Order) -> Order:
-    return order[0].contiguous(), order[1].contiguous(), order[2].contiguous()
-
-
-def _layer(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: PackedWeight, down: PackedWeight, gate_up_bias: Tensor | None,
-    down_bias: Tensor | None, routes: bool, weight_on_input: bool, form: GLU,
-    configs: tuple[GemmConfig | None, GemmConfig | None], live_rows: int | None,
-) -> tuple[LayerLaunch, Weight, Weight]:  # fmt: skip
-    """The chain for operands of the backend, and the weights' tensors in its layouts."""
     first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
-    features = down.shape[2]
-    if live_rows is not None:
-        best = _configs(
-            live_rows, first.shape[0], x.shape[1], features, first.layout, second.layout, first.format.name,
-            second.format.name, _device_facts(x.device),
-        )  # fmt: skip
-        configs = configs[0] or best[0], configs[1] or best[1]
-    run = layer_launch(
-        x, ids, weights, first.layout, second.layout, _per_row(first), _per_row(second), _dtype(gate_up_bias),
-        _dtype(down_bias), first.shape[0], features, routes, weight_on_input, form, configs,
-        (first.format.name, second.format.name),
+    (tokens, top_k), (experts, hidden_size, features) = expert_ids.shape, down.shape
+    spec = ExpertsSpec(
+        tokens, top_k, experts, hidden_size, features, hidden_states.dtype, expert_ids.dtype,
+        _float_dtype(expert_weights) or torch.float32, weight_spec(first), weight_spec(second), form,
+        target(hidden_states.device), _float_dtype(gate_up_bias), _float_dtype(down_bias), order is not None,
+        weight_on_input,
     )  # fmt: skip
-    return run, _tensors(first, run.gate_up.layout), _tensors(second, run.down.layout)
+    by_rows = configs == (None, None) and many_rows.IN_16_BITS in (_way(gate_up, rows), _way(down, rows))
+    return None if by_rows or splits_blocks(spec) else spec, first, second
+
+
+def splits_blocks(spec: ExpertsSpec) -> bool:
+    """True if a block of tiles has rows of gate and of up, which no fused activation serves."""
+    return spec.gate_up.layout == TILED and spec.intermediate_size % 64 != 0
+
+
+def _run_experts(
+    spec: ExpertsSpec, live_rows: int | None, configs: tuple[GemmConfig | None, GemmConfig | None],
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, order: Order | None, *into: Tensor,
+) -> Tensor:  # fmt: skip
+    """Convert the operands as the chain reads them, and launch it."""
+    if live_rows is not None:
+        best = experts_configs(spec, live_rows)
+        configs = configs[0] or best[0], configs[1] or best[1]
+    run = prepared.prepare_experts(spec, configs)
+    weights = [each.to_layout(layout) for each, layout in zip((gate_up, down), run.layouts, strict=True)]
+    places = (None, None, None) if order is None else tuple(each.contiguous() for each in order)
+    inputs = aligned(hidden_states.detach()), expert_ids.contiguous(), floats(expert_weights)
+    packed = *tensors_of(weights[0]), *tensors_of(weights[1])
+    biases = floats(gate_up_bias), floats(down_bias)
+    out: Tensor = launched(run.chain, *inputs, *packed, *biases, *places, *into)
+    return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _configs(
-    rows: int, num_experts: int, hidden_size: int, features: int, gate_up_layout: str, down_layout: str,
-    gate_up_format: str, down_format: str, facts: tuple[int, tuple[int, int]],
-) -> tuple[GemmConfig, GemmConfig]:  # fmt: skip
-    """The best ones of gate_up and down for so many rows."""
-    return (
-        choose_config(rows, num_experts, features, hidden_size, True, *facts, gate_up_layout, gate_up_format),
-        choose_config(rows, num_experts, hidden_size, features, False, *facts, down_layout, down_format),
-    )
+def experts_configs(spec: ExpertsSpec, rows: int) -> tuple[GemmConfig, GemmConfig]:
+    """The best configurations of gate_up and down for so many rows."""
+
+    def best(gemm: GemmSpec) -> GemmConfig:
+        weight, where = gemm.weight, gemm.target
+        return choose_config(
+            rows, gemm.num_experts, gemm.features, gemm.k, gemm.activation is not None, where.multiprocessors,
+            where.capability, weight.layout, weight.format,
+        )  # fmt: skip
+
+    return best(spec.gate_up_gemm), best(spec.down_gemm)
 
 
-def _tensors(weight: PackedWeight, layout: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors of a weight in a layout, contiguous; None for the global scale of a format without."""
-    weight = weight.to_layout(layout)
-    global_scale = weight.global_scale
-    return (
-        weight.qdata.contiguous(),
-        weight.scale.contiguous(),
-        None if global_scale is None else global_scale.contiguous(),
-    )
+def tensors_of(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The tensors of a weight as chains read them: codes and scales as uint8; None without a global scale."""
+    scale = weight.global_scale
+    codes, scales = (aligned(each).view(torch.uint8) for each in (weight.qdata, weight.scale))
+    return codes, scales, None if scale is None else aligned(scale)
 
 
-def _per_row(weight: PackedWeight) -> bool:
-    """Whether there is a global scale for each row."""
-    return _is_per_row(weight.global_scale)
-
-
-def _is_per_row(global_scale: Tensor | None) -> bool:
-    return global_scale is not None and global_scale.ndim == 2
-
-
-def layer_launch(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up_layout: str, down_layout: str,
-    gate_up_per_row: bool, down_per_row: bool, gate_up_bias: torch.dtype | None, down_bias: torch.dtype | None,
-    num_experts: int, features: int, routes: bool, weight_on_input: bool, form: GLU,
-    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None), formats: tuple[str, str] = ("nvfp4", "nvfp4"),
-) -> LayerLaunch:  # fmt: skip
-    """The launches of `moe_experts` for operands of the dtypes, shapes and layouts of these."""
-    (tokens, top_k), hidden_size = expert_ids.shape, hidden_states.shape[1]
-    dtype, weight_dtype, device = hidden_states.dtype, expert_weights.dtype, hidden_states.device
-    rows, facts = tokens * top_k, _device_facts(device)
-    on_input, on_output = (weight_dtype, None) if weight_on_input else (None, weight_dtype)
-    return LayerLaunch(
-        route_launch((tokens, top_k), num_experts, expert_ids.dtype, device) if routes else None,
-        gemm_launch(
-            rows, num_experts, 2 * features, hidden_size, top_k, dtype, gate_up_layout, gate_up_per_row, on_input,
-            gate_up_bias, form, device, facts, configs[0], formats[0],
-        ),
-        gemm_launch(
-            rows, num_experts, hidden_size, features, None, dtype, down_layout, down_per_row, None, down_bias, None,
-            device, facts, configs[1], formats[1],
-        ),
-        combine_launch(rows, tokens, top_k, hidden_size, dtype, on_output, device, True),
-        weight_on_input,
-        device.index,
-    )  # fmt: skip
+def weight_spec(weight: PackedWeight) -> WeightSpec:
+    """The spec of a packed weight."""
+    scale = weight.global_scale
+    return WeightSpec(weight.layout, weight.format.name, scale is not None and scale.ndim == 2)
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
@@ -320,11 +283,9 @@ def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
         return reference.grouped_mm_dgrad(grad, weight.to_layout(LINEAR), offsets)
     _warn_of_odd_features(n)
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
-    run = dgrad_launch(
-        rows, experts, n, k, grad.dtype, weight.layout == TILED, _per_row(weight), grad.device,
-        _device_facts(grad.device), weight.format.name,
-    )  # fmt: skip
-    return run(grad.detach().contiguous(), *_tensors(weight, weight.layout), offsets.contiguous())
+    run = prepared.prepare_dgrad(DgradSpec(rows, experts, n, k, grad.dtype, weight_spec(weight), target(grad.device)))
+    out: Tensor = launched(run, aligned(grad.detach()), *tensors_of(weight), offsets.contiguous())
+    return out
 
 
 def _warn_of_odd_features(n: int) -> None:
@@ -363,14 +324,17 @@ def combine(
     out: Tensor | None = None,
 ) -> Tensor:
     """(M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A), summed
-    per token; late_rows: see `CombineLaunch`."""
-    tokens, top_k = slot_row.shape
-    n = rows.shape[1]
+    per token; late_rows: see `prepared.append_combine`."""
+    (tokens, top_k), n = slot_row.shape, rows.shape[1]
     if rows.shape[0] == 0 or tokens == 0 or n == 0:
         return rows.new_zeros(tokens, n) if out is None else out.zero_()
     slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)
-    run = combine_launch(rows.shape[0], tokens, top_k, n, rows.dtype, _dtype(slot_weight), rows.device, late_rows)
-    return run(rows, slot_row, slot_weight, out)
+    run = prepared.prepare_combine(
+        rows.shape[0], (tokens, top_k), n, rows.dtype, _dtype(slot_weight), rows.device, late_rows, out is not None
+    )
+    into = () if out is None else (out,)
+    summed: Tensor = launched(run, aligned(rows), slot_row, slot_weight, *into)
+    return summed
 
 
 def swiglu(
@@ -393,7 +357,8 @@ def swiglu(
         *map(pointer, tensors), rows, offsets.shape[0], features, dtype_code(slot_scale), dtype_code(bias),
         form.alpha, -1.0 if form.limit is None else form.limit, form.up_shift,
     )  # fmt: skip
-    _launch_elementwise(_SWIGLU, f"swiglu<{_is_bf16(gate_up)}>", rows * -(-features // 8), argument, gate_up.device)
+    blocks = elementwise_blocks(rows * -(-features // 8))
+    launch(_SWIGLU, f"swiglu<{_is_bf16(gate_up)}>", ELEMENTWISE_THREADS, 0, blocks, argument, gate_up.device)
     return out
 
 
@@ -401,14 +366,14 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """The same as `dequantize` of the module of the weight's format, bit for bit: (E, N, K) of bfloat16 or float16."""
     num_experts, n, k = weight.shape
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
-    global_scale = None if weight.global_scale is None else _aligned(weight.global_scale)
-    tensors = _aligned(weight.qdata), _aligned(weight.scale), global_scale
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    spec = weight_spec(weight)
     argument = DequantizeArguments(
-        *map(pointer, (*tensors, out)), None, num_experts * n, 1 if _per_row(weight) else n, k, n
+        *map(pointer, (*tensors_of(weight), out)), None, num_experts * n, 1 if spec.per_row_scale else n, k, n
     )
-    expression = dequantize_kernel(weight.format.name, weight.layout == TILED, dtype)
-    _launch_elementwise(_DEQUANTIZE, expression, out.numel() // 16, argument, weight.device)
+    expression = prepared.dequantize_kernel(spec.format, spec.layout == TILED, dtype)
+    blocks = elementwise_blocks(out.numel() // 16)
+    launch(DEQUANTIZE, expression, ELEMENTWISE_THREADS, 0, blocks, argument, weight.device)
     return out
 
 
@@ -417,7 +382,9 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
     tokens, top_k = expert_ids.shape
-    return route_launch((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)(expert_ids.contiguous())
+    run = prepared.prepare_route((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)
+    order: Order = launched(run, expert_ids.contiguous())
+    return order
 
 
 def router(
@@ -431,8 +398,11 @@ def router(
         return reference.router(logits, bias, form, dtype)
     bias = None if bias is None else bias.contiguous()
     tokens, experts = logits.shape
-    run = routers.router_launch((tokens, experts), form, logits.dtype, _dtype(bias), dtype, logits.device)
-    return run(logits.contiguous(), bias)
+    spec = RouterSpec(tokens, experts, form, logits.dtype, _dtype(bias), dtype, target(logits.device))
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = launched(
+        routers.prepare_router(spec), logits.contiguous(), bias
+    )
+    return results
 
 
 def linear_router(
@@ -449,11 +419,15 @@ def linear_router(
     if not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
     linear_bias, bias = (None if b is None else b.contiguous() for b in (linear_bias, bias))
-    run = routers.linear_router_launch(
-        shape, hidden.shape[1], form, hidden.dtype, linear_bias is not None, _dtype(bias), logits_dtype, dtype,
-        hidden.device,
+    spec = RouterSpec(
+        *shape, form, logits_dtype, _dtype(bias), dtype, target(hidden.device), hidden.shape[1], hidden.dtype,
+        linear_bias is not None,
     )  # fmt: skip
-    return run(hidden.contiguous(), weight.contiguous(), linear_bias, bias)
+    operands = aligned(hidden), aligned(weight), linear_bias, bias
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = launched(
+        routers.prepare_linear_router(spec), *operands
+    )
+    return results
 
 
 def row_starts(offsets: Tensor, rows: int) -> Tensor:
@@ -464,7 +438,7 @@ def row_starts(offsets: Tensor, rows: int) -> Tensor:
     offsets = offsets.contiguous()
     starts = offsets.new_empty(offsets.shape[0] + 1)
     argument = RowStartsArguments(*map(pointer, (offsets, starts)), offsets.shape[0], rows)
-    _launch(_ROUTE, "row_starts", 32, 0, 1, argument, offsets.device)
+    launch(ROUTE, "row_starts", 32, 0, 1, argument, offsets.device)
     return starts
 
 
@@ -498,7 +472,7 @@ def to_tiled(weight: Packed) -> Packed:
 
     The callers have checked that the layout fits.
     """
-    codes, scales = _aligned(weight.qdata), _aligned(weight.scale)
+    codes, scales = aligned(weight.qdata), aligned(weight.scale)
     qdata, scale = torch.empty_like(codes), torch.empty_like(scales)
     of_nvfp4 = weight.format is NVFP4
     table = scale_table(weight.device) if of_nvfp4 else None
@@ -520,7 +494,7 @@ def launch_per_block(
     per_expert = max(1, min(-(-threads // ELEMENTWISE_THREADS), _QUANTIZE_BLOCKS // experts))
     argument = QuantizeArguments(*map(pointer, tensors), n, k, per_expert)
     for kernel in kernels:
-        _launch(_QUANTIZE, kernel, ELEMENTWISE_THREADS, 0, experts * per_expert, argument, device)
+        launch(_QUANTIZE, kernel, ELEMENTWISE_THREADS, 0, experts * per_expert, argument, device)
 
 
 def _way(weight: PackedWeight, rows: int) -> str | None:
@@ -549,25 +523,36 @@ def _gemm(
     features = n if form is None else n // 2
     if rows == 0 or features == 0:
         return activation.new_empty(rows, features)
-    activation = activation.detach().contiguous()
     offsets = None if offsets is None else offsets.contiguous()  # None: one group of all rows
-    slot_scale, bias = floats(slot_scale), floats(bias)
+    activation, slot_scale, bias = aligned(activation.detach()), floats(slot_scale), floats(bias)
     row_slot = None if row_slot is None else row_slot.contiguous()
-    top_k = None if row_slot is None else rows // activation.shape[0]
     weight = weight if weight.layout == TILED else to_linear(weight)
+    spec = GemmSpec(
+        rows, num_experts, n, k, activation.dtype, weight_spec(weight), target(activation.device),
+        None if row_slot is None else rows // activation.shape[0], _dtype(slot_scale), _dtype(bias), form,
+    )  # fmt: skip
     plain = row_slot is None and slot_scale is None and bias is None and form is None
     if plain and offsets is not None and config is None and _way(weight, rows) == many_rows.IN_16_BITS:
-        values = dequantize(weight, activation.dtype)
-        return many_rows.multiply(activation, values, offsets, _device_facts(activation.device))
-    run = gemm_launch(
-        rows, num_experts, n, k, top_k, activation.dtype, weight.layout, _per_row(weight), _dtype(slot_scale),
-        _dtype(bias), form, activation.device, _device_facts(activation.device), config, weight.format.name,
-    )  # fmt: skip
-    return run(activation, *_tensors(weight, run.layout), offsets, row_slot, slot_scale, bias)
+        return many_rows.multiply(activation, dequantize(weight, activation.dtype), offsets, spec.target)
+    slot_scale = None if slot_scale is None else slot_scale.flatten()
+    bias = None if bias is None else bias.view(num_experts, n)  # (N,) of one weight alone
+    run = prepared.prepare_gemm(spec, config, offsets is not None, 0 if slot_scale is None else slot_scale.numel())
+    operands = tensors_of(weight.to_layout(run.layout))
+    return run(activation, operands, offsets, row_slot, slot_scale, bias)
 
 
 def _dtype(tensor: Tensor | None) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
+
+
+def _float_dtype(tensor: Tensor | None) -> torch.dtype | None:
+    """The dtype of `floats` of a tensor."""
+    return None if tensor is None else tensor.dtype if tensor.dtype in DTYPE_CODES else torch.float32
+
+
+def target(device: torch.device) -> Target:
+    """The device as specs have it."""
+    return Target(device, *_device_facts(device))
 
 
 @functools.cache
@@ -577,326 +562,7 @@ def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
     return properties.multi_processor_count, (properties.major, properties.minor)
 
 
-def _launch_elementwise(
-    sources: tuple[Path, ...], expression: str, items: int, argument: ctypes.Structure, device: torch.device
-) -> None:
-    """Launches a kernel whose threads loop over `items`."""
-    _launch(sources, expression, ELEMENTWISE_THREADS, 0, elementwise_blocks(items), argument, device)
-
-
-def _launch(
-    sources: tuple[Path, ...],
-    expression: str,
-    threads: int,
-    shared_bytes: int,
-    blocks: int,
-    argument: ctypes.Structure,
-    device: torch.device,
-    multiprocessors: int | None = None,
-) -> None:
-    """Launches `blocks` blocks; with `multiprocessors` at most as many as run at once (persistent kernels)."""
-    index: Any = device.index
-    run = launch.launcher(sources, expression, threads, shared_bytes, blocks, type(argument), index, multiprocessors)
-    if launch.current_device() == index:
-        run.launch(launch.current_stream(index), argument)
-    else:
-        with torch.cuda.device(index):
-            run.launch(launch.current_stream(index), argument)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
-
-
-# ---- the operators on operands of one kind: what `select.prepare` asks for
-
-
-def _prepared_gemm(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor | None,
-    row_slot: Tensor | None, slot_scale: Tensor | None, bias: Tensor | None, layout: str, form: GLU | None,
-    format: BlockFormat,
-) -> GemmLaunch | None:  # fmt: skip
-    """What runs `_gemm` on operands like these; None where they have to be converted or gathered first."""
-    num_experts, codes, n = packed.shape
-    rows = (activation if row_slot is None else row_slot).shape[0]
-    features = n if form is None else n // 2
-    if (
-        activation.dtype == torch.float32
-        or num_experts > MAX_EXPERTS
-        or rows == 0
-        or features == 0
-        or layout not in (LINEAR, TILED)
-        or (layout == TILED and form is not None and features % 64 != 0)
-        or many_rows.way(
-            layout,
-            (num_experts, n, format.codes_per_byte * codes),
-            format.name,
-            rows,
-            _device_facts(activation.device)[1],
-        )
-        or not all(map(_is_read, (activation, packed.mT, scale, global_scale, offsets, row_slot)))
-        or not all(map(_is_read_as_float, (slot_scale, bias)))
-    ):
-        return None
-    top_k = None if row_slot is None else rows // activation.shape[0]
-    run = gemm_launch(
-        rows, num_experts, n, format.codes_per_byte * codes, top_k, activation.dtype, layout, _is_per_row(global_scale),
-        _dtype(slot_scale), _dtype(bias), form, activation.device, _device_facts(activation.device), None, format.name,
-    )  # fmt: skip
-    return run if run.layout == layout else None
-
-
-def _is_read(tensor: Tensor | None) -> bool:
-    return tensor is None or tensor.is_contiguous()
-
-
-def _is_read_as_float(tensor: Tensor | None) -> bool:
-    return tensor is None or (tensor.is_contiguous() and tensor.dtype in DTYPE_CODES)
-
-
-def _prepare_grouped_mm(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, *_: Any,
-    layout: str = LINEAR, format: BlockFormat = NVFP4,
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    gemm = _prepared_gemm(activation, packed, scale, global_scale, offsets, None, None, None, layout, None, format)
-    if gemm is None:
-        return None
-
-    def run(
-        activation: Tensor,
-        packed: Tensor,
-        scale: Tensor,
-        global_scale: Tensor | None,
-        offsets: Tensor,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
-        return gemm(activation, packed, scale, global_scale, offsets, None, None, None)
-
-    return run
-
-
-def _prepare_grouped_swiglu(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, *,
-    layout: str = LINEAR, format: BlockFormat = NVFP4, **form: Any,
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    gemm = _prepared_gemm(
-        activation, packed, scale, global_scale, offsets, row_slot, slot_scale, bias, layout, GLU(**form), format
-    )
-    if gemm is None:
-        return None
-
-    def run(
-        activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-        row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        return gemm(activation, packed, scale, global_scale, offsets, row_slot, slot_scale, bias)
-
-    return run
-
-
-def _prepare_combine(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
-    slot_weight: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR,
-    format: BlockFormat = NVFP4,
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    (tokens, top_k), n = slot_row.shape, packed.shape[2]
-    gemm = _prepared_gemm(activation, packed, scale, global_scale, offsets, None, None, bias, layout, None, format)
-    if gemm is None or tokens == 0 or not (_is_read(slot_row) and _is_read_as_float(slot_weight)):
-        return None
-    summed = combine_launch(
-        activation.shape[0], tokens, top_k, n, activation.dtype, _dtype(slot_weight), activation.device, n % 2 == 0
-    )
-    if gemm.alone:
-        return CombinedLaunch(gemm, summed)
-
-    def run(
-        activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-        slot_row: Tensor, slot_weight: Tensor | None = None, bias: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        return summed(gemm(activation, packed, scale, global_scale, offsets, None, None, bias), slot_row, slot_weight)
-
-    return run
-
-
-def _prepare_experts(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    format: BlockFormat = NVFP4, expert_ranks: int = 1, **form: Any,
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    num_experts, features = gate_up.shape[0], gate_up.shape[2] // 2
-    hidden_size, rows, (_, capability) = hidden_states.shape[1], expert_ids.numel(), _device_facts(hidden_states.device)
-    read = (hidden_states, expert_ids, gate_up.mT, gate_up_scale, down.mT, down_scale, row_slot, offsets, slot_row)
-    if (
-        hidden_states.dtype == torch.float32
-        or num_experts > MAX_EXPERTS
-        or expert_ids.numel() == 0
-        or not {gate_up_layout, down_layout} <= {LINEAR, TILED}
-        or (gate_up_layout == TILED and features % 64 != 0)
-        or many_rows.way(gate_up_layout, (num_experts, 2 * features, hidden_size), format.name, rows, capability)
-        or many_rows.way(down_layout, (num_experts, hidden_size, features), format.name, rows, capability)
-        or not all(map(_is_read, (*read, gate_up_global_scale, down_global_scale)))
-        or not all(map(_is_read_as_float, (expert_weights, gate_up_bias, down_bias)))
-    ):
-        return None
-    configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None)
-    if expert_ranks > 1:
-        configs = _configs(
-            -(-expert_ids.numel() // expert_ranks), num_experts, hidden_states.shape[1], features, gate_up_layout,
-            down_layout, format.name, format.name, _device_facts(hidden_states.device),
-        )  # fmt: skip
-    chain = layer_launch(
-        hidden_states, expert_ids, expert_weights, gate_up_layout, down_layout, _is_per_row(gate_up_global_scale),
-        _is_per_row(down_global_scale), _dtype(gate_up_bias), _dtype(down_bias), num_experts, features,
-        row_slot is None, weight_on_input, GLU(**form), configs, (format.name, format.name),
-    )  # fmt: skip
-    if (chain.gate_up.layout, chain.down.layout) != (gate_up_layout, down_layout):
-        return None
-
-    def run(
-        hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-        gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-        down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-        gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-        row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
-        return chain(
-            hidden_states, expert_ids, expert_weights, (gate_up, gate_up_scale, gate_up_global_scale),
-            (down, down_scale, down_global_scale), gate_up_bias, down_bias, order,
-        )  # fmt: skip
-
-    return run
-
-
-def _prepare_route(expert_ids: Tensor, num_experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-    if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS or not expert_ids.is_contiguous():
-        return None
-    tokens, top_k = expert_ids.shape
-    sort = route_launch((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)
-    return lambda expert_ids, num_experts: sort(expert_ids)
-
-
-def _prepare_router(
-    logits: Tensor, bias: Tensor | None = None, *, top_k: int, scores_dtype: torch.dtype | None = None, **options: Any
-) -> Callable[..., tuple[Tensor, ...]] | None:
-    form = RouterForm(top_k, **options)
-    tokens, experts = logits.shape
-    if tokens == 0 or routers.unserved_reason(experts, form) is not None or not (_is_read(logits) and _is_read(bias)):
-        return None
-    choose = routers.router_launch(
-        (tokens, experts), form, logits.dtype, _dtype(bias), scores_dtype or logits.dtype, logits.device
-    )
-    return lambda logits, bias=None, **_: choose(logits, bias)
-
-
-def _prepare_linear_router(
-    hidden: Tensor, weight: Tensor, linear_bias: Tensor | None = None, bias: Tensor | None = None, *, top_k: int,
-    logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **options: Any,
-) -> Callable[..., tuple[Tensor, ...]] | None:  # fmt: skip
-    form, shape = RouterForm(top_k, **options), (hidden.shape[0], weight.shape[0])
-    read = all(map(_is_read, (hidden, weight, linear_bias, bias)))
-    if not read or not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
-        return None
-    choose = routers.linear_router_launch(
-        shape, hidden.shape[1], form, hidden.dtype, linear_bias is not None, _dtype(bias),
-        logits_dtype or hidden.dtype, scores_dtype or hidden.dtype, hidden.device,
-    )  # fmt: skip
-
-    def run(
-        hidden: Tensor, weight: Tensor, linear_bias: Tensor | None = None, bias: Tensor | None = None, **_: Any
-    ) -> tuple[Tensor, ...]:
-        return choose(hidden, weight, linear_bias, bias)
-
-    return run
-
-
-def _prepare_mm(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
-    layout: str = LINEAR, format: BlockFormat = NVFP4,
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    leading, rows = activation.shape[:-1], activation.flatten(0, -2) if activation.ndim > 1 else activation[None]
-    weight = packed[None], scale[None], None if global_scale is None else global_scale[None]
-    gemm = _prepared_gemm(rows, *weight, None, None, None, bias, layout, None, format)
-    if gemm is None or not activation.is_contiguous():
-        return None
-    shape = *leading, packed.shape[1]
-
-    def run(
-        activation: Tensor,
-        packed: Tensor,
-        scale: Tensor,
-        global_scale: Tensor | None,
-        bias: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        out: Tensor = torch.ops.aten._unsafe_view.default(  # a result is no view, to autograd
-            gemm(activation, packed, scale, global_scale, None, None, None, bias), shape
-        )
-        return out
-
-    return run
-
-
-def _prepare_dgrad(
-    grad: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    *,
-    layout: str = LINEAR,
-    format: BlockFormat = NVFP4,
-) -> Callable[..., Tensor] | None:
-    experts, codes, n = packed.shape
-    operands = grad, packed.mT, scale, global_scale, offsets
-    unserved = grad.dtype == torch.float32 or grad.numel() == 0 or codes == 0 or layout not in (LINEAR, TILED)
-    if unserved or not all(map(_is_read, operands)):
-        return None
-    multiply = dgrad_launch(
-        grad.shape[0], experts, n, format.codes_per_byte * codes, grad.dtype, layout == TILED,
-        _is_per_row(global_scale), grad.device, _device_facts(grad.device), format.name,
-    )  # fmt: skip
-    return lambda grad, packed, scale, global_scale, offsets, **_: multiply(grad, packed, scale, global_scale, offsets)
-
-
-def _in_mxfp8(prepare: Callable[..., Any], *places: int) -> Callable[..., Callable[..., Any] | None]:
-    """What prepares an operator of MXFP8 weights, from NVFP4's, which gets None at the places of global scales."""
-
-    def with_places(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        for place in places:
-            args = (*args[:place], None, *args[place:])
-        return args
-
-    def prepared(*args: Any, **options: Any) -> Callable[..., Any] | None:
-        run = prepare(*with_places(args), format=MXFP8, **options)
-        return None if run is None else lambda *args, **options: run(*with_places(args), **options)
-
-    return prepared
-
-
-# By the operator's name: its arguments -> what runs it on all operands of the same shapes, strides, dtypes and devices.
-PREPARED: dict[str, Callable[..., Callable[..., Any] | None]] = {
-    "f16a_mxfp8weight_scaled_grouped_mm": _in_mxfp8(_prepare_grouped_mm, 3),
-    "f16a_mxfp8weight_grouped_swiglu": _in_mxfp8(_prepare_grouped_swiglu, 3),
-    "f16a_mxfp8weight_grouped_mm_combine": _in_mxfp8(_prepare_combine, 3),
-    "f16a_mxfp8weight_moe_experts": _in_mxfp8(_prepare_experts, 5, 8),
-    "f16a_mxfp8weight_scaled_grouped_mm_dgrad": _in_mxfp8(_prepare_dgrad, 3),
-    "f16a_mxfp8weight_scaled_mm": _in_mxfp8(_prepare_mm, 3),
-    "f16a_nvfp4weight_scaled_grouped_mm": _prepare_grouped_mm,
-    "f16a_nvfp4weight_grouped_swiglu": _prepare_grouped_swiglu,
-    "f16a_nvfp4weight_grouped_mm_combine": _prepare_combine,
-    "f16a_nvfp4weight_moe_experts": _prepare_experts,
-    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _prepare_dgrad,
-    "f16a_nvfp4weight_scaled_mm": _prepare_mm,
-    "moe_linear_router": _prepare_linear_router,
-    "moe_route": _prepare_route,
-    "moe_router": _prepare_router,
-}

@@ -1,34 +1,29 @@
-"""Launches compiled kernels at little host time: driver structs that are filled once, then patched at each launch.
-Called by the other modules of kernels/cuda; calls nvrtc.py for the kernels, and cuLaunchKernelEx through ctypes.
+"""The driver's functions behind launches: configurations, streams, tensor maps, and single launches.
+Called by the other modules of kernels/cuda; calls nvrtc.py for the kernels, and the CUDA driver through ctypes.
 
-A launch takes 3.9 us of an H200's host, 2.8 of them in the driver.
+What runs at every forward is launched by chains (chain.py), which take less of the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 import sys
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from thunder_moe.kernels.cuda import nvrtc
 
 __all__ = [
-    "Launcher",
-    "allocator",
     "capture_of",
+    "config_of",
     "current_device",
     "current_stream",
     "is_capturing",
-    "launcher",
-    "packer",
+    "launch",
+    "launch_address",
     "tensor_map",
 ]
 
@@ -37,21 +32,6 @@ __all__ = [
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-
-
-def allocator(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]:
-    """(shape, strides, dtype) -> an uninitialised tensor on the current device, in under half of `new_empty`'s time.
-
-    What inductor allocates with. `device`: of the type that is meant.
-    """
-    from torch._C._dynamo import guards
-
-    name = "_empty_strided_cuda" if device.type == "cuda" else "_empty_strided_cpu"
-
-    def plain(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    return cast("Callable[..., Tensor]", getattr(guards, name, plain))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -65,77 +45,47 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-class Launcher:
-    """A kernel with a number of blocks; a call launches it. Safe to use from any thread.
+def config_of(kernel: nvrtc.Kernel, blocks: int, multiprocessors: int | None) -> bytes:
+    """The CUlaunchConfig of a kernel; it points to attributes that the kernel owns.
 
     Args:
-        kernel: its one parameter is a struct.
+        kernel: the kernel.
         blocks: of the grid.
-        argument: the struct.
+        multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
     """
-
-    def __init__(self, kernel: nvrtc.Kernel, blocks: int, argument: type[ctypes.Structure]) -> None:
-        self._kernel = kernel  # owns what the config points to
-        self._device = kernel.device
-        self._function = int(kernel.function)
-        self._config = LaunchConfig.from_buffer_copy(ctypes.string_at(kernel.config.getPtr(), _CONFIG_BYTES))
-        self._config.gridDimX = blocks
-        self._pack_into = packer(argument).pack_into
-        self._argument = ctypes.create_string_buffer(ctypes.sizeof(argument))
-        self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._argument))
-        self._addresses = ctypes.addressof(self._config), ctypes.addressof(self._parameters)
-        self._launch, self._lock = _launch_function(), threading.Lock()
-
-    def __call__(self, stream: int, *fields: Any) -> None:
-        """Launches the kernel on a stream of its device, which has to be the current one.
-
-        Args:
-            stream: its address.
-            fields: of the struct, in order, those of structs in it one by one; 0 for no pointer.
-        """
-        nvrtc.bind_context(self._device)
-        config, parameters = self._addresses
-        with self._lock:
-            self._pack_into(self._argument, 0, *fields)
-            self._config.hStream = stream
-            status = self._launch(config, self._function, parameters, None)
-        if status != 0:
-            nvrtc.raise_error(status)
-
-    def launch(self, stream: int, argument: ctypes.Structure) -> None:
-        """The same with a struct that is filled in."""
-        nvrtc.bind_context(self._device)
-        config, parameters = self._addresses
-        with self._lock:
-            ctypes.memmove(self._argument, ctypes.addressof(argument), ctypes.sizeof(argument))
-            self._config.hStream = stream
-            status = self._launch(config, self._function, parameters, None)
-        if status != 0:
-            nvrtc.raise_error(status)
+    if multiprocessors is not None:
+        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
+    config = LaunchConfig.from_buffer_copy(ctypes.string_at(kernel.config.getPtr(), ctypes.sizeof(LaunchConfig)))
+    config.gridDimX = blocks
+    return bytes(config)
 
 
-@functools.lru_cache(maxsize=4096)
-def launcher(
+def launch(
     sources: tuple[Path, ...],
     expression: str,
     threads: int,
     shared_bytes: int,
     blocks: int,
-    argument: type[ctypes.Structure],
-    device: int,
+    argument: ctypes.Structure,
+    device: torch.device,
     multiprocessors: int | None = None,
-) -> Launcher:
-    """The launcher of a kernel, which is compiled on first use.
+) -> None:
+    """Launch a kernel once, with a struct that is filled in, on the current stream of a device.
 
-    Args:
-        sources, expression, threads, shared_bytes, argument, device: as in `nvrtc.kernel`.
-        blocks: of the grid.
-        multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
+    The arguments are those of `ChainBuilder.launch`.
     """
-    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, device, argument)
-    if multiprocessors is not None:
-        blocks = min(blocks, multiprocessors * kernel.blocks_per_multiprocessor)
-    return Launcher(kernel, blocks, argument)
+    index: Any = device.index
+    if current_device() != index:
+        with torch.cuda.device(index):
+            return launch(sources, expression, threads, shared_bytes, blocks, argument, device, multiprocessors)
+    kernel = nvrtc.kernel(sources, expression, threads, shared_bytes, index, type(argument))
+    config = LaunchConfig.from_buffer_copy(config_of(kernel, blocks, multiprocessors))
+    config.hStream = current_stream(index)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+    nvrtc.bind_context(index)
+    status = _LAUNCH(launch_address())(ctypes.addressof(config), int(kernel.function), parameters, None)
+    if status != 0:
+        nvrtc.raise_error(status)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,38 +94,15 @@ def tensor_map(address: int, rows: int, k: int, box_rows: int) -> bytes:
     return nvrtc.tensor_map(address, rows, k, box_rows)
 
 
-@functools.cache
-def packer(argument: type[ctypes.Structure]) -> struct.Struct:
-    """What packs the fields of a struct, in order, as the C++ compiler lays them out; structs in it are flattened.
-
-    Fields whose names end in an underscore are padding and take no value.
-    """
-    packed = struct.Struct("@" + _format(argument))
-    missing = ctypes.sizeof(argument) - packed.size
-    return struct.Struct(packed.format + f"{missing}x")
-
-
-def _format(argument: type[ctypes.Structure]) -> str:
-    codes = ""
-    for name, kind, *_ in argument._fields_:
-        any_kind: Any = kind
-        if name.endswith("_"):
-            codes += f"{ctypes.sizeof(any_kind)}x"
-        elif issubclass(kind, ctypes.Structure):
-            codes += _format(kind)
-        elif issubclass(kind, ctypes.Array):
-            codes += f"{ctypes.sizeof(any_kind)}s"
-        else:
-            codes += any_kind._type_
-    return codes
+_LAUNCH = ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
 @functools.cache
-def _launch_function() -> Any:
-    """cuLaunchKernelEx(config, function, parameters, extra) -> status."""
-    function = _driver().cuLaunchKernelEx
-    function.argtypes, function.restype = [ctypes.c_void_p] * 4, ctypes.c_int
-    return function
+def launch_address() -> int:
+    """The address of cuLaunchKernelEx(config, function, parameters, extra) -> status."""
+    address = ctypes.cast(_driver().cuLaunchKernelEx, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def capture_of(stream: int) -> int:
@@ -198,6 +125,3 @@ def _capture_function() -> Any:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-_CONFIG_BYTES = ctypes.sizeof(LaunchConfig)

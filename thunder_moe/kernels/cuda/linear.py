@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by kernels/cuda/training.py and prepared.py; calls launch.py beside it.
+Called by kernels/cuda/training.py and prepared.py; calls chain.py beside it.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import launch
 from thunder_moe.kernels.cuda.arguments import (
     LinearArguments,
     LowRankLinearArguments,
     PackedLinearArguments,
     TmaLinearArguments,
 )
+from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder, TensorMap
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.specs import DgradSpec, LinearSpec
 
 __all__ = [
     "KERNELS",
@@ -30,12 +31,11 @@ __all__ = [
     "PACKED_STAGES",
     "STAGES",
     "WGMMA",
-    "LinearLaunch",
-    "PackedLaunch",
+    "append_linear",
+    "append_packed_linear",
     "kernel_for",
-    "linear_launch",
     "packed_is_faster",
-    "packed_launch",
+    "prepare_linear",
     "serves_rank",
     "torch_is_faster",
 ]
@@ -60,140 +60,131 @@ _COLUMNS = 128  # kTileN
 # rows 343, 367; 471, 451. Mixtral (28672, 4096): 128 rows 510, 490; 789, 634. 1024 rows 2635, 2759; 2977, 3102.
 _TORCHS_ROWS = 256
 # Rows of an expert, from which on NVFP4 weights in tiles are dequantized first. Gradient of the rows, H200, us,
-# dequantized and by `PackedLaunch`: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280;
+# dequantized and packed: Qwen3-30B-A3B's gate and up, 4 rows 461, 214; 32 rows 481, 217; 128 rows 570, 280;
 # 256 rows 699, 567; 512 rows 978, 853; 1024 rows 1539, 1660.
 _ROWS_OF_16_BITS = 768
 
 
-class LinearLaunch:
-    """Rows of each expert times its weight, (M, K) -> (M, N), for contiguous operands of one kind.
+def append_linear(
+    chain: ChainBuilder,
+    spec: LinearSpec,
+    kernel: str,
+    x: Address,
+    weight: Address,
+    offsets: Address,
+    out: Address,
+    adapter: tuple[Any, ...] | None = None,
+    *,
+    tile: int | None = None,
+) -> None:
+    """Append rows of each expert times its weight, (M, K) -> (M, N).
 
     Args:
-        rows: M, positive.
-        num_experts: E, positive.
-        n: N, positive.
-        k: K, positive.
-        dtype: of rows, weight and result.
-        transposed: the weight is (E, K, N), not (E, N, K).
-        wide_offsets: they are int64, not int32.
-        zero_tail: rows past the last end become zeros, instead of staying as they were.
+        chain: the chain.
+        spec: of the GEMM.
         kernel: of `KERNELS`; "wgmma" and "mma" take 16-bit numbers, N and K that are multiples of 8, operands that are
             aligned to 16 bytes.
-        device: where the operands are.
-        facts: (multiprocessors, compute capability) of the device.
+        x, weight, offsets, out: operands and result.
+        adapter: (inner, b, ...) with the spec's rank, for "wgmma": rows (M, R) times b, which lies as the weight does
+            with R in place of K, are added.
         tile: rows of a tile, of `ROWS`; by the rows of an expert when None.
-        rank: R, of "wgmma": rows (M, R) times b, which lies as the weight does with R in place of K, are added.
     """
-
-    def __init__(
-        self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, transposed: bool, wide_offsets: bool,
-        zero_tail: bool, kernel: str, device: torch.device, facts: tuple[int, tuple[int, int]], tile: int | None,
-        rank: int = 0,
-    ) -> None:  # fmt: skip
-        assert dtype in DTYPE_CODES
-        tile = tile or _tile(kernel, rows / num_experts, transposed)
-        bf16, flipped = str(dtype == torch.bfloat16).lower(), str(transposed).lower()
-        sources: tuple[Path, ...] = MMA
-        argument: type[ctypes.Structure] = LinearArguments
-        threads, shared = 256, 0
-        if kernel == "wgmma":
-            sources, argument, threads = WGMMA, TmaLinearArguments, 384
-            stages = STAGES[tile]
-            name, shared = f"linear_wgmma<{bf16}, {flipped}, {tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
-            if rank:
-                argument, name = LowRankLinearArguments, f"low_rank_{name}"
-        elif kernel == "mma":
-            name, shared = f"linear_mma<{bf16}, {flipped}, {tile}>", 4 * 64 * (tile + _COLUMNS)
-        else:
-            name = f"linear_any<{DTYPE_CODES[dtype]}, {flipped}, {tile}>"
-        live = min(rows, num_experts)
-        tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # as many as any routing has
-        index: Any = device.index
-        self._index = device.index
-        self._launcher = launch.launcher(sources, name, threads, shared, tiles, argument, index, facts[0])
-        self._maps = _maps(rows, num_experts, n, k, transposed, tile)
-        self._rank_maps, self._rank = _maps(rows, num_experts, n, rank, transposed, tile), (rank,) if rank else ()
-        self._with_maps = kernel == "wgmma"
-        self._parts = []
-        for first in range(0, num_experts, MAX_EXPERTS):
-            count = min(MAX_EXPERTS, num_experts - first)
-            last = first + count == num_experts
-            self._parts.append((rows, first, count, n, k, wide_offsets, zero_tail and last))
-
-    def __call__(self, x: int, weight: int, offsets: int, out: int, inner: int = 0, b: int = 0) -> None:
-        """Launches the kernel for operands at these addresses, on their device; with `rank` inner (M, R) and b are two
-        of them."""
-        if launch.current_device() != self._index:
-            with torch.cuda.device(self._index):
-                return self(x, weight, offsets, out, inner, b)
-        stream = launch.current_stream(self._index)
-        maps: tuple[bytes, ...] = ()
-        if self._with_maps:
-            maps = _encoded(weight, x, self._maps)
-            if self._rank:
-                maps += _encoded(b, inner, self._rank_maps)
-        for part in self._parts:
-            self._launcher(stream, *maps, x, weight, offsets, out, *part, *self._rank)
+    rows, experts, n, k, transposed = spec.rows, spec.num_experts, spec.n, spec.k, spec.transposed
+    assert spec.dtype in DTYPE_CODES
+    tile = tile or _tile(kernel, rows / experts, transposed)
+    bf16, flipped = str(spec.dtype == torch.bfloat16).lower(), str(transposed).lower()
+    sources: tuple[Path, ...] = MMA
+    argument: type[ctypes.Structure] = LinearArguments
+    threads, shared = 256, 0
+    maps: tuple[TensorMap, ...] = ()
+    if kernel == "wgmma":
+        sources, argument, threads = WGMMA, TmaLinearArguments, 384
+        stages = STAGES[tile]
+        name, shared = f"linear_wgmma<{bf16}, {flipped}, {tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
+        maps = _maps(weight, x, rows, experts, n, k, transposed, tile)
+        if adapter is not None:
+            argument, name = LowRankLinearArguments, f"low_rank_{name}"
+            maps += _maps(adapter[1], adapter[0], rows, experts, n, spec.rank, transposed, tile)
+    elif kernel == "mma":
+        name, shared = f"linear_mma<{bf16}, {flipped}, {tile}>", 4 * 64 * (tile + _COLUMNS)
+    else:
+        name = f"linear_any<{DTYPE_CODES[spec.dtype]}, {flipped}, {tile}>"
+    live = min(rows, experts)
+    tiles = (live + (rows - live) // tile) * -(-n // _COLUMNS)  # as many as any routing has
+    rank = () if adapter is None else (spec.rank,)
+    for first in range(0, experts, MAX_EXPERTS):
+        count = min(MAX_EXPERTS, experts - first)
+        zeros = spec.zero_tail and first + count == experts
+        numbers = rows, first, count, n, k, spec.wide_offsets, zeros
+        fields = *maps, x, weight, offsets, out, *numbers, *rank
+        chain.launch(sources, name, threads, shared, tiles, argument, fields, spec.target.multiprocessors)
 
 
-class PackedLaunch:
-    """Rows times NVFP4 weights in tiles, (M, N) x (E, N, K) -> (M, K), on compute capability 9.0.
+def append_packed_linear(
+    chain: ChainBuilder,
+    spec: DgradSpec,
+    x: Address,
+    weight: tuple[Address, Address, Address | None],
+    offsets: Address,
+    out: Address,
+    adapter: tuple[Any, ...] | None = None,
+    *,
+    tile: int | None = None,
+) -> None:
+    """Append rows times NVFP4 weights in tiles, (M, N) x (E, N, K) -> (M, K), on compute capability 9.0.
 
     Args:
-        rows, num_experts: M and E, positive, at most `MAX_EXPERTS` experts.
-        n: N.
-        k: K.
-        dtype: of rows and result, of 16 bits.
-        per_row: whether there is a global scale for each row of a weight.
-        rank: R, of an adapter: rows (M, R) times b (E, R, K) are added; 0 for none.
-        device, facts, tile: as of `LinearLaunch`.
+        chain: the chain.
+        spec: of the gradient, of at most `MAX_EXPERTS` experts.
+        x, weight, offsets, out: operands and result.
+        adapter: (inner, b, ...) with the spec's rank: rows (M, R) times b (E, R, K) are added.
+        tile: as in `append_linear`.
     """
-
-    def __init__(
-        self, rows: int, num_experts: int, n: int, k: int, dtype: torch.dtype, per_row: bool, rank: int,
-        device: torch.device, facts: tuple[int, tuple[int, int]], tile: int | None,
-    ) -> None:  # fmt: skip
-        tile = tile or _packed_tile(rows / num_experts)
-        bf16, stages = str(dtype == torch.bfloat16).lower(), PACKED_STAGES[tile]
-        name = f"packed_linear_wgmma<{bf16}, {str(per_row).lower()}, {tile}, {stages}>"
-        live, index = min(rows, num_experts), device.index
-        tiles = (live + (rows - live) // tile) * -(-k // _COLUMNS)
-        self._index: Any = index
-        self._launcher = launch.launcher(
-            PACKED, name, 512, 1024 + stages * 128 * (128 + tile), tiles, PackedLinearArguments, self._index, facts[0]
-        )
-        self._map, self._inner_map, self._rank = (rows, n, tile), (rows, rank, tile), rank
-        self._b_map = num_experts * rank, k, 64
-        self._part = rows, 0, num_experts, k, n, False, False
-
-    def __call__(
-        self, x: int, qdata: int, scale: int, global_scale: int, offsets: int, out: int, inner: int = 0, b: int = 0
-    ) -> None:
-        """Launches the kernel for operands at these addresses, on the operands' device, which has to be current."""
-        maps = launch.tensor_map(x, *self._map)
-        of_b, of_inner = maps, maps
-        if self._rank:
-            of_b, of_inner = launch.tensor_map(b, *self._b_map), launch.tensor_map(inner, *self._inner_map)
-        self._launcher(
-            launch.current_stream(self._index), maps, of_b, of_inner, x, 0, offsets, out, *self._part, qdata, scale,
-            global_scale, self._rank,
-        )  # fmt: skip
+    rows, experts, n, k, rank = spec.rows, spec.num_experts, spec.n, spec.k, spec.rank
+    tile = tile or _packed_tile(rows / experts)
+    bf16, per_row, stages = spec.dtype == torch.bfloat16, spec.weight.per_row_scale, PACKED_STAGES[tile]
+    name = f"packed_linear_wgmma<{str(bf16).lower()}, {str(per_row).lower()}, {tile}, {stages}>"
+    live = min(rows, experts)
+    tiles, shared = (live + (rows - live) // tile) * -(-k // _COLUMNS), 1024 + stages * 128 * (128 + tile)
+    of_x = TensorMap(x, rows, n, tile)
+    maps = (of_x, of_x, of_x)
+    if adapter is not None:
+        maps = of_x, TensorMap(adapter[1], experts * rank, k, 64), TensorMap(adapter[0], rows, rank, tile)
+    fields = *maps, x, None, offsets, out, rows, 0, experts, k, n, False, False, *weight, rank
+    chain.launch(PACKED, name, 512, shared, tiles, PackedLinearArguments, fields, spec.target.multiprocessors)
 
 
-_Maps = tuple[tuple[int, int, int], tuple[int, int, int]]  # of a weight and of rows: rows, columns, rows of a box
+def _maps(
+    weight: Address, x: Address, rows: int, experts: int, n: int, k: int, transposed: bool, tile: int
+) -> tuple[TensorMap, TensorMap]:
+    """The maps of a weight and of rows."""
+    height, width = (experts * k, n) if transposed else (experts * n, k)
+    return TensorMap(weight, height, width, 64), TensorMap(x, rows, k, tile)
 
 
-def _maps(rows: int, num_experts: int, n: int, k: int, transposed: bool, tile: int) -> _Maps:
-    return (num_experts * (k if transposed else n), n if transposed else k, 64), (rows, k, tile)
+@functools.lru_cache(maxsize=4096)
+def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Chain:
+    """The chain (rows, weight, offsets[, inner (M, R), b][, out]) -> (M, N)."""
+    chain = ChainBuilder(spec.target.device)
+    align = 1 if kernel == "any" else 16
+    experts, rows = spec.num_experts, spec.rows
 
+    def weight_of(k: int) -> Address:
+        shape = (experts, k, spec.n) if spec.transposed else (experts, spec.n, k)
+        return chain.operand(shape, spec.dtype, align=align)
 
-def _encoded(weight: int, x: int, maps: _Maps) -> tuple[bytes, ...]:
-    of_weight, of_x = maps
-    return launch.tensor_map(weight, *of_weight), launch.tensor_map(x, *of_x)
-
-
-packed_launch = functools.lru_cache(maxsize=4096)(PackedLaunch)
-linear_launch = functools.lru_cache(maxsize=4096)(LinearLaunch)
+    x, weight = chain.operand((rows, spec.k), spec.dtype, align=align), weight_of(spec.k)
+    offsets = chain.operand((experts,), torch.int64 if spec.wide_offsets else torch.int32, align=1)
+    adapter = None
+    if spec.rank:
+        adapter = chain.operand((rows, spec.rank), spec.dtype), weight_of(spec.rank)
+    shape = rows, spec.n
+    if spec.into:
+        out = chain.result_in(chain.operand(shape, spec.dtype, align=align), shape, spec.dtype)
+    else:
+        out = chain.result(shape, spec.dtype)
+    append_linear(chain, spec, kernel, x, weight, offsets, out, adapter, tile=tile)
+    return chain.build()
 
 
 def kernel_for(dtype: torch.dtype, n: int, k: int, capability: tuple[int, int], addresses: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +15,26 @@ from torch import Tensor
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.arguments import pointer
-from thunder_moe.kernels.cuda import backend, launch
-from thunder_moe.kernels.cuda.arguments import GatherLowRankArguments, LinearArguments, LowRankGemmArguments
+from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda.arguments import GatherLowRankArguments, LinearArguments
+from thunder_moe.kernels.cuda.chain import ChainBuilder, launched
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, most_shared_bytes
+from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS, serves_rank
-from thunder_moe.kernels.cuda.plan import GemmPlan, plan_gemm
-from thunder_moe.kernels.cuda.prepared import GemmLaunch, dgrad_launch
+from thunder_moe.kernels.cuda.plan import plan_gemm
+from thunder_moe.kernels.cuda.prepared import (
+    Adapter,
+    PreparedGemm,
+    append_gemm,
+    columns_of,
+    prepare_dgrad,
+    weight_operands,
+)
+from thunder_moe.kernels.specs import DgradSpec, GemmSpec
 
-__all__ = ["DGRAD", "GATHER", "LowRankGemmLaunch", "dgrad", "for_adapter", "gather", "grouped_mm"]
+__all__ = ["GATHER", "dgrad", "for_adapter", "gather", "grouped_mm", "prepare_with_adapter"]
 
 GATHER = (COMMON, *(COMMON.with_name(name) for name in ("ptx.cuh", "linear.cuh", "gather_low_rank.cu")))
-DGRAD = COMMON.with_name("tiled_dgrad.cu")
 _DGRAD_CONFIG = GemmConfig("tiled_wgmma", 24, 1, 3, 1, 1)
 _ROWS_IN_REGISTERS = 256  # of an expert, from which on the gradient of the rows transposes weights in registers
 _TILE_ROWS, _STAGE_K, _STAGES = 128, 64, (4, 3)  # kTileRows, kStageK; as many as shared memory holds
@@ -39,52 +47,24 @@ _TILES_BYTES = 8208  # of `ExpertTiles`, static shared memory
 _MOST_TOKENS, _HIGH_RANK = {3: 22, 4: 10}, 48
 
 
-class LowRankGemmLaunch(GemmLaunch):
-    """A grouped GEMM plus ``inner x b``, whose products end in the sums of the GEMM before they are rounded.
+@functools.lru_cache(maxsize=4096)
+def prepare_with_adapter(spec: GemmSpec, config: GemmConfig, rank: int, transposed: bool) -> PreparedGemm:
+    """The chain of a grouped GEMM plus ``inner x b``, whose products end in its sums before they are rounded.
 
     Args:
-        plan: of the GEMM alone; its kernel is "tiled_wgmma", without stream-K.
-        rows, num_experts, n, k, dtype, per_row, device, facts, config: as of `GemmLaunch`.
+        spec: of the GEMM alone; its kernel is "tiled_wgmma", without stream-K.
+        config: of the GEMM.
         rank: R, one that `serves_rank` serves.
         transposed: the weight is (E, K, N).
     """
-
-    def __init__(
-        self, rows: int, num_experts: int, n: int, k: int, rank: int, dtype: torch.dtype, per_row: bool,
-        device: torch.device, facts: tuple[int, tuple[int, int]], config: GemmConfig | None, transposed: bool = False,
-    ) -> None:  # fmt: skip
-        self._rank, self._bf16, self._transposed = rank, str(dtype == torch.bfloat16).lower(), transposed
-        super().__init__(rows, num_experts, n, k, None, dtype, TILED, per_row, None, None, None, device, facts, config)
-
-    def _launcher(self, plan: GemmPlan, multiprocessors: int | None) -> launch.Launcher:
-        config = plan.config
-        numbers = config.token_blocks, config.row_blocks, config.warps_n, config.depth, config.stages
-        kernel, sources = "low_rank_tiled_wgmma", plan.sources
-        if self._transposed:
-            kernel, sources = "low_rank_tiled_dgrad", (*sources, DGRAD)
-        name = f"{kernel}<{self._bf16}, {', '.join(map(str, numbers))}, {-(-self._rank // 16)}>"
-        return launch.launcher(
-            sources, name, plan.threads, plan.shared_bytes, plan.blocks, LowRankGemmArguments, self._index,
-            multiprocessors,
-        )  # fmt: skip
-
-    def add(
-        self, rows: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], offsets: Tensor, inner: Tensor, b: Tensor
-    ) -> Tensor:
-        """(M, K), inner (M, R), b (E, N, R) -> (M, N); contiguous, inner and b aligned to 16 bytes."""
-        index = self._index
-        if launch.current_device() != index:
-            with torch.cuda.device(index):
-                return self.add(rows, weight, offsets, inner, b)
-        gemm = self.prepare(rows, *weight, offsets, None, None, None)
-        assert self._map_rows is not None
-        of_inner = launch.tensor_map(inner.data_ptr(), rows.shape[0], self._rank, self._map_rows[2])
-        of_rows, *fields = gemm.fields
-        self.launcher(launch.current_stream(index), of_rows, of_inner, *fields, b.data_ptr(), self._rank)
-        return gemm.out
-
-
-low_rank_launch = functools.lru_cache(maxsize=4096)(LowRankGemmLaunch)
+    chain, (rows, experts, n, k) = ChainBuilder(spec.target.device), (spec.rows, spec.num_experts, spec.n, spec.k)
+    x = chain.operand((rows, k), spec.dtype)
+    weight = weight_operands(chain, experts, *((k, n) if transposed else (n, k)), spec.weight)
+    offsets = chain.operand((experts,), torch.int32, align=1)
+    inner, b = chain.operand((rows, rank), spec.dtype), chain.operand((experts, n, rank), spec.dtype)
+    out, plan = chain.result((rows, columns_of(spec)), spec.dtype), plan_gemm(spec, config)
+    append_gemm(chain, spec, plan, x, weight, offsets, out=out, adapter=Adapter(inner, b, rank, transposed))
+    return PreparedGemm(chain.build(), plan.config.layout, spec.features)
 
 
 def grouped_mm(
@@ -92,18 +72,17 @@ def grouped_mm(
 ) -> Tensor | None:
     """(M, K), inner (M, R), b (E, N, R) -> (M, N), rows past the end undefined; None where no kernel does both."""
     (experts, n, k), m, rank = weight.shape, rows.shape[0], inner.shape[1]
-    facts: Any = backend._device_facts(rows.device)
-    served = weight.layout == TILED and facts[1] == (9, 0) and experts <= backend.MAX_EXPERTS
+    target = backend.target(rows.device)
+    served = weight.layout == TILED and target.capability == (9, 0) and experts <= MAX_EXPERTS
     if m == 0 or n == 0 or not (served and serves_rank(rows.dtype, n, k, rank)):
         return None
-    plan = plan_gemm(m, experts, n, k, False, False, False, rows.dtype, TILED, *facts, "nvfp4", config)
+    spec = GemmSpec(m, experts, n, k, rows.dtype, backend.weight_spec(weight), target)
+    plan = plan_gemm(spec, config)
     if plan.config.kernel != "tiled_wgmma" or plan.config.stream_k:
         return None
-    config = config or for_adapter(plan.config, rank)
-    per_row = weight.global_scale.ndim == 2
-    run = low_rank_launch(m, experts, n, k, rank, rows.dtype, per_row, rows.device, facts, config)
-    rows, inner, b = (_aligned(each.detach()) for each in (rows, inner, b))
-    return run.add(rows, backend._tensors(weight, TILED), offsets.contiguous(), inner, b)
+    run = prepare_with_adapter(spec, config or for_adapter(plan.config, rank), rank, False)
+    rows, inner, b = (backend.aligned(each.detach()) for each in (rows, inner, b))
+    return run(rows, backend.tensors_of(weight), offsets.contiguous(), inner, b)
 
 
 def dgrad(
@@ -114,19 +93,19 @@ def dgrad(
     config: of the kernel that transposes weights in registers, in place of the choice; per-row scales have none.
     """
     (experts, n, k), m, rank = weight.shape, grad.shape[0], outer.shape[1]
-    facts: Any = backend._device_facts(grad.device)
-    served = facts[1] == (9, 0) and experts <= backend.MAX_EXPERTS and weight.layout in (LINEAR, TILED)
+    target, packed = backend.target(grad.device), backend.weight_spec(weight)
+    served = target.capability == (9, 0) and experts <= MAX_EXPERTS and packed.layout in (LINEAR, TILED)
     if m == 0 or k == 0 or not (served and serves_rank(grad.dtype, n, k, rank)):
         return None
-    tiled, per_row = weight.layout == TILED, weight.global_scale.ndim == 2
-    if tiled and not per_row and (config or m / experts >= _ROWS_IN_REGISTERS):
+    operands = backend.tensors_of(weight)
+    if packed.layout == TILED and not packed.per_row_scale and (config or m / experts >= _ROWS_IN_REGISTERS):
         config = config or for_adapter(_DGRAD_CONFIG, rank)
-        of_tiles = low_rank_launch(m, experts, k, n, rank, grad.dtype, per_row, grad.device, facts, config, True)
-        grad, outer, b = (_aligned(each.detach()) for each in (grad, outer, a.mT))
-        return of_tiles.add(grad, backend._tensors(weight, TILED), offsets.contiguous(), outer, b)
-    run = dgrad_launch(m, experts, n, k, grad.dtype, tiled, per_row, grad.device, facts, "nvfp4", rank)
-    grad, outer, a = (_aligned(each.detach()) for each in (grad, outer, a))
-    out: Tensor = run(grad, *backend._tensors(weight, weight.layout), offsets.contiguous(), outer, a)
+        run = prepare_with_adapter(GemmSpec(m, experts, k, n, grad.dtype, packed, target), config, rank, True)
+        grad, outer, b = (backend.aligned(each.detach()) for each in (grad, outer, a.mT))
+        return run(grad, operands, offsets.contiguous(), outer, b)
+    spec = DgradSpec(m, experts, n, k, grad.dtype, packed, target, rank)
+    grad, outer, a = (backend.aligned(each.detach()) for each in (grad, outer, a))
+    out: Tensor = launched(prepare_dgrad(spec), grad, *operands, offsets.contiguous(), outer, a)
     return out
 
 
@@ -147,7 +126,7 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
     if m == 0 or experts > MAX_EXPERTS or not serves_rank(tokens.dtype, k, k, rank):
         return None
     transposed = not weight.is_contiguous() and weight.mT.is_contiguous()
-    tokens, weight = _aligned(tokens.detach()), _aligned((weight.mT if transposed else weight).detach())
+    tokens, weight = (backend.aligned(each.detach()) for each in (tokens, weight.mT if transposed else weight))
     row_slot, offsets = row_slot.contiguous(), offsets.contiguous()
     rows, out = tokens.new_empty(m, k), tokens.new_empty(m, rank)
     of = LinearArguments(
@@ -155,16 +134,11 @@ def gather(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) ->
     )
     argument = GatherLowRankArguments(of, *map(pointer, (row_slot, rows)), m // count)
     bf16, blocks = str(tokens.dtype == torch.bfloat16).lower(), -(-rank // 16)
-    multiprocessors, capability = backend._device_facts(tokens.device)
-    stage, most = _STAGE_K * 2 * (_TILE_ROWS + 16 * blocks), most_shared_bytes(capability) - _TILES_BYTES
+    target = backend.target(tokens.device)
+    stage, most = _STAGE_K * 2 * (_TILE_ROWS + 16 * blocks), most_shared_bytes(target.capability) - _TILES_BYTES
     stages = next(stages for stages in _STAGES if stages * stage <= most)
     name = f"gather_low_rank<{bf16}, {str(transposed).lower()}, {blocks}, {stages}>"
     live, shared = min(m, experts), stages * stage
     tiles = live + (m - live) // _TILE_ROWS  # as many as any routing has
-    backend._launch(GATHER, name, 256, shared, tiles, argument, tokens.device, multiprocessors)
+    launch(GATHER, name, 256, shared, tiles, argument, tokens.device, target.multiprocessors)
     return rows, out
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -10,7 +10,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.kernels.cuda.linear import kernel_for, linear_launch
+from thunder_moe.kernels.cuda.chain import launched
+from thunder_moe.kernels.cuda.linear import kernel_for, prepare_linear
+from thunder_moe.kernels.specs import LinearSpec, Target
 
 __all__ = ["IN_16_BITS", "IN_TILES", "WAYS", "multiply", "way"]
 
@@ -48,14 +50,11 @@ def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capabi
     return IN_16_BITS if experts > 1 and n % 8 == 0 else None
 
 
-def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, facts: tuple[int, tuple[int, int]]) -> Tensor:
-    """Contiguous 16-bit rows (M, K), weight (E, N, K) and offsets (E,) -> (M, N); facts: of the device."""
+def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, target: Target) -> Tensor:
+    """Contiguous 16-bit rows (M, K), weight (E, N, K) and offsets (E,) -> (M, N)."""
     experts, n, k = weight.shape
     rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
-    kernel = kernel_for(rows.dtype, n, k, facts[1], 0)
-    launch = linear_launch(
-        rows.shape[0], experts, n, k, rows.dtype, False, False, False, kernel, rows.device, facts, None
-    )
-    out = rows.new_empty(rows.shape[0], n)
-    launch(rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), out.data_ptr())
+    kernel = kernel_for(rows.dtype, n, k, target.capability, 0)
+    run = prepare_linear(LinearSpec(rows.shape[0], experts, n, k, rows.dtype, target), kernel)
+    out: Tensor = launched(run, rows, weight, offsets)
     return out

@@ -1,5 +1,5 @@
 """Compiles CUDA C++ at run time and loads it: NVRTC and the driver through cuda-bindings, which CUDA torch installs.
-Called by kernels/cuda/launch.py; calls cuda.bindings and kernels/code_cache.py, which keeps cubins on disk.
+Called by kernels/cuda/chain.py and launch.py; calls cuda.bindings, and kernels/code_cache.py to keep cubins on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _thread = threading.local()
 
 
 class Kernel:
-    """A compiled kernel on one device; its one parameter is a struct by value. launch.py launches it.
+    """A compiled kernel on one device; its one parameter is a struct by value. chain.py launches it.
 
     Args:
         function: of cuda.bindings.driver.

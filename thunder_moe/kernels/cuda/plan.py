@@ -8,9 +8,8 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from thunder_moe.kernels.cuda.configs import BLOCK_BYTES, CHUNK, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.specs import GemmSpec
 
 __all__ = ["CACHE_LINE", "GemmPlan", "plan_gemm"]
 
@@ -54,42 +53,20 @@ class GemmPlan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan_gemm(
-    rows: int,
-    num_experts: int,
-    n: int,
-    k: int,
-    swiglu: bool,
-    gathered: bool,
-    scaled: bool,
-    dtype: torch.dtype,
-    layout: str,
-    multiprocessors: int,
-    capability: tuple[int, int],
-    format: str = "nvfp4",
-    config: GemmConfig | None = None,
-) -> GemmPlan:
+def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
     """The plan for rows (M, K) and weights (E, N, K).
 
     Args:
-        rows: M, of all experts together.
-        num_experts: E.
-        n: N, rows of a weight; 2 I for SwiGLU.
-        k: K.
-        swiglu: whether the activation is fused.
-        gathered: whether there is a row_slot, so that rows are gathered from tokens.
-        scaled: whether there is a slot_scale.
-        dtype: of the rows.
-        layout: of the weight, one of `configs.LAYOUTS`.
-        multiprocessors: of the device.
-        capability: of the device, such as (9, 0).
-        format: of the weight, one of `configs.FORMATS`.
-        config: to be used in place of the one that `choose_config` chooses.
+        spec: of the GEMM.
+        config: in place of the one that `choose_config` chooses.
 
     Raises:
         ValueError: the layout is not for this device, or there are more tiles than an int32 counts.
     """
-    features = n // 2 if swiglu else n
+    rows, num_experts, n, k, features = spec.rows, spec.num_experts, spec.n, spec.k, spec.features
+    swiglu, gathered, scaled = spec.activation is not None, spec.top_k is not None, spec.slot_scale is not None
+    multiprocessors, capability = spec.target.multiprocessors, spec.target.capability
+    layout, format = spec.weight.layout, spec.weight.format
     if config is None:
         config = choose_config(rows, num_experts, features, k, swiglu, multiprocessors, capability, layout, format)
     else:
@@ -132,7 +109,7 @@ def plan_gemm(
     return GemmPlan(
         config,
         config.sources,
-        config.expression(dtype, swiglu, k, scaled),
+        config.expression(spec.dtype, swiglu, k, scaled),
         config.threads,
         config.shared_bytes,
         blocks,

@@ -25,8 +25,11 @@ from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
 from thunder_moe.kernels.cuda import wgrad as wgrads
 from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArguments
+from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
+from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.select import chosen_backend, select
+from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
 
 __all__ = [
@@ -77,7 +80,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if padded:
         rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
     few = not padded and linears.serves_rank(rows.dtype, n, k, n)
-    if not few and linears.torch_is_faster(rows.dtype, backend._device_facts(rows.device)[1], m / experts):
+    if not few and linears.torch_is_faster(rows.dtype, backend.target(rows.device).capability, m / experts):
         product = _multiply(rows, weight, offsets)
     else:
         # At an odd address `out` is written behind the GEMM, whose kernels of 16 bits store several numbers at once.
@@ -160,7 +163,7 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         return wgrads.rank_wgrad(rows, grad, offsets, True)
     if rows.dtype != torch.float32 and (n % 8 or k % 8):
         rows, grad = (F.pad(each, (0, -each.shape[1] % 8)) for each in (rows, grad))
-    capability = backend._device_facts(rows.device)[1]
+    capability = backend.target(rows.device).capability
     least = _TORCHS_ROWS_OF_WGRAD if k % 256 == 0 else 0
     if linears.torch_is_faster(rows.dtype, capability, m / experts, least):
         result = torch._grouped_mm(_contiguous(grad).t(), _contiguous(rows), offs=_ends(offsets, m))
@@ -219,7 +222,7 @@ def bias_grad(grad: Tensor, offsets: Tensor, scale: Tensor | None = None) -> Ten
         (f"bias_grad_chunks<{DTYPE_CODES[grad.dtype]}, {_vectors(n, grad)}>", chunks * -(-n // _COLUMNS)),
         ("bias_grad_reduce", experts * -(-n // columns)),
     ):
-        backend._launch(BIAS, kernel, _THREADS, 0, blocks, argument, grad.device)
+        launch(BIAS, kernel, _THREADS, 0, blocks, argument, grad.device)
     return out
 
 
@@ -302,17 +305,15 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
     transposed = not weight.is_contiguous() and weight.mT.is_contiguous()
     weight = weight.mT if transposed else weight.contiguous()
     (m, k), experts, n = rows.shape, offsets.shape[0], weight.shape[2 if transposed else 1]
-    result = rows.new_empty(m, n) if out is None else out
-    facts = backend._device_facts(rows.device)
     if rows.dtype != torch.float32 and n % 8 == 0 and k % 8 == 0:
         rows, weight = (_contiguous(operand) for operand in (rows, weight))
-    addresses = rows.data_ptr() | weight.data_ptr() | result.data_ptr()
-    kernel = linears.kernel_for(rows.dtype, n, k, facts[1], addresses)
-    run = linears.linear_launch(
-        m, experts, n, k, rows.dtype, transposed, _is_wide(offsets), out is None, kernel, rows.device, facts, None
-    )
-    run(rows.data_ptr(), weight.data_ptr(), offsets.data_ptr(), result.data_ptr())
-    return result
+    addresses = rows.data_ptr() | weight.data_ptr() | (0 if out is None else out.data_ptr())
+    target, wide = backend.target(rows.device), _is_wide(offsets)
+    kernel = linears.kernel_for(rows.dtype, n, k, target.capability, addresses)
+    into = () if out is None else (out,)
+    spec = LinearSpec(m, experts, n, k, rows.dtype, target, transposed, wide, zero_tail=not into, into=bool(into))
+    product: Tensor = launched(linears.prepare_linear(spec, kernel), rows, weight, offsets, *into)
+    return product
 
 
 def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -331,7 +332,7 @@ def _zero_past_end(rows: Tensor, offsets: Tensor) -> Tensor:
         _is_wide(offsets),
     )  # fmt: skip
     kernel = f"zero_past_end<{DTYPE_CODES[rows.dtype]}>"
-    backend._launch(BIAS, kernel, _THREADS, 0, min(rows.shape[0], 1024), argument, rows.device)
+    launch(BIAS, kernel, _THREADS, 0, min(rows.shape[0], 1024), argument, rows.device)
     return rows
 
 
@@ -380,13 +381,13 @@ def _activation(
     )  # fmt: skip
     name = f"{kernel}<{DTYPE_CODES[y.dtype]}, {str(form is not None).lower()}, {pack}, {per_row}>"
     blocks = min(-(-y.shape[0] // (_THREADS // per_row)), _MOST_BLOCKS)
-    backend._launch(ACTIVATION, name, _THREADS, 0, blocks, argument, y.device)
+    launch(ACTIVATION, name, _THREADS, 0, blocks, argument, y.device)
 
 
 def _by_rows(sources: tuple[Path, ...], kernel: str, rows: int, argument: BiasArguments, device: torch.device) -> None:
     """Launches a kernel of which a warp takes a row."""
     blocks = min(-(-rows // (_THREADS // 32)), _MOST_BLOCKS)
-    backend._launch(sources, kernel, _THREADS, 0, blocks, argument, device)
+    launch(sources, kernel, _THREADS, 0, blocks, argument, device)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
-from thunder_moe.kernels.cuda import backend, launch
+from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.arguments import RankWgradArguments, TmaWgradArguments, WgradArguments
 from thunder_moe.kernels.cuda.configs import COMMON, most_shared_bytes
+from thunder_moe.kernels.cuda.launch import launch, tensor_map
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["KERNELS", "MMA", "RANK", "WGMMA", "rank_wgrad", "wgrad"]
@@ -55,8 +56,8 @@ def wgrad(
         columns: of K in a tile of "wgmma": 256, 192 or 128.
     """
     x, grad, offsets = x.detach().contiguous(), grad.detach().to(x.dtype).contiguous(), offsets.contiguous()
-    multiprocessors, capability = backend._device_facts(x.device)
-    kernel = kernel or _kernel(x, grad, out, capability)
+    target = backend.target(x.device)
+    kernel = kernel or _kernel(x, grad, out, target.capability)
     if kernel != "any":
         x, grad = _aligned(x), _aligned(grad)
     (rows, k), n = x.shape, grad.shape[1]
@@ -82,7 +83,7 @@ def wgrad(
         if kernel == "wgmma":
             argument = TmaWgradArguments(_map(grad), _map(x), argument)
         tiles = (min(experts, rows) if accumulate else experts) * -(-n // tile_n) * -(-k // tile_k)
-        backend._launch(sources, name, threads, shared, tiles, argument, x.device, multiprocessors)
+        launch(sources, name, threads, shared, tiles, argument, x.device, target.multiprocessors)
 
 
 def rank_wgrad(
@@ -101,8 +102,8 @@ def rank_wgrad(
     out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
     bf16, gathers = str(narrow.dtype == torch.bfloat16).lower(), str(row_slot is not None).lower()
     blocks = -(-rank // 16)
-    multiprocessors, capability = backend._device_facts(wide.device)
-    stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(capability) - _ORDER_BYTES  # kStageRows, kColumns
+    target = backend.target(wide.device)
+    stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(target.capability) - _ORDER_BYTES  # kStageRows, kColumns
     stages = next(stages for stages in _RANK_STAGES if stages * stage <= most)
     name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}, {stages}>"
     row_slot = None if row_slot is None else row_slot.contiguous()
@@ -115,7 +116,7 @@ def rank_wgrad(
             ), *map(pointer, (row_slot,)), rows // wide.shape[0],
         )  # fmt: skip
         tiles = of_part.shape[0] * -(-k // 128)  # kColumns
-        backend._launch(RANK, name, 256, stages * stage, tiles, argument, wide.device, multiprocessors)
+        launch(RANK, name, 256, stages * stage, tiles, argument, wide.device, target.multiprocessors)
     return out
 
 
@@ -135,7 +136,7 @@ def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -
 
 
 def _map(rows: Tensor) -> Any:
-    return _Map.from_buffer_copy(launch.tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
+    return _Map.from_buffer_copy(tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 """Zeroed int32 semaphores and counters on a CUDA device, for synchronization between the blocks of a kernel.
-Called by kernels/cuda/prepared.py; calls launch.py for the current stream.
+Called by kernels/cuda/chain.py; calls launch.py for the current stream.
 
 A kernel finds its slice of the workspace all zeros and leaves it so. Kernels that may run at the same time need
 different slices: each stream has its own, and in each CUDA graph, which is replayed on any stream, each of the streams

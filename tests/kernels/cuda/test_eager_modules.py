@@ -1,5 +1,5 @@
-"""Quantized models of transformers in eager inference, whose routers and experts call kernels without the operators:
-which calls do, that they give the same, and what leads them back to the operators.
+"""Quantized models of transformers in eager inference, whose routers, experts and dense layers run prepared chains:
+they give what the backend's functions give, whatever changes.
 Called by pytest; the kernels run by the emulator, on a CPU that takes itself for a CUDA device.
 """
 
@@ -17,65 +17,23 @@ pytest.importorskip("transformers")
 from tiny_models import tiny_config, tiny_model, tokens
 
 from thunder_moe import quantize_
-from thunder_moe.integrations.huggingface import experts as experts_module
 from thunder_moe.integrations.huggingface import routers as routers_module
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts
 from thunder_moe.integrations.huggingface.routers import FusedRouter
 from thunder_moe.kernels import select
-from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import bound, router
-from thunder_moe.nn import linear
 from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 
 BF16, OTHERS = torch.bfloat16, ("deepseek_v3", "mixtral", "llama4")
 
 
-@pytest.fixture
-def device(emulated, monkeypatch):
-    """The CPU has the CUDA kernels, and no others but the reference."""
-    for name in ("_best", "_load", "bound_kernels"):
-        uncached = getattr(select, name).__wrapped__
-        for module in (select, experts_module, routers_module, linear):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, uncached)
-    monkeypatch.setattr(select, "BACKENDS", {"cuda": ("cpu",), "reference": None})
-    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: None)
-
-
-@pytest.fixture
-def calls(device, monkeypatch):
-    """How often routers and experts have run without their operators."""
-    counts = {"router": 0, "experts": 0}
-
-    def counted(name, method):
-        def call(*args):
-            counts[name] += 1
-            return method(*args)
-
-        return call
-
-    monkeypatch.setattr(bound.Chain, "__call__", counted("experts", bound.Chain.__call__))
-    for launch in (router.RouterLaunch, router.LinearRouterLaunch):
-        monkeypatch.setattr(launch, "packed", counted("router", launch.packed))
-
-    def since():
-        found = (counts["router"], counts["experts"])
-        counts.update(router=0, experts=0)
-        return found
-
-    return since
-
-
-def by_operators(model, *args, **options):
-    """What a model gives when everything goes through the operators."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (experts_module, routers_module, linear):
-            patch.setattr(module, "is_bare", lambda tensor: False)
+def by_functions(model, *args, **options):
+    """What a model gives by the functions of the backend, past all that is prepared."""
+    with select.use_backend("cuda"):
         return model(*args, **options)
 
 
-def make_block(calls):
-    """A Qwen3-MoE block that has bound its kernels, and its input."""
+def make_block():
+    """A Qwen3-MoE block whose chains are prepared, and its input."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     block = Qwen3MoeSparseMoeBlock(tiny_config("qwen3_moe")).to(BF16)
@@ -84,7 +42,6 @@ def make_block(calls):
     block = quantize_(block.eval(), layout="linear")
     x = torch.randn(1, 3, 64, dtype=BF16)
     block(x)
-    calls()
     return block, x
 
 
@@ -97,21 +54,21 @@ MODELS = [
 
 @pytest.mark.parametrize(("name", "layout"), MODELS)
 @torch.no_grad()
-def test_models(request, calls, name, layout):
+def test_models(request, chains, name, layout):
     config = tiny_config(name)
     if layout != "linear":
         request.getfixturevalue("hopper")
         config.hidden_size, config.intermediate_size, config.moe_intermediate_size = 256, 64, 64
     model = quantize_(tiny_model(name, BF16, config), layout=layout)
-    routers = sum(isinstance(module, FusedRouter) for module in model.modules())
     layers = sum(isinstance(module, NVFP4Experts) for module in model.modules())
     ids = tokens(1, 3)
     first = model(ids).logits
-    assert calls() == (routers, 0)
-    again = model(ids, output_router_logits=True)
-    assert calls() == (routers, layers)
-    expected = by_operators(model, ids, output_router_logits=True)
-    assert calls() == (0, 0)
+    assert "f16a_nvfp4weight_moe_experts" in chains
+    for _ in range(2):  # with the logits Llama 4's experts get no order of rows
+        chains.clear()
+        again = model(ids, output_router_logits=True)
+    assert not chains
+    expected = by_functions(model, ids, output_router_logits=True)
     assert torch.equal(first, expected.logits)
     assert torch.equal(again.logits, expected.logits)
     if name not in ("deepseek_v3", "llama4"):  # whose outputs have none
@@ -121,7 +78,7 @@ def test_models(request, calls, name, layout):
 
 
 @torch.no_grad()
-def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
+def test_routers_of_one_token_are_one_kernel(chains, monkeypatch):
     """Where `is_one_operator` says so, which asks for CUDA: the logits are float32 sums, rounded once."""
     monkeypatch.setattr(routers_module, "is_one_operator", lambda hidden, weight: hidden.dtype == weight.dtype)
     linear_layers, plain = [], torch.nn.functional.linear
@@ -130,11 +87,13 @@ def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
         model = quantize_(tiny_model(name, BF16), layout="linear")
         gate = next(module for module in model.modules() if isinstance(module, FusedRouter))
         x = torch.randn(1, 64, dtype=BF16)
+        gate(x)
         linear_layers.clear()
+        chains.clear()
         logits, scores, ids = gate(x)
-        assert calls() == (1, 0)
+        assert not chains
         assert not linear_layers
-        for found, wanted in zip((logits, scores, ids), by_operators(gate, x), strict=True):
+        for found, wanted in zip((logits, scores, ids), by_functions(gate, x), strict=True):
             assert torch.equal(found, wanted)
         wide = plain(x.float(), gate.weight.float(), None if name == "qwen3_moe" else gate.bias.float())
         torch.testing.assert_close(logits.float(), wide, rtol=1e-2, atol=1e-2)
@@ -147,7 +106,7 @@ def test_routers_of_one_token_are_one_kernel(calls, monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])  # without and with a bias of the scores
 @pytest.mark.covering(1)
 @torch.no_grad()
-def test_routers_equal_their_operators(calls, monkeypatch, name, one_kernel):
+def test_routers_equal_their_operators(chains, monkeypatch, name, one_kernel):
     if one_kernel:
         monkeypatch.setattr(routers_module, "is_one_operator", lambda hidden, weight: hidden.dtype == weight.dtype)
     model = quantize_(tiny_model(name, BF16), layout="linear")
@@ -157,19 +116,19 @@ def test_routers_equal_their_operators(calls, monkeypatch, name, one_kernel):
     for tokens_of_call in (1, 3, 70):
         x = torch.randn(tokens_of_call, 64, dtype=BF16)
         for rows in (x, x, shift(x), x.t().contiguous().t(), x.repeat(1, 2)[:, :64]):
-            assert all(map(torch.equal, gate(rows), by_operators(gate, rows)))
+            assert all(map(torch.equal, gate(rows), by_functions(gate, rows)))
 
 
 @torch.no_grad()
-def test_operands_of_other_kinds(calls):
+def test_operands_of_other_kinds(chains):
     """Those that have to be checked or converted are left to the operator."""
-    experts = make_block(calls)[0].experts
+    experts = make_block()[0].experts
     x, ids, scores = torch.randn(5, 64, dtype=BF16), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
     kinds = [(x, ids, scores), (x.float(), ids, scores), (x, ids.int(), scores)]
     kinds += [(x[:3], ids[:3], scores[:3]), (x, ids[:, :1], scores[:, :1]), (x, ids, scores.t().contiguous().t())]
     kinds += [(x.t().contiguous().t(), ids, scores), (shift(x), ids, scores)]
     for operands in [*kinds, *kinds]:
-        assert torch.equal(experts(*operands), by_operators(experts, *operands))
+        assert torch.equal(experts(*operands), by_functions(experts, *operands))
     with pytest.raises(ValueError, match="expert_weights: "):
         experts(x, ids, scores[:, :1])
 
@@ -180,10 +139,9 @@ def shift(tensor):
 
 
 @torch.no_grad()
-def test_hooks_run_and_what_they_change_counts(calls):
-    block, x = make_block(calls)
+def test_hooks_run_and_what_they_change_counts(chains):
+    block, x = make_block()
     plain = block(x)
-    assert calls() == (1, 1)
 
     def swap(module, args, outputs):
         seen.append(outputs)
@@ -196,7 +154,7 @@ def test_hooks_run_and_what_they_change_counts(calls):
     for hook in (swap, replace):
         seen = []
         handle = block.gate.register_forward_hook(hook)
-        results += [block(x), by_operators(block, x)]
+        results += [block(x), by_functions(block, x)]
         handle.remove()
     assert not torch.equal(results[0], plain)
     assert all(torch.equal(result, results[0]) for result in results)
@@ -209,14 +167,14 @@ def test_hooks_run_and_what_they_change_counts(calls):
 
 
 @torch.no_grad()
-def test_weights_that_change_are_seen(calls):
-    block, x = make_block(calls)
-    before, other = block(x), make_block(calls)[0]
+def test_weights_that_change_are_seen(chains):
+    block, x = make_block()
+    before, other = block(x), make_block()[0]
     own = copy.deepcopy(block.state_dict())
     experts = block.experts
     experts.gate_up_proj.set_weight(other.experts.gate_up_proj.nvfp4_weight)
     assert not torch.equal(block(x), before)
-    assert torch.equal(block(x), by_operators(block, x))
+    assert torch.equal(block(x), by_functions(block, x))
     block.load_state_dict(own)
     assert torch.equal(block(x), before)
     experts.down_proj.global_scale = 2 * experts.down_proj.global_scale
@@ -228,29 +186,29 @@ def test_weights_that_change_are_seen(calls):
         assert torch.equal(block(x), before)
     experts.down_proj.qdata = kept
     block.gate.weight.copy_(other.gate.weight)
-    assert torch.equal(block(x), by_operators(block, x))
-    calls()
+    assert torch.equal(block(x), by_functions(block, x))
+    chains.clear()
     block(x)
-    assert calls() == (1, 1)
+    assert not chains
 
 
 @torch.no_grad()
-def test_biases_that_change_are_seen(calls):
+def test_biases_that_change_are_seen(chains):
     model = quantize_(tiny_model("gpt_oss", BF16), layout="linear")
     experts = model.model.layers[0].mlp.experts
     ids = tokens(1, 3)
     model(ids)
     before = model(ids).logits
     kept, experts.down_bias = experts.down_bias, nn.Parameter(experts.down_bias + 1, requires_grad=False)
-    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    assert torch.equal(model(ids).logits, by_functions(model, ids).logits)
     experts.down_bias = None
-    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    assert torch.equal(model(ids).logits, by_functions(model, ids).logits)
     experts.down_bias = nn.Parameter(kept.double(), requires_grad=False)
-    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    assert torch.equal(model(ids).logits, by_functions(model, ids).logits)
     experts.down_bias = kept
     assert torch.equal(model(ids).logits, before)
     nn.utils.parametrize.register_parametrization(experts, "down_bias", Plus())
-    assert torch.equal(model(ids).logits, by_operators(model, ids).logits)
+    assert torch.equal(model(ids).logits, by_functions(model, ids).logits)
     assert not torch.equal(model(ids).logits, before)
 
 
@@ -260,30 +218,29 @@ class Plus(nn.Module):
 
 
 @torch.no_grad()
-def test_copies_bind_their_own(calls):
-    block, x = make_block(calls)
+def test_copies_have_weights_of_their_own(chains):
+    block, x = make_block()
     expected = block(x)
     file = io.BytesIO()
     torch.save(block, file)
     file.seek(0)
     for copied in (copy.deepcopy(block), torch.load(file, weights_only=False)):
         copied.experts.down_proj.global_scale *= 2
-        calls()
+        chains.clear()
         assert torch.equal(copied(x), 2 * expected)
-        assert calls() == (1, 0)
-        assert torch.equal(copied(x), 2 * expected)
-        assert calls() == (1, 1)
+        assert not chains
     assert torch.equal(block(x), expected)
 
 
 @torch.no_grad()
-def test_where_the_operators_run(calls):
-    block, x = make_block(calls)
+def test_modes(chains):
+    block, x = make_block()
     expected = block(x)
-    assert calls() == (1, 1)
     with torch.inference_mode():
-        assert torch.equal(block(x), expected)
-    assert calls() == (1, 1)
+        for _ in range(2):
+            chains.clear()
+            assert torch.equal(block(x), expected)
+    assert not chains
     with FlopCounterMode(display=False):
         assert torch.equal(block(x), expected)
     with select.use_backend("reference"):
@@ -296,10 +253,8 @@ def test_where_the_operators_run(calls):
         assert torch.equal(out, expected)
         out.sum().backward()
     assert leaf.grad.abs().sum() > 0
-    assert calls() == (0, 0)
     with torch.autocast("cpu", BF16):  # under which the router's own forward runs
-        assert torch.equal(block(x), by_operators(block, x))
-    assert calls()[0] == 0
+        assert torch.equal(block(x), by_functions(block, x))
 
 
 def stack_of(*sizes):
@@ -310,41 +265,40 @@ def stack_of(*sizes):
 
 
 @torch.no_grad()
-def test_dense_layers(device, monkeypatch):
+def test_dense_layers(chains):
     layer = NVFP4Linear.from_linear(nn.Linear(64, 32, dtype=BF16), layout="linear")
     other = NVFP4Linear.from_linear(nn.Linear(64, 32, dtype=BF16), layout="linear")
-    ran, run = [], bound.BoundLinear.__call__
-    monkeypatch.setattr(bound.BoundLinear, "__call__", lambda self, x: ran.append(run(self, x)) or ran[-1])
     for shape in ((64,), (1, 64), (2, 3, 64)):
         x = torch.randn(shape, dtype=BF16)
-        for _ in range(2):
-            assert torch.equal(layer(x), by_operators(layer, x))
-        assert ran.pop() is not None
+        layer(x)
+        chains.clear()
+        result = layer(x)
+        assert not chains
+        assert torch.equal(result, by_functions(layer, x))
     strided = torch.randn(64, 2, dtype=BF16).t()
     shifted = torch.randn(129, dtype=BF16)[1:].view(2, 64)
     for x in (strided, shifted, torch.randn(2, 64), torch.empty(0, 64, dtype=BF16)):
         layer(x)
-        assert torch.equal(layer(x), by_operators(layer, x))
-        assert ran.pop() is None
+        assert torch.equal(layer(x), by_functions(layer, x))
     x = torch.randn(1, 64, dtype=BF16)
     layer.set_weight(other.nvfp4_weight)
     layer.bias = other.bias
     assert torch.equal(layer(x), other(x))
     layer.bias = None
-    assert torch.equal(layer(x), by_operators(layer, x))
+    assert torch.equal(layer(x), by_functions(layer, x))
     nn.utils.parametrize.register_parametrization(other, "bias", Plus())
-    assert torch.equal(other(x), by_operators(other, x))
+    assert torch.equal(other(x), by_functions(other, x))
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
     with pytest.raises(ValueError, match="activation"):
         layer(torch.randn(1, 48, dtype=BF16))
 
 
 @torch.no_grad()
-def test_stacks_share_a_call(device, monkeypatch):
+def test_stacks_share_a_call(chains):
     stack, parts, x = stack_of(32, 16, 16)
 
     def expected():
-        return by_operators(NVFP4Linear.forward, stack, x).split((32, 16, 16), -1)
+        return by_functions(NVFP4Linear.forward, stack, x).split((32, 16, 16), -1)
 
     called = []
     handle = stack.register_forward_hook(lambda *_: called.append(1))

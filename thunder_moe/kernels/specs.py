@@ -1,0 +1,238 @@
+"""Specs: what decides which kernels run for one kind of work, as frozen dataclasses without tensors.
+Called by the backends in kernels and by who prepares their work; calls activations and routing for their dataclasses.
+
+A spec is printed and compared without a device: `Target` has what a device contributes. Legend: M rows, T tokens,
+A experts of a token, E experts, H hidden_size, I intermediate_size, N output and K input features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from thunder_moe.activations import GLU
+from thunder_moe.routing import RouterForm
+
+__all__ = ["DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A CUDA device, and what of it decides which kernels run.
+
+    Attributes:
+        device: with an index.
+        multiprocessors: their number.
+        capability: the compute capability, such as (9, 0).
+    """
+
+    device: torch.device
+    multiprocessors: int
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A packed weight (E, N, K).
+
+    Attributes:
+        layout: the order of its bytes, one of `formats.layouts.LAYOUTS`.
+        format: the name of its number format.
+        per_row_scale: True if there is a global scale for each row instead of each expert.
+    """
+
+    layout: str
+    format: str = "nvfp4"
+    per_row_scale: bool = False
+
+
+@dataclass(frozen=True)
+class GemmSpec:
+    """A grouped GEMM of 16-bit rows and packed weights.
+
+    Attributes:
+        rows: M, of all experts together.
+        num_experts: E.
+        n: N, rows of a weight; 2 I with an activation.
+        k: K.
+        dtype: of rows and result.
+        weight: the packed weight.
+        target: where it runs.
+        top_k: rows of a token, which are gathered by a row_slot; None where rows are given as they are.
+        slot_scale: the dtype of that operand; None for no operand.
+        bias: the dtype of that operand; None for no operand.
+        activation: fused into the GEMM; None for the GEMM alone.
+    """
+
+    rows: int
+    num_experts: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    weight: WeightSpec
+    target: Target
+    top_k: int | None = None
+    slot_scale: torch.dtype | None = None
+    bias: torch.dtype | None = None
+    activation: GLU | None = None
+
+    @property
+    def features(self) -> int:
+        """Columns of the result."""
+        return self.n if self.activation is None else self.n // 2
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The experts of a layer: route -> gate_up GEMM + activation -> down GEMM -> weighted sum per token.
+
+    Attributes:
+        tokens: T.
+        top_k: A.
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+        dtype: of tokens and result.
+        ids: the dtype of the expert ids.
+        weights: the dtype of the routing weights.
+        gate_up: the packed weight (E, 2I, H).
+        down: the packed weight (E, H, I).
+        activation: between the GEMMs.
+        target: where it runs.
+        gate_up_bias: the dtype of that operand; None for no operand.
+        down_bias: the dtype of that operand; None for no operand.
+        sorted: True if the order of the rows is given.
+        weight_on_input: True if the routing weights multiply the experts' input, not their output.
+        into: True if the result is written into a given tensor.
+        summed: False for the rows (M, H) before the sum.
+    """
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    ids: torch.dtype
+    weights: torch.dtype
+    gate_up: WeightSpec
+    down: WeightSpec
+    activation: GLU
+    target: Target
+    gate_up_bias: torch.dtype | None = None
+    down_bias: torch.dtype | None = None
+    sorted: bool = False
+    weight_on_input: bool = False
+    into: bool = False
+    summed: bool = True
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.tokens * self.top_k
+
+    @property
+    def gate_up_gemm(self) -> GemmSpec:
+        """The first GEMM."""
+        return GemmSpec(
+            self.rows, self.num_experts, 2 * self.intermediate_size, self.hidden_size, self.dtype, self.gate_up,
+            self.target, self.top_k, self.weights if self.weight_on_input else None, self.gate_up_bias, self.activation,
+        )  # fmt: skip
+
+    @property
+    def down_gemm(self) -> GemmSpec:
+        """The second GEMM."""
+        return GemmSpec(
+            self.rows, self.num_experts, self.hidden_size, self.intermediate_size, self.dtype, self.down, self.target,
+            bias=self.down_bias,
+        )  # fmt: skip
+
+    def with_rows(self, rows: int) -> ExpertsSpec:
+        """The spec of another number of rows, for the choice of configurations."""
+        return replace(self, tokens=rows, top_k=1)
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A router: logits -> scores, expert ids and the order of the rows.
+
+    Attributes:
+        tokens: T.
+        num_experts: E.
+        form: how it scores and chooses.
+        logits: the dtype of the logits.
+        bias: the dtype of the bias of the choice; None for no operand.
+        scores: the dtype of the scores.
+        target: where it runs.
+        hidden_size: H, where the router's linear layer is a part of it; else None.
+        hidden: the dtype of the linear layer's operands, or None.
+        linear_bias: True if the linear layer has a bias.
+    """
+
+    tokens: int
+    num_experts: int
+    form: RouterForm
+    logits: torch.dtype
+    bias: torch.dtype | None
+    scores: torch.dtype
+    target: Target
+    hidden_size: int | None = None
+    hidden: torch.dtype | None = None
+    linear_bias: bool = False
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A grouped GEMM of weights that are not packed: (M, K) x (E, N, K) -> (M, N).
+
+    Attributes:
+        rows: M, positive.
+        num_experts: E, positive.
+        n: N, positive.
+        k: K, positive.
+        dtype: of rows, weight and result.
+        target: where it runs.
+        transposed: True if the weight is (E, K, N).
+        wide_offsets: True if the offsets are int64, not int32.
+        zero_tail: True if rows past the last end become zeros, instead of staying as they were.
+        into: True if the result is written into a given tensor.
+        rank: R of an adapter, whose product (M, R) x (E, N, R) is added; 0 for none.
+    """
+
+    rows: int
+    num_experts: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    target: Target
+    transposed: bool = False
+    wide_offsets: bool = False
+    zero_tail: bool = False
+    into: bool = False
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class DgradSpec:
+    """The gradient of a grouped GEMM's rows: (M, N) x a packed weight (E, N, K) -> (M, K).
+
+    Attributes:
+        rows: M, positive.
+        num_experts: E.
+        n: N.
+        k: K.
+        dtype: of the gradients.
+        weight: the packed weight.
+        target: where it runs.
+        rank: R of an adapter, whose product (M, R) x (E, R, K) is added; 0 for none.
+    """
+
+    rows: int
+    num_experts: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    weight: WeightSpec
+    target: Target
+    rank: int = 0
