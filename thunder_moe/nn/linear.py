@@ -214,7 +214,7 @@ class NVFP4LinearStack(NVFP4Linear):
         return out.narrow(-1, begin, sizes[index])
 
     def _bare_part(self, x: Tensor, index: int, sizes: tuple[int, ...]) -> Tensor:
-        """The same where `is_plain_eager` says that modes make no difference."""
+        """Do the same where `is_plain_eager` says that modes make no difference."""
         if not self._is_read():
             return self.rows(x, sum(sizes[:index]), sizes[index])
         waiting, bias = self._waiting, self._parameters.get("bias")

@@ -1,5 +1,5 @@
 """Quantized models of transformers in eager inference, whose routers, experts and dense layers run prepared chains:
-they give what the backend's functions give, whatever changes.
+they give what the backend's functions give, also behind changes.
 Called by pytest; the kernels run by the emulator, on a CPU that takes itself for a CUDA device.
 """
 
@@ -27,7 +27,7 @@ BF16, OTHERS = torch.bfloat16, ("deepseek_v3", "mixtral", "llama4")
 
 
 def by_functions(model, *args, **options):
-    """What a model gives by the functions of the backend, past all that is prepared."""
+    """Run a model by the functions of the backend, without prepared chains."""
     with select.use_backend("cuda"):
         return model(*args, **options)
 

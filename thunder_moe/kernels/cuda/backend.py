@@ -155,7 +155,7 @@ def moe_experts(
     live_rows: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The same as `by_parts.moe_experts` of this module, bit for bit, by a chain of kernels.
+    """Compute what `by_parts.moe_experts` of this module computes, bit for bit, by a chain of kernels.
 
     Args:
         hidden_states: as there, and so are all but the last three.
@@ -204,8 +204,8 @@ def _experts_spec(
     gate_up_bias: Tensor | None, down_bias: Tensor | None, order: Order | None, weight_on_input: bool, form: GLU,
     live_rows: int, configs: tuple[GemmConfig | None, GemmConfig | None],
 ) -> tuple[ExpertsSpec | None, PackedWeight, PackedWeight]:  # fmt: skip
-    """The spec of a layer's experts, None where their chain does not serve it, and the weights, in layouts in which so
-    many rows are multiplied."""
+    """Return the spec of a layer's experts, or None if no chain serves it, and the weights, converted as so many rows
+    need them."""
     rows = live_rows if expert_ids.numel() else 0
     if rows == 0 or _runs_on_reference(hidden_states, gate_up):
         return None, gate_up, down
@@ -551,7 +551,7 @@ def _float_dtype(tensor: Tensor | None) -> torch.dtype | None:
 
 
 def target(device: torch.device) -> Target:
-    """The device as specs have it."""
+    """Return the device in the form that specs have."""
     return Target(device, *_device_facts(device))
 
 

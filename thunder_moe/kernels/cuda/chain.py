@@ -33,7 +33,7 @@ _ALIGNED = 256  # bytes: of the parts of the scratch memory
 
 
 class Chain(Protocol):
-    """A chain of launches on a device; safe to use from any thread, under whatever current device."""
+    """A chain of launches on a device. Any thread may call it, whichever device is the current one."""
 
     def __call__(self, *operands: Any, **options: Any) -> Any:
         """Launch on the current stream of the chain's device and return the result, or a tuple of several.
@@ -43,7 +43,7 @@ class Chain(Protocol):
 
 
 class Address(NamedTuple):
-    """Where a call finds an address: an operand, a result, scratch memory or semaphores, and bytes behind its begin."""
+    """Names an address of a later call: of an operand, a result, scratch memory or semaphores, and bytes behind it."""
 
     source: int
     number: int
@@ -149,7 +149,7 @@ class ChainBuilder:
         Args:
             sources, expression, threads, shared_bytes, argument: as in `nvrtc.kernel`.
             blocks: of the grid.
-            fields: of the argument in order, those of structs in it one by one; None for no pointer.
+            fields: of the argument and of the structs in it, in order; None for no pointer.
             multiprocessors: of the device, for persistent kernels: at most as many blocks are launched as run at once.
         """
         places = list(_places(argument))
@@ -205,7 +205,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _places(argument: type[ctypes.Structure], base: int = 0) -> Iterator[tuple[int, Any]]:
-    """(offset, type) of each field of a struct, those of structs in it one by one; padding ends in an underscore."""
+    """Yield (offset, type) of each field of a struct and of structs in it; names of padding end in an underscore."""
     for name, kind, *_ in argument._fields_:
         offset = base + getattr(argument, name).offset
         if issubclass(kind, ctypes.Structure):
@@ -220,7 +220,7 @@ def _tensor_map(address: int, numbers: tuple[int, int, int]) -> bytes:
 
 @functools.cache
 def missing_reason() -> str | None:
-    """None when chains can run, else a sentence that says what is missing. Compiles chain.cpp on first use."""
+    """Return None when chains can run, else a sentence that says what is missing; compile chain.cpp on first use."""
     try:
         _extension()
     except Exception as error:  # of the compiler, the file system or the loader

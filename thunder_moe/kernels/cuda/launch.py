@@ -72,7 +72,7 @@ def launch(
 ) -> None:
     """Launch a kernel once, with a struct that is filled in, on the current stream of a device.
 
-    The arguments are those of `ChainBuilder.launch`.
+    The arguments are as in `ChainBuilder.launch`.
     """
     index: Any = device.index
     if current_device() != index:

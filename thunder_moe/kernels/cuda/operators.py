@@ -1,8 +1,8 @@
 """Chains of operators: for arguments of one kind, the launches that an operator's kernel makes, checks included.
 Called by ops/operator.py and by modules in eager inference, through kernels/select.py; calls prepared.py and router.py.
 
-A chain takes an operator's arguments as they are. Where some have to be converted first, or no CUDA kernel serves them,
-there is none, and the operator runs the functions of backend.py. Legend: as in prepared.py.
+A chain reads an operator's arguments without a copy. Where some have to be converted first, or no CUDA kernel serves
+them, the operator runs the functions of backend.py instead. Legend: as in prepared.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _alignment(argument: Any) -> int:
 
 
 def unserved_reason(spec: GemmSpec) -> str | None:
-    """Why no chain serves a GEMM as it is; None where one does.
+    """Return why no chain serves a GEMM, or None where one does.
 
     It lists every condition: dtype, number of experts, no rows, layout, blocks of tiles that a fused activation would
     split, and many rows, whose weights are converted first.
@@ -111,7 +111,7 @@ def unserved_reason(spec: GemmSpec) -> str | None:
 
 
 def explain(spec: GemmSpec) -> str:
-    """Return, in words, what runs a GEMM: the kernel, its tiles and its memory, or why there is no chain for it.
+    """Return, in words, what runs a GEMM: the kernel, its tiles and its memory, or why no chain serves it.
 
     It needs no GPU. Every choice follows from the spec.
 

@@ -1,4 +1,4 @@
-"""What each kind of work launches, by its spec: kernels are appended to a chain, and chains are cached by their specs.
+"""Describes what each kind of work launches: kernels are appended to a chain, and chains are cached by their specs.
 Called by kernels/cuda/backend.py; calls plan.py, linear.py, router.py and chain.py beside it.
 
 `append_*` describe kernels on addresses; `prepare_*` make a whole chain whose operands are contiguous, and aligned to
@@ -363,7 +363,7 @@ def _out(chain: ChainBuilder, shape: tuple[int, ...], dtype: torch.dtype, into: 
 
 
 class ExpertsOperands(NamedTuple):
-    """The addresses of a layer's operands; None where the spec has no such operand."""
+    """The addresses of a layer's operands; None for an operand that the spec leaves out."""
 
     hidden_states: Address
     expert_ids: Address

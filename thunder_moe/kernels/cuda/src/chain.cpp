@@ -51,7 +51,7 @@ struct Result {
   std::vector<int64_t> sizes, strides;
 };
 
-// Where an address in an argument struct comes from; the order is that of `Source` in chain.py.
+// Where an address in an argument struct comes from; chain.py numbers them alike.
 enum Source { kOperand, kResult, kScratch, kSemaphores };
 
 struct Address {
