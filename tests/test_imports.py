@@ -36,7 +36,7 @@ LAYERS = {
     "thunder_moe.dense_linears": 6,
     "thunder_moe.plan": 6,
     "thunder_moe.choose": 6,
-    "thunder_moe.quantize": 6,
+    "thunder_moe.quantization": 6,
     "thunder_moe.qat": 6,
     "thunder_moe.integrations": 6,
     "thunder_moe.parallel": 6,

@@ -29,8 +29,10 @@ def test_all_names_exist():
         assert getattr(thunder_moe, name) is not None
     assert set(thunder_moe.__all__) <= set(dir(thunder_moe))
     assert thunder_moe._HOME.keys() == set(thunder_moe.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'moe_excutor'"):
+    with pytest.raises(AttributeError, match="no attribute 'moe_excutor'. Did you mean: 'moe_executor'?"):
         thunder_moe.moe_excutor  # noqa: B018
+    with pytest.raises(AttributeError, match="Did you mean: 'quantize_'?"):
+        thunder_moe.quantize(None)  # was a module, which "is not callable" says little about
 
 
 def test_works_without_the_optional_packages():

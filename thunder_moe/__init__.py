@@ -2,6 +2,7 @@
 What users import; each name loads its module on first use, so that `import thunder_moe` costs little more than torch.
 """
 
+import difflib
 import importlib
 import os
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from thunder_moe.ops.router import moe_linear_router, moe_router
     from thunder_moe.ops.scaled_mm import f16a_mxfp8weight_scaled_mm, f16a_nvfp4weight_scaled_mm
     from thunder_moe.qat import finish_qat_, prepare_qat_
-    from thunder_moe.quantize import dequantize_, plan_quantization, quantize_, to_layout_
+    from thunder_moe.quantization import dequantize_, plan_quantization, quantize_, to_layout_
     from thunder_moe.routing import offsets_from_splits
     from thunder_moe.sensitivity import load_formats
     from thunder_moe.weight_cache import refresh_
@@ -92,7 +93,7 @@ _HOMES = {
     "ops.scaled_mm": ("f16a_mxfp8weight_scaled_mm", "f16a_nvfp4weight_scaled_mm"),
     "ops.router": ("moe_linear_router", "moe_router"),
     "qat": ("finish_qat_", "prepare_qat_"),
-    "quantize": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
+    "quantization": ("dequantize_", "plan_quantization", "quantize_", "to_layout_"),
     "routing": ("offsets_from_splits",),
     "sensitivity": ("load_formats",),
 }
@@ -185,7 +186,10 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return _available()
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        near = difflib.get_close_matches(name, _ALL, n=1)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}" + (f". Did you mean: {near[0]!r}?" if near else "")
+        )
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

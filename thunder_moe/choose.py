@@ -1,5 +1,5 @@
 """Chooses the modules that a conversion of a model replaces, by the options, and checks them ahead of any change.
-Called by quantize, qat, sensitivity and integrations.huggingface.on_load; loops over the families of
+Called by quantization, qat, sensitivity and integrations.huggingface.on_load; loops over the families of
 thunder_moe.families and dense_linears; calls selection for the options, replaceable for what wraps modules.
 """
 

@@ -1,7 +1,7 @@
 """The family of dense layers, nn.Linear to NVFP4 and back: which ones `quantize_(linears=)` takes, and which read the
 same rows (q, k and v; gate and up) and become one weight.
-Called by quantize and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it, dense_names and
-replaceable.
+Called by quantization and integrations.huggingface; calls nn.linear, kernels.dense for what is worth it,
+dense_names and replaceable.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The expert family of this package's own modules: GroupedMLP, GroupedSwiGLU and GroupedLinear, to NVFP4 and back.
-Called by quantize through families; calls nn, replaceable for what may be replaced, and kernels.select for the layout.
+Called by quantization through families; calls nn, replaceable for what may be replaced, and kernels.select for the
+layout.
 """
 
 from __future__ import annotations

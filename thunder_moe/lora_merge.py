@@ -30,7 +30,7 @@ from thunder_moe.lora import (
 from thunder_moe.nn import GroupedLinear
 from thunder_moe.nn.linear import NVFP4LinearPart
 from thunder_moe.nn.lora import LoRADense, LoRAGroupedLinear, LoRALinear, NVFP4LoRAGroupedLinear
-from thunder_moe.quantize import dequantize_with_
+from thunder_moe.quantization import dequantize_with_
 
 __all__ = ["merge_lora_", "unmerge_lora_"]
 

@@ -1,5 +1,5 @@
 """`QuantizationPlan`: the modules that a conversion of a model replaces, as a table; and the swap of modules in place.
-Made by choose; called by quantize and integrations.huggingface.on_load; calls the families of the modules.
+Made by choose; called by quantization and integrations.huggingface.on_load; calls the families of the modules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Progress bars that write a line now and then where standard error is no terminal: a log file, a pipe.
-Called by all that shows a bar: quantize, checkpoint, sensitivity, integrations, benchmarks and examples; calls nothing
-of the package.
+Called by all that shows a bar: quantization, checkpoint, sensitivity, integrations, benchmarks and examples; calls
+nothing of the package.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The number formats that weights can be quantized to, by name.
-Called by kernels, nn, quantize and benchmarks; calls the modules of the formats.
+Called by kernels, nn, quantization and benchmarks; calls the modules of the formats.
 
 A new format is one entry of `FORMATS`. MXFP4, which checkpoints hold, is none: mxfp4 makes NVFP4 of it, exactly.
 """

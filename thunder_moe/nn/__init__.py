@@ -1,5 +1,5 @@
-"""Mixture-of-Experts modules and their 4-bit forms; re-exports alone. Called by users, quantize and integrations; calls
-the operators."""
+"""Mixture-of-Experts modules and their 4-bit forms; re-exports alone.
+Called by users, quantization and integrations; calls the operators."""
 
 from thunder_moe.nn.activations import ScaledSReLU, ScaledSwiGLU
 from thunder_moe.nn.grouped_linear import GroupedLinear, per_expert_state_dict

@@ -1,5 +1,5 @@
 """The expert families of transformers' models: their experts interface, and Llama 4's layer, which has to route.
-Called by quantize through thunder_moe.families, and by quantizer; calls experts and forms, and llama4 where needed.
+Called by quantization through thunder_moe.families, and by quantizer; calls experts and forms, and llama4 where needed.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SavesNVFP4(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
-        from thunder_moe.quantize import dequantize_
+        from thunder_moe.quantization import dequantize_
 
         return dequantize_(model).to(dtype)
 
@@ -192,7 +192,7 @@ class QuantizedModel:
         Raises:
             ValueError: the head is 4-bit and cannot be replaced (the message says why). The model is unchanged then.
         """
-        from thunder_moe.quantize import dequantize_with_
+        from thunder_moe.quantization import dequantize_with_
 
         resize = super().resize_token_embeddings  # type: ignore[misc]
         head, embeddings = self.get_output_embeddings(), self.get_input_embeddings()
@@ -253,7 +253,7 @@ class QuantizedModel:
 
     def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         """`dequantize_` of this model, which is a plain one of transformers afterwards; in `dtype` if given."""
-        from thunder_moe.quantize import dequantize_
+        from thunder_moe.quantization import dequantize_
 
         model = dequantize_(self)
         return model if dtype is None else model.to(dtype)
