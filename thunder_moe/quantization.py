@@ -252,14 +252,14 @@ def to_layout_(model: Model, layout: str = "auto") -> Model:
         wanted[module] = resolve_layout(layout, module.qdata.device, n, k, module.format)
         require_fit(wanted[module], name, n, k, module.format)
     # Modules that share memory, even through different buffers, share the new memory. All keep the old until the first
-    # is converted.
-    shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
-    for module, own in wanted.items():
-        module.auto_layout = layout == "auto"
-        if module.layout != own:
-            shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
-    for modules in shared.values():
-        with replacing:
+    # is converted. Of what another thread replaces meanwhile, half of the buffers would tell of a layout that is none.
+    with replacing:
+        shared: dict[tuple[Any, ...], list[NVFP4Module]] = defaultdict(list)
+        for module, own in wanted.items():
+            module.auto_layout = layout == "auto"
+            if module.layout != own:
+                shared[tuple(_memory(buffer) for buffer in module.buffers(recurse=False))].append(module)
+        for modules in shared.values():
             weight = lay_out(modules[0].packed_weight, wanted[modules[0]])
             for module in modules:
                 module.set_weight(weight)
