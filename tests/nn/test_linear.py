@@ -239,6 +239,7 @@ def test_a_stack_never_uses_the_result_of_other_weights():
         model.load_state_dict(model.state_dict() | {"qkv.global_scale": model.qkv.global_scale * 2})
 
     changes = [lambda: model.qkv.bias.mul_(2), load, lambda: model.qkv.set_weight(quantize(torch.randn(1, 112, 64)))]
+    changes += [lambda: model.qkv.qdata.bitwise_xor_(1), lambda: model.qkv.global_scale.mul_(2)]
     with torch.no_grad():
         for change in changes:
             model.q(x)

@@ -220,7 +220,7 @@ class NVFP4LinearStack(NVFP4Linear):
         waiting, bias = self._waiting, self._parameters.get("bias")
         latest, waiting.parts = waiting.parts, None
         of_bias = None if bias is None else (id(bias), _version(bias))
-        state = _version(x), id(self._buffers.get("qdata")), of_bias
+        state = _version(x), _of_buffers(self), of_bias
         parts: tuple[Tensor, ...]
         if index == 0:
             parts = self(x).split(sizes, -1)
@@ -355,8 +355,14 @@ def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Te
 def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
     """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
     bias = stack._parameters.get("bias")  # by the dict: attributes of modules are slow
-    codes, of_bias = id(stack._buffers.get("qdata")), None if bias is None else _version(bias)
-    return _version(x), torch.is_grad_enabled(), autocast_dtype(x), chosen_backend(), codes, id(bias), of_bias
+    of_bias = None if bias is None else _version(bias)
+    modes = torch.is_grad_enabled(), autocast_dtype(x), chosen_backend()
+    return _version(x), *modes, _of_buffers(stack), id(bias), of_bias
+
+
+def _of_buffers(stack: NVFP4LinearStack) -> tuple[Any, ...]:
+    """The buffers of the weight, and how often each has been written in place."""
+    return tuple([(id(each), None if each is None else _version(each)) for each in stack._buffers.values()])
 
 
 def _version(x: Tensor) -> int | None:
