@@ -281,6 +281,46 @@ def test_tensors_of_a_subclass_reach_its_dispatch():
     assert seen == [torch.ops.thunder_moe.f16a_nvfp4weight_scaled_grouped_mm.default]
 
 
+@pytest.mark.parametrize("place", range(5))
+def test_a_later_argument_of_a_subclass_or_of_a_lazy_kind(place):
+    """The first argument alone was looked at: the kernels read the memory of a wrapper, which has none."""
+    seen = []
+
+    class Wrapped(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*[arg.plain if isinstance(arg, Wrapped) else arg for arg in args], **(kwargs or {}))
+
+    args = list(make())
+    wrapped = torch.Tensor._make_wrapper_subclass(Wrapped, args[place].shape, dtype=args[place].dtype)
+    wrapped.plain = args[place]
+    with torch.no_grad():
+        expected = DESCRIBED(*args)
+        assert torch.equal(DESCRIBED(*args[:place], wrapped, *args[place + 1 :]), expected)
+        if args[place].is_floating_point() and place in (0, 3):
+            assert torch.equal(DESCRIBED(*args[:place], torch._neg_view(args[place]), *args[place + 1 :]), -expected)
+    assert seen == [GROUPED_MM.default]
+
+
+def test_numbers_of_other_types_are_converted_or_named():
+    """Their errors named no argument, as the kernels raised them; a tensor stood for the number that it held first."""
+    ids, (x, *rest) = torch.tensor([[0], [2]], dtype=torch.int32), make()
+    for count in (3, 4):
+        with torch.no_grad():
+            assert torch.equal(moe_route(ids, torch.tensor(count))[1], moe_route(ids, count)[1])
+    swiglu = OPERATORS["f16a_nvfp4weight_grouped_swiglu"]
+    for call, name in (
+        (lambda: DESCRIBED(x, *rest[:-1], [1, 3]), "offsets"),
+        (lambda: DESCRIBED(x, *rest[:-1], 3), "offsets"),
+        (lambda: swiglu(x, *rest, alpha="x"), "alpha"),
+        (lambda: swiglu(x, *rest, limit="1"), "limit"),
+        (lambda: moe_route(ids, 3.5), "num_experts"),
+    ):
+        with torch.no_grad(), pytest.raises((TypeError, RuntimeError), match=f"argument '{name}'"):
+            call()
+
+
 def test_bare_calls_have_nothing_to_dispatch():
     x, seen = torch.randn(2, 3), []
 
@@ -304,6 +344,8 @@ def test_bare_calls_have_nothing_to_dispatch():
         ):
             with mode:
                 assert not is_plain_eager(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert not is_plain_eager(x)
         with torch.device("cpu"):  # as torch.set_default_device
             assert is_plain_eager(x)
             with BaseTorchFunctionMode():

@@ -119,6 +119,8 @@ def test_autocast_as_linear(compiled):
             assert function(activation, *packed, bias).dtype == torch.float32
         with pytest.raises(ValueError, match="activation: .*wanted a dtype of"):
             op(activation.double(), *packed)
+        with torch.no_grad():
+            assert torch.equal(function(activation.detach(), *packed, bias), out)
     assert relative_error(out, activation @ exact.T + bias) < 1e-2
     out.float().sum().backward()
     assert activation.grad.dtype == torch.float32

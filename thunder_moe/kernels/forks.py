@@ -1,5 +1,5 @@
 """`ForkLock`: a lock that a forked process finds open, whatever threads of its parent held it at the time.
-Called by weight_cache and kernels.cpu; calls os.register_at_fork, which Windows lacks as it lacks fork.
+Called by weight_cache, kernels.cpu and kernels.cuda.chain; calls os.register_at_fork, which Windows lacks.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 from torch._library.custom_ops import get_library_allowing_overwrite
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -58,6 +59,16 @@ Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
 _MAX_KINDS = 4096  # kinds of arguments that an operator remembers
 _MAX_RECENT = 4  # of them, whose chains are tried before they are looked up
+_NEW = object()  # in place of the chain for a kind of arguments that no call has had
+# The types of Python whose values the dispatcher hands on unchanged, by a schema's type.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "Tensor": (Tensor, Parameter),
+    "int": (int,),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+    "ScalarType": (torch.dtype,),
+}
 
 
 class Operator:
@@ -118,6 +129,9 @@ class Operator:
         library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             library.impl(self.name, self._run_plain, key)
+        kinds = {argument.name: _kinds_of(str(argument.real_type)) for argument in self._overload._schema.arguments}
+        self._kinds = [kinds[name] for name in self._positional]
+        self._kinds_of_options = {name: kinds[name] for name in self._options}
         self._packet = getattr(torch.ops.thunder_moe, self.name)
         self._differentiably: Callable[..., Any] | None = None
         if gradient is not None:
@@ -167,13 +181,26 @@ class Operator:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Call the operator, past the dispatcher where it has nothing to do."""
-        if (
-            self._least <= len(args) <= len(self._positional)
-            and is_plain_eager(args[0])
-            and options.keys() <= self._options.keys()
-        ):
-            return self._run_known(args, options)
+        if self._least <= len(args) <= len(self._positional) and is_plain_eager(args[0]):
+            for chain in self._recent:  # which compare every argument themselves
+                result = chain(*args, **options)
+                if result is not None:
+                    return result
+            if self._are_plain(args, options):
+                return self._run_kind(args, options)
         return self._packet(*args, **options)
+
+    def _are_plain(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        """Whether the dispatcher would hand the arguments on unchanged; it converts others, or says what is wrong."""
+        for value, kinds in zip(args, self._kinds, strict=False):
+            if type(value) not in kinds:
+                return False
+            if isinstance(value, Tensor):
+                keys = torch._C._dispatch_keys(value)
+                plain = _PLAIN.get(keys.raw_repr())
+                if not (_is_plain(keys) if plain is None else plain):  # a lazy negation, say
+                    return False
+        return all(type(value) in self._kinds_of_options.get(name, ()) for name, value in options.items())
 
     def _run_plain(self, *args: Any, **options: Any) -> Any:
         """The kernel of the keys of dense tensors on a CPU and on CUDA devices."""
@@ -187,19 +214,23 @@ class Operator:
             result = chain(*args, **options)
             if result is not None:
                 return result
+        return self._run_kind(args, options)
+
+    def _run_kind(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run by the chain for arguments of this kind, which their first call prepares."""
         if not isinstance(args[0], Tensor) or not has_chains(args[0].device):
             return self._run(*args, **options)
         kind = (
             *options.items(),
             *[(a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args],
         )
-        if kind not in self._chains:
+        chain = self._chains.get(kind, _NEW)
+        if chain is _NEW:
             result = self._run(*args, **options)
             if len(self._chains) >= _MAX_KINDS:
                 self._chains.clear()
             self._chains[kind] = prepare(self.name, args, options, self.format.name)
             return result
-        chain = self._chains[kind]
         if chain is None:
             return self._compute(*args, **options)
         self._recent = (chain, *[other for other in self._recent if other is not chain][: _MAX_RECENT - 1])
@@ -266,6 +297,12 @@ def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
     return Differentiable
 
 
+def _kinds_of(declared: str) -> tuple[type, ...]:
+    """The types of Python that arguments of a schema's type have."""
+    of_value = declared.removeprefix("Optional[").removesuffix("]")
+    return _KINDS[of_value] if of_value == declared else (*_KINDS[of_value], type(None))
+
+
 # By the representation of a set of dispatch keys: whether a backend's key alone is left below autograd's.
 _PLAIN: dict[int, bool] = {}
 
@@ -287,7 +324,7 @@ def is_eager() -> bool:
 
 
 def is_plain_eager(tensor: Tensor) -> bool:
-    """True if a call with a tensor has nothing to dispatch but a kernel: eager, no gradients, modes or transforms.
+    """True if a call with a tensor has only a kernel to dispatch: eager, no gradients, autocast, modes, transforms.
 
     `Operator.__call__` then leaves the dispatcher out, which takes 8 us of a call's 20 on an H100's host. False under
     Thunder, by a lookaside of compilers.thunder.executor.
@@ -296,6 +333,7 @@ def is_plain_eager(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(tensor) is Tensor
         and not _grad_enabled()
+        and not _autocast_enabled()
         and _dispatch_modes() == 0
         and (_function_modes() == 0 or _only_devices())
         and _transform() is None
@@ -308,7 +346,8 @@ def is_plain_eager(tensor: Tensor) -> bool:
 
 
 # Each takes less than 0.2 us of an H200's host, a set of dispatch keys more than all of them together.
-_grad_enabled, _is_functional = torch.is_grad_enabled, torch._is_functional_tensor
+_grad_enabled, _autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_is_functional = torch._is_functional_tensor
 _tracing, _profiler_enabled = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _transform = torch._C._functorch.peek_interpreter_stack

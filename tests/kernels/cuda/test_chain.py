@@ -122,6 +122,12 @@ def shifted(tensor):
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
 
 
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)  # as FSDP does; a kernel would take address 0 for "not given"
+    return tensor
+
+
 OTHERS = {
     "shape": lambda: (X[:2], SLOTS),
     "rank": lambda: (X.flatten(), SLOTS),
@@ -134,6 +140,7 @@ OTHERS = {
     "too few": lambda: (X,),
     "too many": lambda: (X, SLOTS, None),
     "fake tensor": lambda: (FakeTensorMode().from_tensor(X), SLOTS),
+    "freed memory": lambda: (X, freed(SLOTS)),
     "negated view": lambda: (torch._neg_view(X), SLOTS),
 }
 
@@ -191,6 +198,10 @@ def test_a_result_in_an_operand(driver):
     given = X.clone()
     assert builder.build()(given) is given
     assert arguments.GatherArguments.from_buffer_copy(driver.launches[0][2]).out == given.data_ptr()
+    lazy = torch._lazy_clone(given)
+    builder.build()(lazy)
+    written = arguments.GatherArguments.from_buffer_copy(driver.launches[1][2]).out
+    assert written == lazy.data_ptr() != given.data_ptr()  # the copy was due before the kernel writes
 
 
 def test_scratch_memory_is_apart_and_aligned(driver):

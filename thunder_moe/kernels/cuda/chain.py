@@ -22,6 +22,7 @@ from torch import Tensor
 from thunder_moe.kernels import host_code
 from thunder_moe.kernels.cuda import launch, nvrtc
 from thunder_moe.kernels.cuda.workspace import semaphore_pool
+from thunder_moe.kernels.forks import ForkLock
 
 __all__ = ["Address", "Chain", "ChainBuilder", "Field", "TensorMap", "launched", "missing_reason"]
 
@@ -228,9 +229,17 @@ def missing_reason() -> str | None:
     return None
 
 
-@functools.cache
+_LOCK = ForkLock()
+
+
 def _extension() -> Any:
-    """The compiled chain.cpp."""
+    """The compiled chain.cpp, by the first thread that asks."""
+    with _LOCK:
+        return _load_extension()
+
+
+@functools.cache
+def _load_extension() -> Any:
     root, include = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
     options = [*_FLAGS, *(f"-isystem{path}" for path in (root / "include", include))]
     libraries = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]

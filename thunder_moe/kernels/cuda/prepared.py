@@ -1,5 +1,5 @@
 """Describes what each kind of work launches: kernels are appended to a chain, and chains are cached by their specs.
-Called by kernels/cuda/backend.py; calls plan.py, linear.py, router.py and chain.py beside it.
+Called by backend.py, operators.py and low_rank.py beside it; calls plan.py, linear.py and chain.py.
 
 `append_*` describe kernels on addresses; `prepare_*` make a whole chain whose operands are contiguous, and aligned to
 16 bytes where kernels load 16 bytes at a time. Legend: M rows, T tokens, A experts of a token, E experts, N output and

@@ -129,6 +129,7 @@ bool are_served(const Chain& chain, PyObject* const* arguments, size_t count, Py
       if (wanted.sizes[d] != 1 && tensor.stride(d) != wanted.strides[d]) return false;
     addresses[i] = reinterpret_cast<uint64_t>(tensor.const_data_ptr());
     if (addresses[i] % wanted.alignment != 0) return false;
+    if (!addresses[i] && tensor.numel()) return false;  // its memory was freed; kernels take 0 for "not given"
   }
   return true;
 }
@@ -162,9 +163,11 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
   std::vector<at::Tensor> results;
   results.reserve(chain.results.size());
   for (const Result& result : chain.results) {
-    if (result.operand >= 0)
+    if (result.operand >= 0) {
       results.push_back(THPVariable_Unpack(arguments[result.operand]));
-    else
+      // To be written: memory that a lazy copy shares with another tensor is copied now.
+      operands[result.operand] = reinterpret_cast<uint64_t>(results.back().mutable_data_ptr());
+    } else
       results.push_back(at::empty_strided(
           result.sizes, result.strides, at::TensorOptions(chain.device).dtype(result.dtype)));
   }
