@@ -67,6 +67,43 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(tmp_path, monkeypatch
     assert code_cache.read(KEY) is None
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(kept):
+    kept.unlink()
+    os.mkfifo(kept)
+    os.mkfifo(kept.with_suffix(".lock"))
+    assert code_cache.read(KEY) is None
+    with code_cache.one_process(KEY, "compiles"):
+        code_cache.write(KEY, CONTENT)
+    assert code_cache.read(KEY) == CONTENT
+
+
+def test_the_lock_does_not_follow_a_link(kept, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("of another program")
+    kept.with_suffix(".lock").symlink_to(victim)
+    with code_cache.one_process(KEY, "compiles"):
+        pass
+    assert victim.read_text() == "of another program"
+
+
+def test_a_holder_that_was_stopped_is_not_waited_for_without_an_end(kept, monkeypatch, caplog):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(code_cache, "_PATIENCE", 0.1)
+    held = []
+
+    def refuse(file, flags):
+        held.append(flags)
+        raise BlockingIOError
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with code_cache.one_process(KEY, "compiles kernels"):
+        assert "waiting for another process, which compiles kernels" in caplog.text
+        assert "not waiting any longer" in caplog.text
+    assert held
+    assert all(flags & fcntl.LOCK_NB for flags in held)
+
+
 def test_nothing_is_left_of_a_write_that_fails(kept, monkeypatch):
     def fail(*paths):
         raise OSError("no space left")

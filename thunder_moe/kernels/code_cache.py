@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from pathlib import Path
 __all__ = ["folder", "one_process", "read", "write"]
 
 _DIGEST_BYTES = 32
+_PATIENCE = 180.0  # seconds; a compile takes 10 to 60
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe in place of a file would be waited for
 _LOGGER = logging.getLogger("thunder_moe")
 _unwritable: set[Path | None] = set()  # folders that this process has warned of
 
@@ -49,8 +52,11 @@ def read(key: str, *, quiet: bool = False) -> bytes | None:
         return None
     path = _file(place, key)
     try:
-        with open(path, "rb") as file:
-            is_ours = _is_ours_alone(os.fstat(file.fileno()))
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            is_ours = _is_ours_alone(status)
             digest, content = file.read(_DIGEST_BYTES), file.read()
     except OSError:
         return None
@@ -101,7 +107,8 @@ def one_process(key: str, work: str) -> Iterator[None]:
 
     The system drops the lock when its holder ends, also when that is killed, and a forked process does not inherit it.
     Where the folder cannot be written or has no locks, as on some network file systems, processes do not wait: each
-    does the work itself, which is safe, since `write` is atomic. Threads of one process need a lock of their own.
+    does the work itself, which is safe, since `write` is atomic. So does one that has waited for `_PATIENCE` seconds,
+    for a holder that was stopped, say. Threads of one process need a lock of their own.
 
     Args:
         key: as in `read`.
@@ -115,12 +122,23 @@ def one_process(key: str, work: str) -> Iterator[None]:
             if place is None:
                 raise OSError
             place.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(_file(place, key).with_suffix(".lock"), "w"))
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by the system: it is held
-                _LOGGER.warning("thunder_moe: waiting for another process, which %s (it locks %s)", work, file.name)
-                fcntl.lockf(file, fcntl.LOCK_EX)
+            path = _file(place, key).with_suffix(".lock")
+            # Another's link or pipe in a shared folder is neither followed nor waited for.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | _NONBLOCK
+            file = stack.enter_context(os.fdopen(os.open(path, flags, 0o600), "wb"))
+            deadline = None
+            while True:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by the system: it is held
+                    if deadline is None:
+                        deadline = time.monotonic() + _PATIENCE
+                        _LOGGER.warning("thunder_moe: waiting for another process, which %s (it locks %s)", work, path)
+                    if time.monotonic() > deadline:
+                        _LOGGER.warning("thunder_moe: not waiting any longer: %s is still locked", path)
+                        break
+                    time.sleep(0.05)
         yield
 
 

@@ -98,11 +98,15 @@ def _run(command: list[str]) -> None:
 def _open(library: bytes, open: Callable[[str], T]) -> T:
     """Load a library from memory or a file of this process alone, which nobody can change while its code runs."""
     if hasattr(os, "memfd_create"):  # Linux: also where disks are full, or may not hold code that runs
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ImportError):  # of ctypes, and of Python's loader of extensions
             memory = os.memfd_create("thunder_moe")  # stays open: the next one would get its path
-            with os.fdopen(memory, "wb", closefd=False) as file:
-                file.write(library)
-            return open(f"/proc/self/fd/{memory}")
+            try:
+                with os.fdopen(memory, "wb", closefd=False) as file:
+                    file.write(library)
+                return open(f"/proc/self/fd/{memory}")
+            except BaseException:
+                os.close(memory)
+                raise
     with tempfile.NamedTemporaryFile(prefix="thunder_moe_", suffix=".so") as place:
         place.write(library)
         place.flush()

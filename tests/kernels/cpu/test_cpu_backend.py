@@ -807,3 +807,19 @@ def test_a_cached_library_is_loaded_from_memory_or_a_temporary_file(compiled, tm
                 forget_library()
                 assert cpu.unavailable_reason() is None
     assert compiled() == "x"
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux has files in memory")
+def test_an_extension_that_memory_may_not_run_is_loaded_from_a_file():
+    """Python's loader of extensions raises ImportError where ctypes raises OSError."""
+    opened = []
+
+    def load(path):
+        opened.append(path)
+        if len(opened) == 1:
+            raise ImportError("failed to map segment from shared object")
+        return path
+
+    assert host_code._open(b"library", load) == opened[1]
+    assert opened[0].startswith("/proc/self/fd/")
+    assert not os.path.exists(opened[0])  # closed
