@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tokens
 
 from thunder_moe import load_checkpoint, merge_lora_, quantize_, unmerge_lora_, use_lora_
-from thunder_moe.lora import add_lora_, lora_linears, lora_parameters
+from thunder_moe.lora import add_lora_, lora_linears, lora_parameters, remove_lora_
 
 transformers = pytest.importorskip("transformers")
 
@@ -148,6 +148,21 @@ def test_adapters_that_cannot_be_loaded_are_errors(tmp_path):
         save_file({name: tensor for name, tensor in ({**tensors, key: new}).items() if tensor is not None}, file)
         with pytest.raises(ValueError, match=f"{tmp_path}.*{what}"):
             load_checkpoint(tmp_path)
+
+
+def reactivated(model):
+    use_lora_(model, "other")
+
+
+@pytest.mark.parametrize("change", [merge_lora_, remove_lora_, reactivated], ids=lambda change: change.__name__)
+def test_a_state_dict_from_before_a_change_of_the_adapters_is_not_saved(change, tmp_path):
+    """The weights of the state dict went to the file without its adapters, or with the activity of the model."""
+    model = adapted()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    change(model)
+    with pytest.raises(ValueError, match=r"state_dict: got .*lora_.*wanted the state dict of the model as it is now"):
+        model.save_pretrained(tmp_path, state_dict=state)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
 
 
 def test_a_model_that_peft_has_wrapped_is_not_saved_as_a_whole(tmp_path):

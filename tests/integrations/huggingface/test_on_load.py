@@ -448,6 +448,8 @@ def test_bad_options(saved):
     refused(here, r"format: 'layers\.\*' fits no module", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
     with pytest.raises(TypeError, match="format: got 8, wanted a format, or a dictionary"):
         ThunderMoeConfig(format=8)
+    with pytest.raises(ValueError, match="format: got a pattern twice"):
+        ThunderMoeConfig(format=[["*", "mxfp8"], ["*", "nvfp4"]])
     refused(here, "layout: got 'tiled_64x64' for 'model.layers.0", config=ThunderMoeConfig(layout="tiled_64x64"))
 
 

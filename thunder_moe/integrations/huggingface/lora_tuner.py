@@ -110,6 +110,13 @@ class TunerWithExperts:
         """As PEFT's `merge_and_unload` and `unload`; adapters of experts are merged into their 4-bit weights, or go."""
         tuner: Any = self
         refuse_merged(lora_linears(tuner.model))
+        if not merge and lora_linears(tuner.model):
+            merged = [name for name, each in tuner.model.named_modules() if getattr(each, "merged_adapters", None)]
+            if merged:
+                raise ValueError(
+                    f"unload: got {merged[0]!r} with its adapters merged, while those of experts would go; wanted"
+                    " merge_and_unload, or unmerge_adapter first"
+                )
         names = [each for each in adapter_names or tuner.active_adapters if each in names_of(tuner.model)]
         if merge and names:
             errors = merge_lora_(tuner.model, names)

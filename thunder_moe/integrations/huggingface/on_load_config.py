@@ -69,6 +69,8 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         except (TypeError, ValueError) as error:
             wanted = "wanted a format, or a dictionary of patterns and formats"
             raise TypeError(f"format: got {format!r}, {wanted}") from error
+        if not isinstance(format, str | Mapping) and len(self.format) != len(format):
+            raise ValueError(f"format: got a pattern twice in {format!r}, wanted each once, since the first one counts")
         format_function(self.format, Names("", {}))  # checks it
         if scale_search is not None and scale_search not in SCALE_SEARCHES:
             raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")

@@ -336,6 +336,7 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
     places: list[tuple[dict[str, Any], str, Tensor]] = []
     given: dict[int, Tensor] = {}
     names: dict[int, str] = {}
+    present: set[str] = set()
     merged = {
         id(each[name])
         for linear in lora_linears(model).values()
@@ -350,6 +351,7 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
                 if (tensor := home[key]) is None or id(tensor) in merged:
                     continue
                 name = f"{place}.{key}" if place else key
+                present.add(name)
                 if state_dict is None and not tensor.is_meta:
                     continue
                 places.append((home, key, tensor))
@@ -362,6 +364,8 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
         raise ValueError(f"model: {lacking[0]} is on the 'meta' device, wanted it in memory or offloaded by accelerate")
     if lacking:
         raise ValueError(f"state_dict: lacks {', '.join(lacking[:5])}, wanted all tensors of the model")
+    if state_dict is not None:
+        _require_adapters_of(model, state_dict, present)
     try:
         for home, key, tensor in places:
             home[key] = given[id(tensor)]
@@ -369,6 +373,23 @@ def _tensors_of(model: Any, state_dict: Mapping[str, Tensor] | None) -> Iterator
     finally:
         for home, key, tensor in places:
             home[key] = tensor
+
+
+def _require_adapters_of(model: nn.Module, state_dict: Mapping[str, Tensor], present: set[str]) -> None:
+    """Raises for adapters in a state dict that would not be saved: the model has merged or removed them meanwhile."""
+    for name in state_dict:
+        if (".lora_A." in name or ".lora_B." in name) and name not in present:
+            raise ValueError(
+                f"state_dict: got {name}, of an adapter that the model has merged or lacks, wanted the state dict of"
+                " the model as it is now"
+            )
+    for path, linear in lora_linears(model).items():
+        given, own = state_dict.get(f"{path}.lora_specs"), linear.lora_record()
+        if given is not None and (own is None or not torch.equal(given.cpu(), own.cpu())):
+            raise ValueError(
+                f"state_dict: got {path}.lora_specs of other adapters than the model has (rank, alpha, activity),"
+                " wanted the state dict of the model as it is now"
+            )
 
 
 def _offloaded(model: Any, name: str) -> Tensor | None:
