@@ -217,10 +217,9 @@ class NVFP4LinearStack(NVFP4Linear):
         """Do the same where `is_plain_eager` says that modes make no difference."""
         if not self._is_read():
             return self.rows(x, sum(sizes[:index]), sizes[index])
-        waiting, bias = self._waiting, self._parameters.get("bias")
+        waiting = self._waiting
         latest, waiting.parts = waiting.parts, None
-        of_bias = None if bias is None else (id(bias), _version(bias))
-        state = _version(x), _of_buffers(self), of_bias
+        state = _version(x), _of_tensors(self)
         parts: tuple[Tensor, ...]
         if index == 0:
             parts = self(x).split(sizes, -1)
@@ -354,15 +353,14 @@ def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Te
 
 def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
     """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
-    bias = stack._parameters.get("bias")  # by the dict: attributes of modules are slow
-    of_bias = None if bias is None else _version(bias)
     modes = torch.is_grad_enabled(), autocast_dtype(x), chosen_backend()
-    return _version(x), *modes, _of_buffers(stack), id(bias), of_bias
+    return _version(x), *modes, _of_tensors(stack)
 
 
-def _of_buffers(stack: NVFP4LinearStack) -> tuple[Any, ...]:
-    """The buffers of the weight, and how often each has been written in place."""
-    return tuple([(id(each), None if each is None else _version(each)) for each in stack._buffers.values()])
+def _of_tensors(stack: NVFP4LinearStack) -> tuple[Any, ...]:
+    """The tensors of the weight and the bias, and how often each has been written in place."""
+    tensors = *stack._buffers.values(), *stack._parameters.values()  # attributes of modules are slow
+    return tuple([(id(each), None if each is None else _version(each)) for each in tensors])
 
 
 def _version(x: Tensor) -> int | None:
