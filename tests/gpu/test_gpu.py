@@ -44,6 +44,7 @@ from thunder_moe.formats import mxfp8
 from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.formats.weight import joined
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import many_rows, nvrtc, operators, prepared, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
@@ -89,13 +90,10 @@ def kernel_layout(request, backend, monkeypatch):
         for module in (prepared, operators):
             monkeypatch.setattr(module, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
     for operator in OPERATORS.values():  # what they know of earlier calls
-        monkeypatch.setattr(operator, "_chains", {})
         monkeypatch.setattr(operator, "_recent", ())
-    for prepare in (prepared.prepare_gemm, prepared.prepare_experts):
-        prepare.cache_clear()
+    chains.clear()
     yield layout
-    for prepare in (prepared.prepare_gemm, prepared.prepare_experts):
-        prepare.cache_clear()
+    chains.clear()
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from torch import nn
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4Linear, moe_linear_router, moe_router, quantize_, routing
 from thunder_moe.formats.nvfp4 import quantize
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import plan, prepared, workspace
+from thunder_moe.kernels.cuda import plan, workspace
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.ops.operator import OPERATORS
 
@@ -50,7 +51,7 @@ def captured(function):
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40])
 def test_linear_router(monkeypatch, name, tokens):
     monkeypatch.setattr(routing, "LINEAR_ROUTER_TOKENS", 4)
-    monkeypatch.setattr(OPERATORS["moe_linear_router"], "_chains", {})
+    chains.clear()
     monkeypatch.setattr(OPERATORS["moe_linear_router"], "_recent", ())
     logits, bias, options = make_router(name, tokens)
     hidden, weight = randn(tokens, 1032), randn(logits.shape[1], 1032) / 8
@@ -80,13 +81,13 @@ def test_sums_of_single_rows_that_blocks_exchange(monkeypatch, n, k, row_blocks,
     rows, offsets = randn(2, k), torch.tensor([1, 2], device="cuda", dtype=torch.int32)
     monkeypatch.setattr(plan, "_FEW_ROWS", 0)
     plan.plan_gemm.cache_clear()
-    prepared.prepare_gemm.cache_clear()
+    chains.clear()
     inputs = [randn(2, k) for _ in range(30)]
     inputs[3][0] = 0  # sums that are zero
     wanted = [cuda.grouped_mm(each, weight, offsets, config=config) for each in inputs]
     monkeypatch.undo()
     plan.plan_gemm.cache_clear()
-    prepared.prepare_gemm.cache_clear()
+    chains.clear()
     graph, out = captured(lambda: cuda.grouped_mm(rows, weight, offsets, config=config))
     for each, other in zip(inputs, wanted, strict=True):
         rows.copy_(each)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from emulator import build
 
-from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import launch, linear, low_rank, nvrtc, prepared, router, workspace
+from thunder_moe.kernels import chains
+from thunder_moe.kernels.cuda import launch, linear, nvrtc, operands, workspace
 
 
 class Adversary(ctypes.Structure):
@@ -93,11 +93,8 @@ def emulated(emulator, adversary, monkeypatch):
     def raise_error(status):
         raise errors.pop()
 
-    for cached in (
-        *(prepared.prepare_gemm, prepared.prepare_combine, prepared.prepare_experts, prepared.prepare_dgrad),
-        *(prepared.prepare_route, linear.prepare_linear, low_rank.prepare_with_adapter),
-        *(router.prepare_router, router.prepare_linear_router, launch.tensor_map),
-    ):
+    chains.clear()
+    for cached in (linear.prepare_linear, launch.tensor_map):
         cached.cache_clear()
     monkeypatch.setattr(launch, "launch_address", lambda: ctypes.cast(run, ctypes.c_void_p).value)
     monkeypatch.setattr(nvrtc, "kernel", Kernel)
@@ -109,4 +106,4 @@ def emulated(emulator, adversary, monkeypatch):
     monkeypatch.setattr(workspace, "_filled", lambda size, device: torch.zeros(size, dtype=torch.int32))
     monkeypatch.setattr(workspace, "_POOLS", {})
     monkeypatch.setattr(nvrtc, "tensor_map", lambda *matrix: bytes(MatrixMap(*matrix)))
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (8, 0)))
+    monkeypatch.setattr(operands, "_device_facts", lambda device: (3, (8, 0)))

@@ -8,6 +8,7 @@ host synchronisation, CUDA-graph capturable): each expert's GEMM runs over all r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -16,6 +17,7 @@ from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.registry import FORMATS as NUMBER_FORMATS
 from thunder_moe.formats.registry import dequantize_expert
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import combine, gather_rows, linear_router, route, router, row_groups, scale_of_rows
 
@@ -27,6 +29,7 @@ __all__ = [
     "linear_router",
     "mm",
     "mm_dgrad",
+    "moe_experts",
     "route",
     "router",
     "unavailable_reason",
@@ -38,6 +41,11 @@ FORMATS = tuple(NUMBER_FORMATS)  # of weights that it takes
 def unavailable_reason(device: torch.device | None = None) -> str | None:
     """None: the reference runs wherever torch does."""
     return None
+
+
+def moe_experts(call: ExpertsCall) -> torch.Tensor:
+    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    return unfused(sys.modules[__name__], call)
 
 
 def grouped_mm(activation: torch.Tensor, weight: PackedWeight, offsets: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from thunder_moe.formats.layouts import LINEAR, TILED_64X64, layout_fits, prefer
 from thunder_moe.formats.mxfp8 import E8M0_NAN
 from thunder_moe.formats.registry import find_format
 from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
+from thunder_moe.kernels import chains
 
 __all__ = [
     "BACKENDS",
@@ -65,8 +66,8 @@ def select(device: torch.device, *, backend: str | None = None, format: str = NV
             backend.
 
     Returns:
-        A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `mm`, `mm_dgrad`,
-        `route`, `router` and `linear_router`, as in kernels.reference.
+        A module with `grouped_mm`, `grouped_mm_dgrad`, `grouped_swiglu`, `grouped_mm_combine`, `moe_experts`, `mm`,
+        `mm_dgrad`, `route`, `router` and `linear_router`, as in kernels.reference.
 
     Raises:
         ValueError: the backend is unknown, does not serve the device, takes no weights in the format, or cannot run
@@ -99,22 +100,21 @@ def has_chains(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any], format: str = NVFP4.name) -> Any:
-    """The chain of kernels of an operator for all arguments of the kind of these: `kernels.cuda.operators.prepare`.
-
-    None where there is none: on other devices, or where operands have to be converted at every call.
+def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any], format: str, kind: Hashable) -> None:
+    """Prepare the chain of kernels of an operator for all arguments of a kind, for `chains.find`.
 
     Args:
         name: of the operator.
         args: the operator's, which have passed its checks.
         options: likewise.
         format: of the operator's weights.
+        kind: `chains.kind_of` these.
     """
     device = args[0].device
-    if not has_chains(device) or select(device, format=format) is not _load("cuda", _indexed(device))[0]:
-        return None
-    chain, _ = importlib.import_module("thunder_moe.kernels.cuda.operators").prepare(name, args, options)
-    return chain
+    if select(device, format=format) is _load("cuda", _indexed(device))[0]:
+        importlib.import_module("thunder_moe.kernels.cuda.operators").prepare(name, args, options, kind)
+    else:
+        chains.remember(kind, None)
 
 
 def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:

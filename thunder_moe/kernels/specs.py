@@ -7,14 +7,14 @@ A experts of a token, E experts, H hidden_size, I intermediate_size, N output an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from thunder_moe.activations import GLU
 from thunder_moe.routing import RouterForm
 
-__all__ = ["DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
+__all__ = ["CombineSpec", "DgradSpec", "ExpertsSpec", "GemmSpec", "LinearSpec", "RouterSpec", "Target", "WeightSpec"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,6 @@ class ExpertsSpec:
         down_bias: the dtype of that operand; None for no operand.
         sorted: True if the order of the rows is given.
         weight_on_input: True if the routing weights multiply the experts' input, not their output.
-        into: True if the result is written into a given tensor.
         summed: False for the rows (M, H) before the sum.
     """
 
@@ -124,7 +123,6 @@ class ExpertsSpec:
     down_bias: torch.dtype | None = None
     sorted: bool = False
     weight_on_input: bool = False
-    into: bool = False
     summed: bool = True
 
     @property
@@ -148,9 +146,26 @@ class ExpertsSpec:
             bias=self.down_bias,
         )  # fmt: skip
 
-    def with_rows(self, rows: int) -> ExpertsSpec:
-        """The spec of another number of rows, for the choice of configurations."""
-        return replace(self, tokens=rows, top_k=1)
+
+@dataclass(frozen=True)
+class CombineSpec:
+    """The weighted sum of each token's rows: (M, N) -> (T, N).
+
+    Attributes:
+        rows: M, positive.
+        tokens: T, positive.
+        top_k: A, positive.
+        n: N, positive.
+        dtype: of rows and result.
+        weights: the dtype of the weights; None for no operand.
+    """
+
+    rows: int
+    tokens: int
+    top_k: int
+    n: int
+    dtype: torch.dtype
+    weights: torch.dtype | None
 
 
 @dataclass(frozen=True)

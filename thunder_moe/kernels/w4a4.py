@@ -8,12 +8,15 @@ amax of the experts' rows -> encode scale 2688 / amax -> e4m3 scale per 16 value
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from thunder_moe.activations import GLU, SWIGLU, swiglu
 from thunder_moe.formats.nvfp4 import BLOCK_SIZE, E2M1_MAX, E4M3_MAX
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import reference
+from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.routing import combine, gather_rows, linear_router, live_rows, route, router, scale_of_rows
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "linear_router",
     "mm",
     "mm_dgrad",
+    "moe_experts",
     "quantize_rows",
     "route",
     "router",
@@ -119,6 +123,11 @@ def grouped_mm_combine(
 ) -> torch.Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     return combine(grouped_mm(activation, weight, offsets, amax=amax), offsets, slot_row, slot_weight, bias)
+
+
+def moe_experts(call: ExpertsCall) -> torch.Tensor:
+    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    return unfused(sys.modules[__name__], call)
 
 
 def mm(activation: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

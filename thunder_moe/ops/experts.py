@@ -17,7 +17,8 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LAYOUTS, LINEAR
 from thunder_moe.formats.weight import PackedWeight, check_weight
-from thunder_moe.kernels import by_parts, gradients
+from thunder_moe.kernels import gradients
+from thunder_moe.kernels.experts import ExpertsCall, Order
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_offset_values, check_optional
@@ -216,16 +217,11 @@ def f16a_nvfp4weight_moe_experts(
     first = weight_from_operands(gate_up, gate_up_scale, gate_up_global_scale, gate_up_layout)
     second = weight_from_operands(down, down_scale, down_global_scale, down_layout)
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
-    backend = select(hidden_states.device, format=first.format.name)
-    arguments = (
+    call = ExpertsCall(
         hidden_states, expert_ids, expert_weights, first, second, gate_up_bias, down_bias, order, weight_on_input,
-        GLU(alpha, limit, up_shift),
+        GLU(alpha, limit, up_shift), expert_ranks,
     )  # fmt: skip
-    run = getattr(backend, "moe_experts", None)
-    if run is None:
-        return by_parts.of(backend)(*arguments)
-    here = None if expert_ranks == 1 else -(-expert_ids.numel() // expert_ranks)
-    out: Tensor = run(*arguments, live_rows=here)
+    out: Tensor = select(hidden_states.device, format=first.format.name).moe_experts(call)
     return out
 
 
@@ -245,7 +241,7 @@ def moe_experts(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
-    order: by_parts.Order | None = None,
+    order: Order | None = None,
     expert_ranks: int = 1,
 ) -> Tensor:
     """Runs each token through its experts and sums what they give, weighted by the router.

@@ -31,6 +31,7 @@ from torch.utils._device import DeviceContext
 
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.select import chosen_backend, has_chains, prepare
 from thunder_moe.ops.checks import (
     WEIGHT_NAMES,
@@ -57,9 +58,7 @@ Shape = tuple[int, ...]
 Gradients = tuple[Tensor | None, ...]
 Dtypes = Callable[..., tuple[torch.dtype | None, ...]]
 OPERATORS: dict[str, Operator] = {}
-_MAX_KINDS = 4096  # kinds of arguments that an operator remembers
-_MAX_RECENT = 4  # of them, whose chains are tried before they are looked up
-_NEW = object()  # in place of the chain for a kind of arguments that no call has had
+_MAX_RECENT = 4  # chains of an operator that are tried before one is looked up
 # The types of Python whose values the dispatcher hands on unchanged, by a schema's type.
 _KINDS: dict[str, tuple[type, ...]] = {
     "Tensor": (Tensor, Parameter),
@@ -123,7 +122,6 @@ class Operator:
         self.positions = tuple(map(self._positional.index, differentiable))
         self._frozen = [(name, self._positional.index(name)) for name in frozen if name in self._positional]
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
-        self._chains: dict[tuple[Any, ...], Any] = {}  # by the kind of arguments; None where there is no chain
         self._recent: tuple[Any, ...] = ()
         schema = torch.library.infer_schema(function, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
@@ -220,16 +218,11 @@ class Operator:
         """Run by the chain for arguments of this kind, which their first call prepares."""
         if not isinstance(args[0], Tensor) or not has_chains(args[0].device):
             return self._run(*args, **options)
-        kind = (
-            *options.items(),
-            *[(a.shape, a.stride(), a.dtype, a.get_device()) if isinstance(a, Tensor) else a for a in args],
-        )
-        chain = self._chains.get(kind, _NEW)
-        if chain is _NEW:
+        kind = chains.kind_of(self.name, args, options, self._options)
+        chain = chains.find(kind)
+        if chain is chains.UNKNOWN:
             result = self._run(*args, **options)
-            if len(self._chains) >= _MAX_KINDS:
-                self._chains.clear()
-            self._chains[kind] = prepare(self.name, args, options, self.format.name)
+            prepare(self.name, args, options, self.format.name, kind)
             return result
         if chain is None:
             return self._compute(*args, **options)

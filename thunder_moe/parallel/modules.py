@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_moe.kernels.expert_rows import expert_rows
+from thunder_moe.kernels.experts import ExpertsCall
+from thunder_moe.kernels.select import select
 from thunder_moe.nn import (
     GroupedMLP,
     GroupedSwiGLU,
@@ -131,7 +132,10 @@ class ExpertParallelLlama4MoE(Llama4MoE):
             ranks = self.exchange.sharers(self.top_k)
             # Not with another chunk on its way: both would wait for the other ranks by the same signals.
             if self.exchange.sums_rows and self.chunks == 1 and is_plain_eager(rows):
-                out = expert_rows(rows, ids, weights, *fused, order, ranks)
+                call = ExpertsCall(
+                    rows, ids, weights, *fused, order=order, weight_on_input=True, expert_ranks=ranks, summed=False
+                )
+                out = select(rows.device, format=fused[0].format.name).moe_experts(call)
                 return self.exchange.send_rows_back(out, ends, slot_row)
             sums = moe_experts(rows, ids, weights, *fused, weight_on_input=True, order=order, expert_ranks=ranks)
             return self.exchange.send_back(sums, sent)

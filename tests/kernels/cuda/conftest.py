@@ -20,6 +20,7 @@ kernels with a wait removed (test_layer.py), and NVRTC for every compute capabil
 
 import pytest
 import torch
+from emulated_gemms import emulate_device
 
 from thunder_moe.kernels import select
 from thunder_moe.kernels.cuda import backend as cuda
@@ -29,7 +30,7 @@ from thunder_moe.ops import operator
 @pytest.fixture
 def hopper(emulated, monkeypatch):
     """The emulated device has compute capability 9.0."""
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
+    emulate_device(monkeypatch, 3)
 
 
 @pytest.fixture
@@ -43,7 +44,6 @@ def chains(emulated, monkeypatch):
     for module in (select, operator):
         monkeypatch.setattr(module, "has_chains", lambda device: True)
     for described in operator.OPERATORS.values():
-        monkeypatch.setattr(described, "_chains", {})
         monkeypatch.setattr(described, "_recent", ())
     unprepared, compute = [], operator.Operator._compute
 

@@ -7,11 +7,12 @@ from oracle import dequantize
 
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
-from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels import chains
+from thunder_moe.kernels.cuda import operands
 from thunder_moe.kernels.cuda.chain import ChainBuilder
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.kernels.cuda.plan import plan_gemm
-from thunder_moe.kernels.cuda.prepared import append_gemm, columns_of, weight_operands
+from thunder_moe.kernels.cuda.prepared import Weight, append_gemm, columns_of
 from thunder_moe.kernels.specs import GemmSpec
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -59,6 +60,12 @@ def make(experts, n, k, halves=1):
     return weight, dequantize(*weight.tensors())
 
 
+def emulate_device(monkeypatch, multiprocessors, capability=(9, 0)):
+    """Make the emulated device another one."""
+    monkeypatch.setattr(operands, "_device_facts", lambda device: (multiprocessors, capability))
+    chains.clear()
+
+
 def gemm_with_scratch(rows, weight, offsets, config, row_slot=None, activation=None, fill=0.0, **more):
     """A GEMM by a chain that is given its scratch memory: the result, and that memory afterwards, by the kernel.
 
@@ -73,8 +80,8 @@ def gemm_with_scratch(rows, weight, offsets, config, row_slot=None, activation=N
     """
     (experts, n, k), m = weight.shape, (rows if row_slot is None else row_slot).shape[0]
     top_k = None if row_slot is None else m // rows.shape[0]
-    target = cuda.target(rows.device)
-    spec = GemmSpec(m, experts, n, k, rows.dtype, cuda.weight_spec(weight), target, top_k, activation=activation)
+    target = operands.target(rows.device)
+    spec = GemmSpec(m, experts, n, k, rows.dtype, operands.weight_spec(weight), target, top_k, activation=activation)
     sizes = []
 
     class Builder(ChainBuilder):
@@ -84,11 +91,11 @@ def gemm_with_scratch(rows, weight, offsets, config, row_slot=None, activation=N
 
     chain = Builder(rows.device)
     x = chain.operand(rows.shape, rows.dtype)
-    packed = weight_operands(chain, experts, n, k, spec.weight)
+    packed = Weight(*map(chain.like, weight.tensors()))
     ends = chain.operand(offsets.shape, torch.int32)
     slots = None if row_slot is None else chain.operand(row_slot.shape, torch.int32)
     out = chain.result((m, columns_of(spec)), rows.dtype)
     append_gemm(chain, spec, plan_gemm(spec, config), x, packed, ends, slots, out=out, **more)
     scratch = [torch.full((size // 2,), fill, dtype=rows.dtype).view(torch.uint8) for size in sizes]
     slots = () if row_slot is None else (row_slot,)
-    return chain.build()(rows, *cuda.tensors_of(weight), offsets, *slots, *scratch), scratch
+    return chain.build()(rows, *weight.tensors(), offsets, *slots, *scratch), scratch

@@ -4,6 +4,9 @@ Called by pytest; the driver's launch is a function of the test.
 
 import copy
 import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from thunder_moe.activations import SWIGLU
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import arguments, chain, launch, nvrtc, operators
 from thunder_moe.kernels.cuda.chain import ChainBuilder, TensorMap, launched
 from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
@@ -138,7 +142,7 @@ OTHERS = {
     "no tensor": lambda: (X, None),
     "number": lambda: (X, 3),
     "too few": lambda: (X,),
-    "too many": lambda: (X, SLOTS, None),
+    "too many": lambda: (X, SLOTS, X),
     "fake tensor": lambda: (FakeTensorMode().from_tensor(X), SLOTS),
     "freed memory": lambda: (X, freed(SLOTS)),
     "negated view": lambda: (torch._neg_view(X), SLOTS),
@@ -174,19 +178,23 @@ def test_batched_tensors_are_another_kind(driver):
 
 def test_values_and_options(driver):
     builder = ChainBuilder(CPU)
-    builder.value(None)
-    builder.value(4)
-    builder.options({"layout": "linear", "alpha": 1.0})
+    builder.like(None)
+    builder.like(4)
+    builder.options({"layout": "linear", "alpha": 1.0}, {"alpha": 1.0})
     builder.result((2,), torch.float32)
     run = builder.build()
     assert run(None, 4, layout="linear", alpha=1.0) is not None
+    assert run(None, 4, None, alpha=1.0, layout="linear") is not None
+    assert run(None, 4, layout="linear") is not None
     for args, options in (
         ((None, 5), dict(layout="linear", alpha=1.0)),
         ((None, 4.0), dict(layout="linear", alpha=1.0)),
         ((X, 4), dict(layout="linear", alpha=1.0)),
         ((None, 4), dict(layout="tiled", alpha=1.0)),
-        ((None, 4), dict(layout="linear")),
+        ((None, 4), dict(layout="linear", alpha=2.0)),
+        ((None, 4), dict(layout="linear", beta=1.0)),
         ((None, 4), {}),
+        ((None,), dict(layout="linear")),
     ):
         assert run(*args, **options) is None
 
@@ -198,6 +206,7 @@ def test_a_result_in_an_operand(driver):
     given = X.clone()
     assert builder.build()(given) is given
     assert arguments.GatherArguments.from_buffer_copy(driver.launches[0][2]).out == given.data_ptr()
+    assert given._version == 1
     lazy = torch._lazy_clone(given)
     builder.build()(lazy)
     written = arguments.GatherArguments.from_buffer_copy(driver.launches[1][2]).out
@@ -212,6 +221,53 @@ def test_scratch_memory_is_apart_and_aligned(driver):
     builder.build()()
     given = arguments.GatherArguments.from_buffer_copy(driver.launches[0][2])
     assert given.row_slot - given.x == 256
+
+
+def test_other_threads_run_while_a_launch_waits(driver):
+    """The driver waits where its queue is full, maybe for what another thread has to launch on another stream."""
+    run, started, stop = gather_chain(), threading.Event(), threading.Event()
+
+    def waits(config, function, parameters, extra):
+        started.set()
+        return 0 if stop.wait(60) else 1
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    function = kind(waits)
+    builder = ChainBuilder(CPU)
+    builder.result((1,), torch.float32)
+    builder.launch((), "gather", 32, 0, 1, arguments.GatherArguments, (None, None, None, None, 6, 4, 2))
+    launch_address, launch.launch_address = launch.launch_address, lambda: ctypes.cast(function, ctypes.c_void_p).value
+    waiting = builder.build()
+    launch.launch_address = launch_address
+    driver.stream = 1
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(waiting)
+        assert started.wait(60)
+        driver.stream = 2
+        assert run(X, SLOTS) is not None
+        driver.stream = 1  # on which the launches of two chains follow each other
+        second = threads.submit(run, X, SLOTS)
+        time.sleep(0.05)
+        assert len(driver.launches) == 1
+        stop.set()
+        assert first.result(60) is not None
+        assert second.result(60) is not None
+    assert [config.hStream for _, config, _ in driver.launches] == [2, 1]
+
+
+def test_the_table_forgets_chains_that_are_not_looked_up(monkeypatch):
+    monkeypatch.setattr(chains, "_CHAINS", {})
+    monkeypatch.setattr(chains, "MAX_CHAINS", 2)
+    defaults = {"layout": "linear"}
+    kinds = [chains.kind_of("mm", (X, SLOTS[:n], None), {"layout": "linear"}, defaults) for n in (1, 2, 3)]
+    assert kinds[0] == chains.kind_of("mm", (X, SLOTS[:1]), {}, defaults)
+    assert kinds[0] != chains.kind_of("mm", (X, SLOTS[:1]), {"layout": "tiled"}, defaults)
+    assert kinds[0] != chains.kind_of("mm", (X, SLOTS[:1], 3), {}, defaults)
+    for kind in kinds[:2]:
+        chains.remember(kind, len)
+    assert chains.find(kinds[0]) is len
+    chains.remember(kinds[2], None)
+    assert [chains.find(kind) for kind in kinds] == [len, chains.UNKNOWN, None]
 
 
 @needs_bindings
@@ -229,6 +285,8 @@ def test_errors_of_python_are_passed_on(driver, monkeypatch):
     monkeypatch.setattr(launch, "current_stream", fails)
     with pytest.raises(KeyError, match="no stream"):
         gather_chain()(X, SLOTS)
+    with pytest.raises(TypeError, match="cannot create"):
+        type(gather_chain())()
     with pytest.raises(TypeError, match="a dtype was wanted"):
         chain._extension().build([("float", (1,), (1,), 1, None)], [], [], [], [], 0, 0, False, (1, 2, 3, 4, 5), 0)
 

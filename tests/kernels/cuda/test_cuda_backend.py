@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from emulated_gemms import DTYPES, make
+from emulated_gemms import DTYPES, emulate_device, make
 from fast_cases import others_slow
 from oracle import dequantize, grouped_mm, moe_experts, relative_error
 
@@ -30,7 +30,7 @@ def test_dequantize_bit_for_bit(emulated, dtype, per_row):
 
 @pytest.mark.parametrize(("dtype", "capability"), [(torch.bfloat16, (9, 0)), (torch.float16, (8, 0))])
 def test_gradient(emulated, monkeypatch, dtype, capability):
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, capability))
+    emulate_device(monkeypatch, 3, capability)
     weight, exact = make(4, 24, 80)
     offsets = torch.tensor([3, 3, 7, 9], dtype=torch.int32)
     grad = torch.randn(9, 24, dtype=dtype)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, FAST, SWIGLU_CONFIGS, TILED_CONFIGS
+from emulated_gemms import CONFIGS, FAST, SWIGLU_CONFIGS, TILED_CONFIGS, emulate_device
 from emulator.guarded_memory import guarded
 from fast_cases import others_slow
 from oracle import dequantize, grouped_mm, grouped_swiglu, relative_error
@@ -31,7 +31,7 @@ OFFSETS = [
 
 @pytest.fixture(autouse=True)
 def device(emulated, monkeypatch):
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (3, (9, 0)))
+    emulate_device(monkeypatch, 3)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: guarded(torch.empty(*shape, dtype=self.dtype)))
 
 

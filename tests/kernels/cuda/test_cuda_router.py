@@ -12,8 +12,8 @@ from router_forms import FORMS, make_router
 
 from thunder_moe import routing
 from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.cuda import operators, workspace
 from thunder_moe.kernels.cuda import router as routers
-from thunder_moe.kernels.cuda import workspace
 from thunder_moe.routing import RouterForm
 from thunder_moe.routing import router as plain
 
@@ -83,7 +83,7 @@ def test_ties_nan_and_infinities(emulated):
 
 
 def test_what_no_kernel_serves_runs_in_plain_torch(emulated, monkeypatch):
-    monkeypatch.setattr(routers, "prepare_router", None)
+    monkeypatch.setattr(operators, "run", None)
     with pytest.warns(UserWarning, match="no CUDA kernel serves a router with more than 512 experts"):
         check(torch.randn(3, 600), None, dict(top_k=3))
     with pytest.warns(UserWarning, match="more than 32 experts per token"):
@@ -116,7 +116,7 @@ def test_linear_layer_and_router_in_one_kernel(emulated, tokens, dtype, monkeypa
 
 
 def test_more_tokens_take_a_linear_layer_of_torch(emulated, monkeypatch):
-    monkeypatch.setattr(routers, "prepare_linear_router", None)
+    monkeypatch.setattr(routers, "append_linear_router", None)
     check_linear(routing.LINEAR_ROUTER_TOKENS + 1, 64, dict(top_k=4), torch.bfloat16)
     check_linear(1, 68, dict(top_k=2), torch.float16)
     check_linear(0, 64, dict(top_k=2), torch.float16)

@@ -4,11 +4,12 @@ Called by pytest, with -m gpu on a GPU; judged by float64 formulas and autograd 
 
 import pytest
 import torch
+from emulated_gemms import emulate_device
 from fast_cases import others_slow
 
 from thunder_moe.activations import GLU
 from thunder_moe.kernels import slow_paths
-from thunder_moe.kernels.cuda import backend, linear, training, wgrad
+from thunder_moe.kernels.cuda import linear, operands, training, wgrad
 from thunder_moe.kernels.specs import LinearSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}
@@ -267,7 +268,7 @@ def test_linear(device, monkeypatch, kernel, dtype, n, k, splits, tile, transpos
     offsets = ends.to(device, torch.int64 if n == 136 else torch.int32)
     for zero_tail in (True, False):
         out = torch.full((rows, n), 7.0, device=device, dtype=dtype)
-        target = backend.target(x.device)
+        target = operands.target(x.device)
         spec = LinearSpec(rows, experts, n, k, dtype, target, transposed, n == 136, zero_tail, into=True)
         assert linear.prepare_linear(spec, kernel, tile)(x, weight, offsets, out) is out
         assert error(out[:end], expected) < TOLERANCE[dtype]
@@ -287,7 +288,7 @@ def skip_without(device, kernel):
 def test_gemms(device, monkeypatch, capability, dtype, n, k):
     """Rows past the end are NaN: zeros come of them; a buffer keeps them. Offsets that make no sense do no harm."""
     if device == "cpu":
-        monkeypatch.setattr(backend, "_device_facts", lambda device: (3, capability))
+        emulate_device(monkeypatch, 3, capability)
     elif torch.cuda.get_device_capability() != capability:
         pytest.skip("another compute capability")
     torch.manual_seed(0)

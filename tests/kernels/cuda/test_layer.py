@@ -13,18 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, gemm_with_scratch
+from emulated_gemms import DTYPES, FAST, TILED_CONFIGS, TILED_SWIGLU_CONFIGS, emulate_device, gemm_with_scratch
 from fast_cases import others_slow
 from oracle import relative_error
 
 from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.nvfp4 import quantize
-from thunder_moe.kernels import by_parts
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda import configs as cuda_configs
 from thunder_moe.kernels.cuda import operators, workspace
 from thunder_moe.kernels.cuda.chain import ChainBuilder
-from thunder_moe.ops import grouped_mm
+from thunder_moe.kernels.experts import ExpertsCall, unfused
 
 E, A, BF16 = 6, 2, torch.bfloat16
 TILED = "tiled_64x64"
@@ -41,8 +40,8 @@ def make_layer(tokens, hidden, inner, layout, top_k=A, dtype=BF16):
 def test_equals_its_parts(layout, tokens, weight_on_input):
     args = make_layer(tokens, 64, 48 if layout == "linear" else 128, layout)
     for order, form in ((None, SWIGLU), (cuda.route(args[1], E), GLU(1.702, 1.5, 1.0))):
-        more = (order, weight_on_input, form)
-        assert torch.equal(cuda.moe_experts(*args, *more), by_parts.moe_experts(cuda, *args, *more))
+        call = ExpertsCall(*args, order, weight_on_input, form)
+        assert torch.equal(cuda.moe_experts(call), unfused(cuda, call))
 
 
 @pytest.mark.parametrize("inner", [128, 96])  # the chain does not serve the latter's tiles
@@ -53,17 +52,17 @@ def test_rows_are_those_that_it_adds_up(layout, inner):
         x, ids, weights, gate_up, down, *_ = make_layer(9, 64, inner, "linear")
         gate_up = gate_up.to_layout(layout)
     order = cuda.route(ids, E)
-    rows = cuda.moe_expert_rows(x, ids, weights, gate_up, down, order, 9)
+    call = ExpertsCall(x, ids, weights, gate_up, down, order=order, weight_on_input=True, expert_ranks=2)
+    rows = cuda.moe_experts(call._replace(summed=False))
     out = torch.full_like(x[:6], float("nan"))
     assert cuda.combine(rows, order[2][2:8], None, out=out) is out
-    wanted = by_parts.moe_experts(cuda, x, ids, weights, gate_up, down, None, None, order, True, SWIGLU)
-    assert torch.equal(out, wanted[2:8])
+    assert torch.equal(out, unfused(cuda, call)[2:8])
 
 
 @pytest.mark.parametrize(("top_k", "dtype"), [(9, DTYPES[0]), *others_slow(itertools.product([1, 3, 9], DTYPES), ())])
 def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
-    args = (*make_layer(5, 64, 64, TILED, top_k, dtype), None, False, SWIGLU)
-    assert torch.equal(cuda.moe_experts(*args), by_parts.moe_experts(cuda, *args))
+    call = ExpertsCall(*make_layer(5, 64, 64, TILED, top_k, dtype))
+    assert torch.equal(cuda.moe_experts(call), unfused(cuda, call))
 
 
 @pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
@@ -74,11 +73,11 @@ def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
     args = make_layer(21, 64, 320, TILED)
     for experts in (E, 1):  # tokens of one expert leave blocks without a tile
         ids = args[1].clamp(0, experts - 1)
-        operands = (args[0], ids, *args[2:], None, False, SWIGLU)
-        expected = by_parts.moe_experts(cuda, *operands)
+        call = ExpertsCall(args[0], ids, *args[2:])
+        expected = unfused(cuda, call)
         for blocks in (3, 50):
-            monkeypatch.setattr(cuda, "_device_facts", lambda device, blocks=blocks: (blocks, (9, 0)))
-            out = cuda.moe_experts(*operands, configs=(first, TILED_CONFIGS[name]))
+            emulate_device(monkeypatch, blocks)
+            out = cuda.moe_experts(call, configs=(first, TILED_CONFIGS[name]))
             assert relative_error(out, expected) < 5e-3  # another configuration adds up in another order
         pool = workspace.semaphore_pool(out.device)
         assert not pool.take().any()
@@ -120,22 +119,16 @@ def test_rows_of_no_expert_are_not_gathered(hopper, layout):
     assert (gathered[end:] == 7).all()
 
 
-@pytest.mark.parametrize("hint", ["live_rows", "expert_ranks"])
-def test_a_hint_of_few_rows_chooses_the_configurations(hopper, monkeypatch, hint):
-    args = (*make_layer(40, 64, 64, TILED)[:5], None, None, None, False, SWIGLU)
-    asked, choose = [], cuda.choose_config
-    monkeypatch.setattr(cuda, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
-    cuda.experts_configs.cache_clear()
-    if hint == "live_rows":
-        out = torch.empty_like(args[0])
-        assert cuda.moe_experts(*args, live_rows=27, out=out) is out
-    else:
-        given = (*args[:3], *grouped_mm.operands(args[3]), *grouped_mm.operands(args[4]))
-        options = dict(gate_up_layout=TILED, down_layout=TILED, expert_ranks=3)
-        chain, _ = operators.prepare("f16a_nvfp4weight_moe_experts", given, options)
-        out = chain(*given, **options)
+def test_a_hint_of_few_rows_chooses_the_configurations(hopper, monkeypatch):
+    call = ExpertsCall(*make_layer(40, 64, 64, TILED)[:5], expert_ranks=3)
+    asked, choose = [], operators.choose_config
+    monkeypatch.setattr(operators, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
+    out = torch.empty_like(call.hidden_states)
+    version = out._version
+    assert cuda.moe_experts(call, out=out) is out
+    assert out._version == version + 1
     assert asked == [27, 27]  # of 80 ids
-    assert relative_error(out, by_parts.moe_experts(cuda, *args)) < 5e-3
+    assert relative_error(out, unfused(cuda, call)) < 5e-3
 
 
 WITHOUT_WAITING = "a block has ended without waiting"

@@ -12,6 +12,7 @@ from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, relative_error
 
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend, linear, low_rank, prepared, training, wgrad
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
@@ -106,7 +107,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
         factors = 0.5 + torch.rand(4, n)
         of_rows = weight.global_scale[:, None] * factors.to(device)
         weight, exact = NVFP4Weight(weight.qdata, weight.scale, of_rows, weight.layout), exact * factors[..., None]
-    prepared.prepare_dgrad.cache_clear()
+    chains.clear()
     monkeypatch.setattr(linear, "_packed_tile", lambda rows: kernel)
     monkeypatch.setattr(prepared, "packed_is_faster", lambda rows: isinstance(kernel, int))
     offsets = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -116,7 +117,7 @@ def test_gradient_of_many_rows(device, monkeypatch, kernel, dtype, rank, per_row
         out = low_rank.dgrad(grad.to(device), weight, offsets, outer.to(device), a.to(device), config=config)
     else:
         out = backend.grouped_mm_dgrad(grad.to(device), weight, offsets)
-    prepared.prepare_dgrad.cache_clear()
+    chains.clear()
     wanted = expected(grad, exact.mT, outer, a.mT, ends=ends)
     for begin, end in zip((0, *ends), ends, strict=False):
         assert begin == end or relative_error(out[begin:end].cpu(), wanted[begin:end]) < KERNEL_TOLERANCE[dtype]
@@ -156,9 +157,7 @@ def test_sums_leave_registers_for_the_adapter(emulated, hopper, monkeypatch, of_
     offsets, seen = torch.tensor(ENDS, dtype=torch.int32), []
     plan = SimpleNamespace(config=GemmConfig("tiled_wgmma", *of_gemm))
     monkeypatch.setattr(low_rank, "plan_gemm", lambda *args: plan)
-    monkeypatch.setattr(
-        low_rank, "prepare_with_adapter", lambda spec, config, *rest: seen.append(config) or (lambda *operands: None)
-    )
+    monkeypatch.setattr(low_rank.operators, "run", lambda *args, config, **options: seen.append(config))
     low_rank.grouped_mm(x, weight, offsets, inner, b)
     assert seen == [GemmConfig("tiled_wgmma", *wanted)]
 

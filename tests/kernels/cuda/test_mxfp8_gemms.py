@@ -11,12 +11,13 @@ from emulator.guarded_memory import guarded
 from fast_cases import others_slow
 from oracle import KERNEL_TOLERANCE, dequantize_mxfp8, grouped_mm, moe_experts, relative_error
 
-from thunder_moe.activations import GLU, SWIGLU
+from thunder_moe.activations import GLU
 from thunder_moe.formats.mxfp8 import dequantize, quantize
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, operators, prepared
+from thunder_moe.kernels.cuda import many_rows, operators
 from thunder_moe.kernels.cuda.configs import GemmConfig
+from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.routing import gather_rows
 
@@ -162,30 +163,29 @@ def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
     monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
     weight, exact = make(64, 128)
     offsets, rows = torch.tensor(OFFSETS, dtype=torch.int32), torch.randn(42, 128, dtype=torch.bfloat16)
-    seen = []
-    prepare = prepared.prepare_gemm
+    seen, run = [], operators.run
     monkeypatch.setattr(
-        prepared, "prepare_gemm", lambda spec, *rest: seen.append(spec.weight.layout) or prepare(spec, *rest)
+        operators, "run", lambda *args, layout, **options: seen.append(layout) or run(*args, layout=layout, **options)
     )
     out = cuda.grouped_mm(rows, weight, offsets)
     assert seen == ["tiled_64x64"]
     assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
     # What is prepared for operands of a kind would run the linear kernel.
-    chain, reason = operators.prepare("f16a_mxfp8weight_scaled_grouped_mm", (rows, *operands(weight), offsets), {})
+    chain, reason = operators.describe("f16a_mxfp8weight_scaled_grouped_mm", (rows, *operands(weight), offsets), {})
     assert chain is None
     assert "so many rows" in reason
 
 
 def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
     monkeypatch.setattr(many_rows, "_MOST_ROWS", {"mxfp8": 10})
-    monkeypatch.setattr(prepared, "prepare_gemm", None)
+    monkeypatch.setattr(operators, "plan_gemm", None)
     torch.manual_seed(0)
     gate_up, down = quantize(torch.randn(4, 64, 96) / 10), quantize(torch.randn(4, 96, 32) / 6)
     hidden, ids = torch.randn(24, 96, dtype=torch.bfloat16), torch.rand(24, 4).topk(2).indices
     scores = torch.rand(24, 2)
     args = hidden, ids, scores
-    out = cuda.moe_experts(*args, gate_up, down, None, None, None, False, SWIGLU)
+    out = cuda.moe_experts(ExpertsCall(*args, gate_up, down))
     expected = moe_experts(*args, decoded(gate_up), decoded(down))
     assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
     packed = *operands(gate_up), *operands(down)
-    assert operators.prepare("f16a_mxfp8weight_moe_experts", (*args, *packed), {})[0] is None
+    assert operators.prepare("f16a_mxfp8weight_moe_experts", (*args, *packed), {}) is None

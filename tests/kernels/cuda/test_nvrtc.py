@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_gemms import emulate_device
 from fast_cases import covering, others_slow
 
 from thunder_moe.kernels import code_cache
@@ -252,7 +253,7 @@ def static_shared_bytes(cubin, name):
 def test_kernels_of_adapters_fit_shared_memory(kept, monkeypatch, rank):
     """Of Ada and consumer Blackwell, the least that there is: 99 KiB, static shared memory included."""
     seen = []
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (100, (8, 6)))
+    emulate_device(monkeypatch, 100, (8, 6))
     for module in (low_rank, wgrad):
         monkeypatch.setattr(module, "launch", lambda *args: seen.append(args))
     tokens, slots, ends = torch.zeros(4, 128).half(), torch.arange(8).int(), torch.tensor([8], dtype=torch.int32)

@@ -4,12 +4,13 @@ Called by pytest; emulated launches replace those of kernels/cuda/launch.py, all
 
 import pytest
 import torch
-from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, gemm_with_scratch, make
+from emulated_gemms import CONFIGS, FAST, TILED_CONFIGS, emulate_device, gemm_with_scratch, make
 from fast_cases import others_slow
 from oracle import grouped_mm, relative_error
 
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import plan, prepared, workspace
+from thunder_moe.kernels.cuda import plan, workspace
 from thunder_moe.kernels.cuda.configs import GemmConfig
 
 SMALL_TILES = GemmConfig("tiled_mma", 1, 1, 1, 1, 1, True)
@@ -30,7 +31,7 @@ def test_result_does_not_depend_on_the_number_of_blocks(emulated, hopper, monkey
     weight, rows = weight.to_layout(config.layout), torch.randn(40, 320, dtype=torch.bfloat16)
     offsets = torch.tensor(ends, dtype=torch.int32)
     for blocks in (3, 7, 1000):
-        monkeypatch.setattr(cuda, "_device_facts", lambda device, blocks=blocks: (blocks, (9, 0)))
+        emulate_device(monkeypatch, blocks)
         results.append(cuda.grouped_mm(rows, weight, offsets, config=config))
         assert torch.equal(results[-1], results[0])
         assert not workspace.semaphore_pool(rows.device).take().any()  # nothing that blocks have counted is left
@@ -52,7 +53,7 @@ def test_blocks_share_tiles(emulated, hopper, monkeypatch, config, tiles, stages
     k -= 64 * (config.warps_k > 1)  # the last is not full
     weight, exact = make(1, tiles * config.tile_features(swiglu=False), k)
     weight, rows, offsets = weight.to_layout("tiled_64x64"), torch.randn(7, k).bfloat16(), torch.tensor([7]).int()
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
+    emulate_device(monkeypatch, blocks)
     out, (sums,) = gemm_with_scratch(rows, weight, offsets, config, fill=float("nan"))
     assert relative_error(out, grouped_mm(rows, exact, offsets)) < 5e-3
     assert not workspace.semaphore_pool(rows.device).take().any()
@@ -73,7 +74,7 @@ def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, ti
     weight, exact = make(3, tiles * config.tile_features(swiglu=False), k)
     weight, rows = weight.to_layout("tiled_64x64"), torch.randn(3, k).bfloat16()
     rows[1] = 0
-    monkeypatch.setattr(cuda, "_device_facts", lambda device: (blocks, (9, 0)))
+    emulate_device(monkeypatch, blocks)
     for ends in ([1, 2, 3], [1, 1, 3]):  # all tiles have one row, or some have two
         offsets = torch.tensor(ends).int()
         out = cuda.grouped_mm(rows, weight, offsets, config=config)
@@ -82,7 +83,7 @@ def test_blocks_share_tiles_of_one_row(emulated, hopper, monkeypatch, config, ti
         with monkeypatch.context() as patch:
             patch.setattr(plan, "_FEW_ROWS", 0)
             plan.plan_gemm.cache_clear()
-            prepared.prepare_gemm.cache_clear()
+            chains.clear()
             assert torch.equal(cuda.grouped_mm(rows, weight, offsets, config=config), out)
         plan.plan_gemm.cache_clear()
-        prepared.prepare_gemm.cache_clear()
+        chains.clear()

@@ -23,6 +23,7 @@ from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.vllm.expert_map import local_ids
 from thunder_moe.kernels.cuda import backend as cuda
+from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.kernels.select import runs_on_cuda, select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.experts import moe_experts
@@ -221,13 +222,13 @@ class ThunderExperts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
             and activation in FUSED
             and select(hidden_states.device, format=self._format.name) is cuda
         ):
-            live_rows = None  # of a rank of many: most ids are of experts elsewhere
-            if expert_map is not None:
-                live_rows = -(-ids.numel() * w1.shape[0] // global_num_experts)
-            cuda.moe_experts(
-                hidden_states, ids, weights, self.gate_up, self.down, self.biases.get("gate_up_bias"),
-                self.biases.get("down_bias"), None, False, self._form(activation), live_rows=live_rows, out=output,
+            ranks = 1 if expert_map is None else round(global_num_experts / w1.shape[0])
+            biases, form = self.biases, self._form(activation)
+            call = ExpertsCall(
+                hidden_states, ids, weights, self.gate_up, self.down, biases.get("gate_up_bias"),
+                biases.get("down_bias"), form=form, expert_ranks=ranks,
             )  # fmt: skip
+            cuda.moe_experts(call, out=output)
         else:
             output.copy_(self.run(hidden_states, ids, weights, activation))
 

@@ -31,6 +31,7 @@ from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.kernels import code_cache, host_code
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cpu.crossover import NEVER, ROWS, Limits, limits_by_hand, limits_for
+from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.forks import ForkLock
 from thunder_moe.kernels.slow_paths import to_linear
 from thunder_moe.routing import RouterForm, gather_rows, row_groups, scale_of_rows
@@ -44,6 +45,7 @@ __all__ = [
     "linear_router",
     "mm",
     "mm_dgrad",
+    "moe_experts",
     "route",
     "router",
     "unavailable_reason",
@@ -141,6 +143,11 @@ def grouped_mm_combine(
     slots = (slot_row.data_ptr(), pointer(slot_weight), tokens, top_k, n)
     _extension().thunder_moe_combine(*of_rows, *slots, pointer(bias), *of_bias, out.data_ptr())
     return out
+
+
+def moe_experts(call: ExpertsCall) -> Tensor:
+    """The experts of a layer, step by step: (T, H), or the rows (M, H) of a call that is not summed."""
+    return unfused(sys.modules[__name__], call)
 
 
 def _bias(bias: Tensor | None, offsets: Tensor) -> tuple[Tensor | None, int, int, int]:

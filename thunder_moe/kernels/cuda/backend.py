@@ -1,6 +1,6 @@
 """The CUDA backend: grouped GEMMs of 16-bit rows and packed weights on SM80 and newer, compiled on first use.
-Called through kernels/select.py with validated operands; calls prepared.py and router.py beside it, whose chains
-launch the kernels of src/*.cu.
+Called through kernels/select.py with validated operands; calls operators.py beside it, whose chains launch the kernels
+of src/*.cu, for operands in the form that those read.
 
 Float32 rows run on kernels/reference.py, with a warning. The gradient of 16-bit rows is a grouped GEMM with dequantized
 weights (linear.py, or torch's where that is faster). For many rows on SM90, weights in layout "linear" are converted
@@ -11,7 +11,6 @@ Offsets, row_slot and slot_row are not trusted: nothing out of range is read or 
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -25,10 +24,9 @@ from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.kernels import by_parts, reference
-from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
-from thunder_moe.kernels.by_parts import Order
-from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, prepared
+from thunder_moe.kernels import reference
+from thunder_moe.kernels.arguments import dtype_code, pointer
+from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, operators, prepared
 from thunder_moe.kernels.cuda import router as routers
 from thunder_moe.kernels.cuda.arguments import (
     DequantizeArguments,
@@ -36,19 +34,18 @@ from thunder_moe.kernels.cuda.arguments import (
     RowStartsArguments,
     SwigluArguments,
 )
-from thunder_moe.kernels.cuda.chain import launched
-from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig, choose_config
+from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
+from thunder_moe.kernels.cuda.operands import aligned, floats, operands_of, target, weight_spec
 from thunder_moe.kernels.cuda.prepared import DEQUANTIZE, ELEMENTWISE_THREADS, ROUTE, elementwise_blocks
+from thunder_moe.kernels.experts import ExpertsCall, unfused
 from thunder_moe.kernels.slow_paths import to_linear, warn_once
-from thunder_moe.kernels.specs import DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, Target, WeightSpec
 from thunder_moe.routing import RouterForm, gather_rows
 
 __all__ = [
     "FORMATS",
     "MAX_EXPERTS",
-    "aligned",
     "combine",
     "dequantize",
     "grouped_mm",
@@ -59,17 +56,13 @@ __all__ = [
     "linear_router",
     "mm",
     "mm_dgrad",
-    "moe_expert_rows",
     "moe_experts",
     "route",
     "router",
     "row_starts",
     "swiglu",
-    "target",
-    "tensors_of",
     "to_tiled",
     "unavailable_reason",
-    "weight_spec",
 ]
 
 _QUANTIZE = (COMMON, COMMON.with_name("dequantize.cu"), COMMON.with_name("quantize.cu"))
@@ -95,8 +88,14 @@ def grouped_mm(
     """(M, K) rows sorted by expert, offsets (E,) row ends -> (M, N) in the activation's dtype."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm(activation, weight.to_layout(LINEAR), offsets)
-    weight = _for_rows(weight, activation.shape[0], config)
-    return _gemm(activation, weight, offsets, None, None, None, None, config)
+    rows = activation.shape[0]
+    if rows == 0 or weight.shape[1] == 0:
+        return activation.new_empty(rows, weight.shape[1])
+    weight, activation, offsets = _for_rows(weight, rows, config), aligned(activation.detach()), offsets.contiguous()
+    if config is None and _way(weight, rows) == many_rows.IN_16_BITS:
+        values = dequantize(weight, activation.dtype)
+        return many_rows.multiply(activation, values, offsets, target(activation.device))
+    return _run("scaled_grouped_mm", weight, config, activation, *operands_of(weight), offsets)
 
 
 def grouped_swiglu(
@@ -113,13 +112,17 @@ def grouped_swiglu(
     """Rows (M, K), or tokens (T, K) with row_slot (M,); weight (E, 2I, K) with the gate's rows first -> (M, I)."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_swiglu(activation, weight.to_layout(LINEAR), offsets, row_slot, slot_scale, bias, form)
-    rows = (activation if row_slot is None else row_slot).shape[0]
+    rows, features = (activation if row_slot is None else row_slot).shape[0], weight.shape[1] // 2
+    if rows == 0 or features == 0:
+        return activation.new_empty(rows, features)
     weight = _for_rows(weight, rows, config)
-    split_blocks = weight.layout == TILED and weight.shape[1] // 2 % 64 != 0  # they have rows of gate and of up
+    split_blocks = weight.layout == TILED and features % 64 != 0  # they have rows of gate and of up
     if split_blocks or (config is None and _way(weight, rows) == many_rows.IN_16_BITS):
-        gate_up = _gemm(gather_rows(activation, row_slot), weight, offsets, None, None, None, None)
+        gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
-    return _gemm(activation, weight, offsets, row_slot, slot_scale, bias, form, config)
+    row_slot = None if row_slot is None else row_slot.contiguous()
+    operands = aligned(activation.detach()), *operands_of(weight), offsets.contiguous()
+    return _run("grouped_swiglu", weight, config, *operands, row_slot, floats(slot_scale), floats(bias), form=form)
 
 
 def grouped_mm_combine(
@@ -133,159 +136,69 @@ def grouped_mm_combine(
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
     if _runs_on_reference(activation, weight):
         return reference.grouped_mm_combine(activation, weight.to_layout(LINEAR), offsets, slot_row, slot_weight, bias)
-    weight = _for_rows(weight, activation.shape[0])
-    slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)  # before the GEMM: behind it is `combine` alone
-    rows = _gemm(activation, weight, offsets, None, None, bias, None)
-    return combine(rows, slot_row, slot_weight, late_rows=weight.shape[1] % 2 == 0)
+    rows, n = activation.shape[0], weight.shape[1]
+    if rows == 0 or n == 0 or slot_row.numel() == 0:
+        return activation.new_zeros(slot_row.shape[0], n)
+    weight, offsets = _for_rows(weight, rows), offsets.contiguous()
+    operands, bias = (aligned(activation.detach()), *operands_of(weight), offsets), floats(bias)
+    if n % 2 == 0 and (bias is not None or _way(weight, rows) != many_rows.IN_16_BITS):
+        return _run("grouped_mm_combine", weight, None, *operands, slot_row.contiguous(), floats(slot_weight), bias)
+    if bias is None:
+        product = grouped_mm(activation, weight, offsets)
+    else:
+        product = _run("scaled_grouped_mm", weight, None, *operands, None, None, bias)
+    return combine(product, slot_row, slot_weight)
 
 
 def moe_experts(
-    hidden_states: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    order: Order | None,
-    weight_on_input: bool,
-    form: GLU,
+    call: ExpertsCall,
     *,
     configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
-    live_rows: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `by_parts.moe_experts` of this module computes, bit for bit, by a chain of kernels.
+    """Compute what `unfused` computes by this module, bit for bit, by a chain of kernels where one serves it.
 
     Args:
-        hidden_states: as there, and so are all but the last three.
+        call: the operands.
         configs: of the two GEMMs, in place of those that are best.
-        live_rows: how many of the ids are expected to be experts of this device, which the choice of configurations
-            takes for the number of rows.
         out: contiguous (T, H) that the result is written into.
     """
-    spec, gate_up, down = _experts_spec(
-        hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias, order, weight_on_input, form,
-        live_rows or expert_ids.numel(), configs,
-    )  # fmt: skip
-    if spec is None:
-        result = by_parts.moe_experts(
-            sys.modules[__name__], hidden_states, expert_ids, expert_weights, gate_up, down, gate_up_bias, down_bias,
-            order, weight_on_input, form,
+    if not _runs_on_reference(call.hidden_states, call.gate_up) and call.expert_ids.numel():
+        gate_up, down = call.gate_up, call.down
+        if configs == (None, None):
+            live_rows = -(-call.expert_ids.numel() // call.expert_ranks)
+            gate_up, down = _for_rows(gate_up, live_rows), _for_rows(down, live_rows)
+        call = call._replace(gate_up=_readable(gate_up), down=_readable(down))
+        order = (None, None, None) if call.order is None else tuple(each.contiguous() for each in call.order)
+        args = (
+            aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), floats(call.expert_weights),
+            *operands_of(call.gate_up), *operands_of(call.down), floats(call.gate_up_bias), floats(call.down_bias),
+            *order, out,
         )  # fmt: skip
-        return result if out is None else out.copy_(result)
-    into = () if out is None else (out,)
-    return _run_experts(
-        replace(spec, into=out is not None), live_rows, configs, hidden_states, expert_ids, expert_weights, gate_up,
-        down, gate_up_bias, down_bias, order, *into,
-    )  # fmt: skip
-
-
-def moe_expert_rows(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
-    order: Order, live_rows: int,
-) -> Tensor:  # fmt: skip
-    """The rows (M, H) that `moe_experts` with weight_on_input adds up, in its order and by its kernels."""
-    live_rows = max(live_rows, 1)
-    spec, gate_up, down = _experts_spec(
-        hidden_states, expert_ids, expert_weights, gate_up, down, None, None, order, True, SWIGLU, live_rows,
-        (None, None),
-    )  # fmt: skip
-    if spec is None:
-        return by_parts.moe_expert_rows(sys.modules[__name__], hidden_states, expert_weights, gate_up, down, order)
-    return _run_experts(
-        replace(spec, summed=False), live_rows, (None, None), hidden_states, expert_ids, expert_weights, gate_up, down,
-        None, None, order,
-    )  # fmt: skip
-
-
-def _experts_spec(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, order: Order | None, weight_on_input: bool, form: GLU,
-    live_rows: int, configs: tuple[GemmConfig | None, GemmConfig | None],
-) -> tuple[ExpertsSpec | None, PackedWeight, PackedWeight]:  # fmt: skip
-    """Return the spec of a layer's experts, or None if no chain serves it, and the weights, converted as so many rows
-    need them."""
-    rows = live_rows if expert_ids.numel() else 0
-    if rows == 0 or _runs_on_reference(hidden_states, gate_up):
-        return None, gate_up, down
-    if configs == (None, None):
-        gate_up, down = _for_rows(gate_up, rows), _for_rows(down, rows)
-    first, second = (each if each.layout == TILED else to_linear(each) for each in (gate_up, down))
-    (tokens, top_k), (experts, hidden_size, features) = expert_ids.shape, down.shape
-    spec = ExpertsSpec(
-        tokens, top_k, experts, hidden_size, features, hidden_states.dtype, expert_ids.dtype,
-        _float_dtype(expert_weights) or torch.float32, weight_spec(first), weight_spec(second), form,
-        target(hidden_states.device), _float_dtype(gate_up_bias), _float_dtype(down_bias), order is not None,
-        weight_on_input,
-    )  # fmt: skip
-    by_rows = configs == (None, None) and many_rows.IN_16_BITS in (_way(gate_up, rows), _way(down, rows))
-    return None if by_rows or splits_blocks(spec) else spec, first, second
-
-
-def splits_blocks(spec: ExpertsSpec) -> bool:
-    """True if a block of tiles has rows of gate and of up, which no fused activation serves."""
-    return spec.gate_up.layout == TILED and spec.intermediate_size % 64 != 0
-
-
-def _run_experts(
-    spec: ExpertsSpec, live_rows: int | None, configs: tuple[GemmConfig | None, GemmConfig | None],
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: PackedWeight, down: PackedWeight,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None, order: Order | None, *into: Tensor,
-) -> Tensor:  # fmt: skip
-    """Convert the operands as the chain reads them, and launch it."""
-    if live_rows is not None:
-        best = experts_configs(spec, live_rows)
-        configs = configs[0] or best[0], configs[1] or best[1]
-    run = prepared.prepare_experts(spec, configs)
-    weights = [each.to_layout(layout) for each, layout in zip((gate_up, down), run.layouts, strict=True)]
-    places = (None, None, None) if order is None else tuple(each.contiguous() for each in order)
-    inputs = aligned(hidden_states.detach()), expert_ids.contiguous(), floats(expert_weights)
-    packed = *tensors_of(weights[0]), *tensors_of(weights[1])
-    biases = floats(gate_up_bias), floats(down_bias)
-    out: Tensor = launched(run.chain, *inputs, *packed, *biases, *places, *into)
-    return out
-
-
-@functools.lru_cache(maxsize=1024)
-def experts_configs(spec: ExpertsSpec, rows: int) -> tuple[GemmConfig, GemmConfig]:
-    """The best configurations of gate_up and down for so many rows."""
-
-    def best(gemm: GemmSpec) -> GemmConfig:
-        weight, where = gemm.weight, gemm.target
-        return choose_config(
-            rows, gemm.num_experts, gemm.features, gemm.k, gemm.activation is not None, where.multiprocessors,
-            where.capability, weight.layout, weight.format,
+        options = dict(
+            weight_on_input=call.weight_on_input, gate_up_layout=call.gate_up.layout, down_layout=call.down.layout,
+            expert_ranks=call.expert_ranks, summed=call.summed, configs=configs, **vars(call.form),
         )  # fmt: skip
-
-    return best(spec.gate_up_gemm), best(spec.down_gemm)
-
-
-def tensors_of(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The tensors of a weight as chains read them: codes and scales as uint8; None without a global scale."""
-    scale = weight.global_scale
-    codes, scales = (aligned(each).view(torch.uint8) for each in (weight.qdata, weight.scale))
-    return codes, scales, None if scale is None else aligned(scale)
-
-
-def weight_spec(weight: PackedWeight) -> WeightSpec:
-    """The spec of a packed weight."""
-    scale = weight.global_scale
-    return WeightSpec(weight.layout, weight.format.name, scale is not None and scale.ndim == 2)
+        run = operators.prepare(_name("moe_experts", call.gate_up), args, options)
+        if run is not None:
+            result: Tensor = chain.launched(run, *args, **options)
+            return result
+    result = unfused(sys.modules[__name__], call)
+    return result if out is None else out.copy_(result)
 
 
 def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of `grouped_mm`'s output -> gradient (M, K) of its activation."""
-    rows, (experts, n, k) = grad.shape[0], weight.shape
+    _, n, k = weight.shape
     if grad.dtype == torch.float32:
         _warn_of_reference("gradients of activations in float32", grad, weight, "train in bfloat16 or float16")
     if grad.dtype == torch.float32 or grad.numel() == 0 or k == 0:
         return reference.grouped_mm_dgrad(grad, weight.to_layout(LINEAR), offsets)
     _warn_of_odd_features(n)
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
-    run = prepared.prepare_dgrad(DgradSpec(rows, experts, n, k, grad.dtype, weight_spec(weight), target(grad.device)))
-    out: Tensor = launched(run, aligned(grad.detach()), *tensors_of(weight), offsets.contiguous())
-    return out
+    return _run(
+        "scaled_grouped_mm_dgrad", weight, None, aligned(grad.detach()), *operands_of(weight), offsets.contiguous()
+    )
 
 
 def _warn_of_odd_features(n: int) -> None:
@@ -303,8 +216,12 @@ def mm(
     """(M, K), a weight (1, N, K), bias (N,) -> (M, N) in the activation's dtype: one group that ends at M."""
     if _runs_on_reference(activation, weight):
         return reference.mm(activation, weight.to_layout(LINEAR), bias)
-    weight = _for_rows(weight, activation.shape[0], config)
-    return _gemm(activation, weight, None, None, None, bias, None, config)
+    rows, n = activation.shape[0], weight.shape[1]
+    if rows == 0 or n == 0:
+        return activation.new_empty(rows, n)
+    weight = _for_rows(weight, rows, config)
+    operands = [each[0] for each in operands_of(weight)]  # of the one group
+    return _run("scaled_mm", weight, config, aligned(activation.detach()), *operands, floats(bias))
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
@@ -315,25 +232,12 @@ def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:
         return grad.detach() @ dequantize(weight, grad.dtype)[0]
 
 
-def combine(
-    rows: Tensor,
-    slot_row: Tensor,
-    slot_weight: Tensor | None,
-    *,
-    late_rows: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+def combine(rows: Tensor, slot_row: Tensor, slot_weight: Tensor | None, *, out: Tensor | None = None) -> Tensor:
     """(M, N) -> (T, N), contiguous and in `out` where it is given: each slot's row, times slot_weight (T, A), summed
-    per token; late_rows: see `prepared.append_combine`."""
-    (tokens, top_k), n = slot_row.shape, rows.shape[1]
-    if rows.shape[0] == 0 or tokens == 0 or n == 0:
-        return rows.new_zeros(tokens, n) if out is None else out.zero_()
-    slot_row, slot_weight = slot_row.contiguous(), floats(slot_weight)
-    run = prepared.prepare_combine(
-        rows.shape[0], (tokens, top_k), n, rows.dtype, _dtype(slot_weight), rows.device, late_rows, out is not None
-    )
-    into = () if out is None else (out,)
-    summed: Tensor = launched(run, aligned(rows), slot_row, slot_weight, *into)
+    per token."""
+    if rows.numel() == 0 or slot_row.numel() == 0:
+        return rows.new_zeros(slot_row.shape[0], rows.shape[1]) if out is None else out.zero_()
+    summed: Tensor = operators.run("combine", aligned(rows), slot_row.contiguous(), floats(slot_weight), out)
     return summed
 
 
@@ -367,10 +271,9 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     num_experts, n, k = weight.shape
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    spec = weight_spec(weight)
-    argument = DequantizeArguments(
-        *map(pointer, (*tensors_of(weight), out)), None, num_experts * n, 1 if spec.per_row_scale else n, k, n
-    )
+    spec, tensors = weight_spec(weight), (aligned(weight.qdata), aligned(weight.scale), weight.global_scale, out)
+    rows_per_global = 1 if spec.per_row_scale else n
+    argument = DequantizeArguments(*map(pointer, tensors), None, num_experts * n, rows_per_global, k, n)
     expression = prepared.dequantize_kernel(spec.format, spec.layout == TILED, dtype)
     blocks = elementwise_blocks(out.numel() // 16)
     launch(DEQUANTIZE, expression, ELEMENTWISE_THREADS, 0, blocks, argument, weight.device)
@@ -381,9 +284,7 @@ def route(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
     """(T, A) -> row_slot int32 (M,), offsets int32 (E,), slot_row int32 (T, A)."""
     if expert_ids.numel() == 0 or num_experts > MAX_EXPERTS:
         return reference.route(expert_ids, num_experts)
-    tokens, top_k = expert_ids.shape
-    run = prepared.prepare_route((tokens, top_k), num_experts, expert_ids.dtype, expert_ids.device)
-    order: Order = launched(run, expert_ids.contiguous())
+    order: tuple[Tensor, Tensor, Tensor] = operators.run("moe_route", expert_ids.contiguous(), num_experts)
     return order
 
 
@@ -396,12 +297,9 @@ def router(
         warn_once(("router", reason), f"no CUDA kernel serves a router with {reason}: plain torch, about ten launches")
     if reason is not None or logits.shape[0] == 0:
         return reference.router(logits, bias, form, dtype)
-    bias = None if bias is None else bias.contiguous()
-    tokens, experts = logits.shape
-    spec = RouterSpec(tokens, experts, form, logits.dtype, _dtype(bias), dtype, target(logits.device))
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = launched(
-        routers.prepare_router(spec), logits.contiguous(), bias
-    )
+    options = dict(vars(form), scores_dtype=None if dtype == logits.dtype else dtype)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    results = operators.run("moe_router", aligned(logits), floats(bias), **options)
     return results
 
 
@@ -415,18 +313,13 @@ def linear_router(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(T, H), (E, H) -> what `router` gives for the logits, and the logits (T, E), as `moe_linear_router`."""
-    shape = hidden.shape[0], weight.shape[0]
-    if not routers.serves_linear(shape, hidden.shape[1], form, hidden.dtype):
+    if not routers.serves_linear((hidden.shape[0], weight.shape[0]), hidden.shape[1], form, hidden.dtype):
         return routing.linear_router(hidden, weight, linear_bias, bias, form, logits_dtype, dtype, choose=router)
-    linear_bias, bias = (None if b is None else b.contiguous() for b in (linear_bias, bias))
-    spec = RouterSpec(
-        *shape, form, logits_dtype, _dtype(bias), dtype, target(hidden.device), hidden.shape[1], hidden.dtype,
-        linear_bias is not None,
-    )  # fmt: skip
-    operands = aligned(hidden), aligned(weight), linear_bias, bias
-    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = launched(
-        routers.prepare_linear_router(spec), *operands
-    )
+    dtypes = dict(logits_dtype=logits_dtype, scores_dtype=dtype)
+    options = {name: None if value == hidden.dtype else value for name, value in dtypes.items()} | vars(form)
+    operands = aligned(hidden), aligned(weight), floats(linear_bias), floats(bias)
+    results: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    results = operators.run("moe_linear_router", *operands, **options)
     return results
 
 
@@ -499,70 +392,31 @@ def launch_per_block(
 
 def _way(weight: PackedWeight, rows: int) -> str | None:
     """How so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
-    _, capability = _device_facts(weight.device)
+    capability = target(weight.device).capability
     return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
 
 
 def _for_rows(weight: Packed, rows: int, config: GemmConfig | None = None) -> Packed:
-    """The weight in the layout in which so many rows are multiplied; as it is for a given configuration."""
-    return to_tiled(weight) if config is None and _way(weight, rows) == many_rows.IN_TILES else weight
+    """The weight in the layout in which so many rows are multiplied, for a given configuration in its layout."""
+    if config is not None:
+        return weight.to_layout(config.layout)
+    return to_tiled(weight) if _way(weight, rows) == many_rows.IN_TILES else _readable(weight)
 
 
-def _gemm(
-    activation: Tensor,
-    weight: PackedWeight,
-    offsets: Tensor | None,
-    row_slot: Tensor | None,
-    slot_scale: Tensor | None,
-    bias: Tensor | None,
-    form: GLU | None,
-    config: GemmConfig | None = None,
-) -> Tensor:
-    num_experts, n, k = weight.shape
-    rows = (activation if row_slot is None else row_slot).shape[0]
-    features = n if form is None else n // 2
-    if rows == 0 or features == 0:
-        return activation.new_empty(rows, features)
-    offsets = None if offsets is None else offsets.contiguous()  # None: one group of all rows
-    activation, slot_scale, bias = aligned(activation.detach()), floats(slot_scale), floats(bias)
-    row_slot = None if row_slot is None else row_slot.contiguous()
-    weight = weight if weight.layout == TILED else to_linear(weight)
-    spec = GemmSpec(
-        rows, num_experts, n, k, activation.dtype, weight_spec(weight), target(activation.device),
-        None if row_slot is None else rows // activation.shape[0], _dtype(slot_scale), _dtype(bias), form,
-    )  # fmt: skip
-    plain = row_slot is None and slot_scale is None and bias is None and form is None
-    if plain and offsets is not None and config is None and _way(weight, rows) == many_rows.IN_16_BITS:
-        return many_rows.multiply(activation, dequantize(weight, activation.dtype), offsets, spec.target)
-    slot_scale = None if slot_scale is None else slot_scale.flatten()
-    bias = None if bias is None else bias.view(num_experts, n)  # (N,) of one weight alone
-    run = prepared.prepare_gemm(spec, config, offsets is not None, 0 if slot_scale is None else slot_scale.numel())
-    operands = tensors_of(weight.to_layout(run.layout))
-    return run(activation, operands, offsets, row_slot, slot_scale, bias)
+def _readable(weight: Packed) -> Packed:
+    """The weight in a layout that kernels read."""
+    return weight if weight.layout == TILED else to_linear(weight)
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: GLU | None = None) -> Tensor:
+    """The result of an operator of packed weights."""
+    options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else vars(form)))
+    if config is not None:
+        options["config"] = config
+    result: Tensor = operators.run(_name(name, weight), *args, **options)
+    return result
 
 
-def _float_dtype(tensor: Tensor | None) -> torch.dtype | None:
-    """The dtype of `floats` of a tensor."""
-    return None if tensor is None else tensor.dtype if tensor.dtype in DTYPE_CODES else torch.float32
-
-
-def target(device: torch.device) -> Target:
-    """Return the device in the form that specs have."""
-    return Target(device, *_device_facts(device))
-
-
-@functools.cache
-def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
-    """(multiprocessors, compute capability)."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, (properties.major, properties.minor)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+def _name(name: str, weight: PackedWeight) -> str:
+    """The whole name of an operator, for the format of a weight."""
+    return f"f16a_{weight.format.name}weight_{name}"

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import importlib.machinery
 import importlib.util
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,7 @@ class ChainBuilder:
         self.device = device
         self._index: Any = device.index
         self._operands: list[tuple[Any, ...]] = []
-        self._options: list[tuple[str, Any]] = []
+        self._options: list[tuple[str, Any, bool]] = []
         self._results: list[tuple[Any, ...]] = []
         self._launches: list[tuple[Any, ...]] = []
         self._semaphores: list[Callable[[], Tensor]] = []
@@ -91,27 +92,18 @@ class ChainBuilder:
         self._operands.append((dtype, shape, _contiguous(shape) if strides is None else strides, align, None))
         return Address(_OPERAND, len(self._operands) - 1)
 
-    def value(self, value: Any) -> None:
-        """Take a value that is equal to this one, such as None."""
-        self._operands.append((None, (), (), 1, value))
-
-    def optional(self, shape: Sequence[int], dtype: torch.dtype | None, *, align: int = 1) -> Address | None:
-        """Take a contiguous tensor of a dtype; with None for the dtype no tensor, but None."""
-        if dtype is None:
-            self.value(None)
-            return None
-        return self.operand(shape, dtype, align=align)
-
     def like(self, argument: Any, *, align: int = 16) -> Address | None:
         """Take an operand of the kind of this argument, a tensor or a value, None for the latter's address."""
         if not isinstance(argument, Tensor):
-            self.value(argument)
+            self._operands.append((None, (), (), 1, argument))
             return None
         return self.operand(argument.shape, argument.dtype, argument.stride(), align=align)
 
-    def options(self, options: Mapping[str, Any]) -> None:
-        """Take these keyword arguments, and no others."""
-        self._options = list(options.items())
+    def options(self, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Take these keyword arguments and no others; a call may leave out those that have their defaults."""
+        self._options = [
+            (sys.intern(name), value, name in defaults and defaults[name] == value) for name, value in options.items()
+        ]
 
     def result(self, shape: Sequence[int], dtype: torch.dtype) -> Address:
         """Return a new contiguous tensor."""
@@ -179,13 +171,13 @@ class ChainBuilder:
         return chain
 
 
-def launched(chain: Chain | Any, *operands: Any) -> Any:
-    """The result of a chain for operands that have to be of its kind.
+def launched(chain: Chain | Any, *operands: Any, **options: Any) -> Any:
+    """The result of a chain for operands and options that have to be of its kind.
 
     Raises:
         ValueError: they are not.
     """
-    result = chain(*operands)
+    result = chain(*operands, **options)
     if result is None:
         kinds = [
             f"{each.dtype} {tuple(each.shape)} strides {each.stride()} on {each.device} at {each.data_ptr() % 16}"
@@ -193,6 +185,7 @@ def launched(chain: Chain | Any, *operands: Any) -> Any:
             else repr(each)
             for each in operands
         ]
+        kinds += [f"{name}={value!r}" for name, value in options.items()]
         raise ValueError(f"operands: got {', '.join(kinds)}, which the kernels of this chain do not take")
     return result
 

@@ -1,13 +1,16 @@
-"""Chains of operators: for arguments of one kind, the launches that an operator's kernel makes, checks included.
-Called by ops/operator.py and by modules in eager inference, through kernels/select.py; calls prepared.py and router.py.
+"""What a call launches: for an operator's arguments of one kind, a chain of the kernels that compute its result.
+Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
 
-A chain reads an operator's arguments without a copy. Where some have to be converted first, or no CUDA kernel serves
-them, the operator runs the functions of backend.py instead. Legend: as in prepared.py.
+Every condition of a chain is here: `describe` gives the reason where there is none. A chain reads the arguments without
+a copy; backend.py converts operands that no chain reads as they are. Legend: as in prepared.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +19,22 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
-from thunder_moe.kernels.cuda import backend, many_rows, prepared, router
-from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
-from thunder_moe.kernels.cuda.configs import TILED
+from thunder_moe.kernels.cuda import many_rows, prepared, router
+from thunder_moe.kernels.cuda.chain import Address, ChainBuilder, launched
+from thunder_moe.kernels.cuda.configs import TILED, GemmConfig, choose_config
+from thunder_moe.kernels.cuda.linear import MAX_EXPERTS
+from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.cuda.plan import plan_gemm
-from thunder_moe.kernels.cuda.prepared import ExpertsOperands, Order, Weight
-from thunder_moe.kernels.specs import DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
+from thunder_moe.kernels.cuda.prepared import Adapter, ExpertsOperands, Order, Weight
+from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
 from thunder_moe.routing import RouterForm
 
-__all__ = ["explain", "prepare", "unserved_reason"]
+__all__ = ["describe", "explain", "prepare", "run", "unserved_reason"]
 
 _INTEGERS = (torch.int32, torch.int64)
+Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's results) -> the result
 
 
 class _UnservedError(Exception):
@@ -46,41 +53,93 @@ class _Call(NamedTuple):
 
     chain: ChainBuilder
     samples: Sequence[Any]
-    places: Sequence[Any]
+    places: Any
     format: BlockFormat
 
+    def sample(self, place: int) -> Any:
+        """An argument; None where it has been left out."""
+        return self.samples[place] if len(self.samples) > place else None
 
-def prepare(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Callable[..., Any] | None, str]:
+    def address(self, place: int) -> Any:
+        """Of an argument; None where it is not given."""
+        return self.places[place] if len(self.places) > place else None
+
+
+def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Callable[..., Any] | None, str]:
     """The chain of an operator for all arguments of the kind of these.
 
     Args:
-        name: of the operator.
+        name: of the operator, or of a step that no operator has (`combine`, `f16a_nvfp4weight_grouped_mm_low_rank`).
         args: its positional arguments, which have passed its checks.
-        options: its keyword arguments.
+        options: its keyword arguments, and those of `_OPERATORS` that the operator itself does not have.
 
     Returns:
         The chain and "", or None and why there is none. The chain takes the same arguments, and gives what the operator
         gives, or None for arguments of another kind.
     """
     of_mxfp8 = name.replace(MXFP8.name, NVFP4.name)
-    description = _OPERATORS.get(of_mxfp8)
-    if description is None:
+    if of_mxfp8 not in _OPERATORS:
         return None, "the operator has no chain"
-    describe, global_scales = description
-    chain = ChainBuilder(args[0].device)
+    function, global_scales = _OPERATORS[of_mxfp8]
+    chain, defaults = ChainBuilder(args[0].device), _defaults(name)
     places = [chain.like(argument, align=_alignment(argument)) for argument in args]
     samples = list(args)
-    chain.options(options)
+    chain.options({**defaults, **options}, defaults)
     if of_mxfp8 != name:
         for place in global_scales:
             samples.insert(place, None)
             places.insert(place, None)
-    call = _Call(chain, samples, places, NVFP4 if of_mxfp8 == name else MXFP8)
     try:
-        finish = describe(call, **options)
+        finish = function(_Call(chain, samples, places, NVFP4 if of_mxfp8 == name else MXFP8), **options)
     except _UnservedError as reason:
         return None, str(reason)
     return prepared.finished(chain.build(), finish), ""
+
+
+def prepare(
+    name: str, args: Sequence[Any], options: dict[str, Any], kind: Hashable = None
+) -> Callable[..., Any] | None:
+    """The chain of `describe`, which is described once for a kind of arguments; None where there is none.
+
+    Args:
+        name, args, options: as there.
+        kind: `chains.kind_of` them, where it is known.
+    """
+    kind = chains.kind_of(name, args, options, _defaults(name)) if kind is None else kind
+    chain = chains.find(kind)
+    if chain is chains.UNKNOWN:
+        last = max((place + 1 for place, argument in enumerate(args) if argument is not None), default=0)
+        chain, _ = describe(name, args[:last], options)
+        chains.remember(kind, chain)
+    found: Callable[..., Any] | None = chain
+    return found
+
+
+def run(name: str, *args: Any, **options: Any) -> Any:
+    """The result of an operator, by the chain for its arguments.
+
+    Raises:
+        ValueError: no chain serves them.
+    """
+    chain = prepare(name, args, options)
+    if chain is None:
+        raise ValueError(f"{name}: {describe(name, args, options)[1]}")
+    return launched(chain, *args, **options)
+
+
+@functools.cache
+def _defaults(name: str) -> dict[str, Any]:
+    """The defaults of the keyword arguments of an operator; a form's that it takes are its options."""
+    function, _ = _OPERATORS[name.replace(MXFP8.name, NVFP4.name)]
+    parameters = inspect.signature(function).parameters.values()
+    found = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    for each in parameters:
+        if each.kind is each.VAR_KEYWORD:
+            found |= {field.name: field.default for field in fields(_FORMS[each.name])}
+    return {key: value for key, value in found.items() if value not in (inspect.Parameter.empty, MISSING)}
+
+
+_FORMS = {"activation_form": GLU, "router_form": RouterForm}  # what an operator's `**options` make
 
 
 def _alignment(argument: Any) -> int:
@@ -88,16 +147,20 @@ def _alignment(argument: Any) -> int:
     return 1 if isinstance(argument, Tensor) and argument.dtype in _INTEGERS else 16
 
 
-def unserved_reason(spec: GemmSpec) -> str | None:
+def unserved_reason(spec: GemmSpec, rows: int | None = None) -> str | None:
     """Return why no chain serves a GEMM, or None where one does.
 
     It lists every condition: dtype, number of experts, no rows, layout, blocks of tiles that a fused activation would
     split, and many rows, whose weights are converted first.
+
+    Args:
+        spec: of the GEMM.
+        rows: how many of the spec's rows are expected to be of its experts.
     """
     if spec.dtype == torch.float32:
         return "no CUDA kernel serves activations in float32"
-    if spec.num_experts > backend.MAX_EXPERTS:
-        return f"no CUDA kernel serves more than {backend.MAX_EXPERTS} experts"
+    if spec.num_experts > MAX_EXPERTS:
+        return f"no CUDA kernel serves more than {MAX_EXPERTS} experts"
     if spec.rows == 0 or spec.features == 0:
         return "there is nothing to compute"
     if spec.weight.layout not in (LINEAR, TILED):
@@ -105,8 +168,11 @@ def unserved_reason(spec: GemmSpec) -> str | None:
     if spec.weight.layout == TILED and spec.activation is not None and spec.features % 64 != 0:
         return f"blocks of layout {TILED!r} have rows of gate and of up: the activation is a kernel of its own"
     way = many_rows.way(
-        spec.weight.layout, (spec.num_experts, spec.n, spec.k), spec.weight.format, spec.rows, spec.target.capability
-    )
+        spec.weight.layout, (spec.num_experts, spec.n, spec.k), spec.weight.format, spec.rows if rows is None else rows,
+        spec.target.capability,
+    )  # fmt: skip
+    if way == many_rows.IN_16_BITS and spec.bias is not None and spec.activation is None:
+        return None  # the kernels of 16-bit weights add no bias
     return None if way is None else f"so many rows are multiplied by weights that are converted first, to {way}"
 
 
@@ -141,8 +207,8 @@ def _require(condition: bool, reason: str) -> None:
         raise _UnservedError(reason)
 
 
-def _require_served(spec: GemmSpec) -> None:
-    reason = unserved_reason(spec)
+def _require_served(spec: GemmSpec, rows: int | None = None) -> None:
+    reason = unserved_reason(spec, rows)
     _require(reason is None, reason or "")
 
 
@@ -163,108 +229,150 @@ def _weight(call: _Call, first: int, layout: str) -> tuple[Weight, WeightSpec, t
     """The weight whose transposed codes (E, K, N), scales and global scales are three arguments, and (E, N, K)."""
     codes, scale, global_scale = call.samples[first : first + 3]
     _require_contiguous(codes.mT, scale, global_scale)
-    spec = WeightSpec(layout, call.format.name, global_scale is not None and global_scale.ndim == 2)
-    experts, width, n = codes.shape
-    return Weight(*call.places[first : first + 3]), spec, (experts, n, call.format.codes_per_byte * width)
+    (*experts, width, n), count = codes.shape, codes.ndim - 2  # one weight alone has no dimension of experts
+    spec = WeightSpec(layout, call.format.name, global_scale is not None and global_scale.ndim == 1 + count)
+    shape = experts[0] if experts else 1, n, call.format.codes_per_byte * width
+    return Weight(*call.places[first : first + 3]), spec, shape
 
 
 def _gemm(
-    call: _Call, layout: str, *, row_slot: int | None = None, slot_scale: int | None = None, bias: int | None = None,
+    call: _Call,
+    layout: str,
+    config: GemmConfig | None,
+    *,
+    offsets: int | None = 4,
+    row_slot: int | None = None,
+    slot_scale: int | None = None,
+    bias: int | None = None,
     form: GLU | None = None,
-) -> tuple[GemmSpec, Callable[..., Address]]:  # fmt: skip
-    """The GEMM of (activation, codes, scale, global_scale, offsets, ...), and what appends it to the call's chain.
+) -> tuple[GemmSpec, Callable[..., Address]]:
+    """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
 
-    row_slot, slot_scale, bias: the positions of these arguments.
+    Args:
+        call: the arguments.
+        layout: of the weight.
+        config: in place of the best one.
+        offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
+        form: of the activation.
     """
-    activation, offsets = call.samples[0], call.samples[4]
-    slots, scales, biases = (None if place is None else call.samples[place] for place in (row_slot, slot_scale, bias))
-    _require_contiguous(activation, offsets, slots)
+    positions = (offsets, row_slot, slot_scale, bias)
+    ends, slots, scales, biases = (None if place is None else call.sample(place) for place in positions)
+    activation = call.samples[0]
+    _require_contiguous(activation, ends, slots)
     _require_floats(scales, biases)
     weight, weight_spec, (experts, n, k) = _weight(call, 1, layout)
-    rows = (activation if slots is None else slots).shape[0]
+    rows = activation[..., 0].numel() if slots is None else slots.shape[0]
     top_k = None if slots is None or rows == 0 else rows // activation.shape[0]
     spec = GemmSpec(
-        rows, experts, n, k, activation.dtype, weight_spec, backend.target(activation.device), top_k, _dtype(scales),
+        rows, experts, n, k, activation.dtype, weight_spec, target(activation.device), top_k, _dtype(scales),
         _dtype(biases), form,
     )  # fmt: skip
-    _require_served(spec)
-    plan = plan_gemm(spec)
+    _require_served(spec, 0 if config else None)
+    plan = plan_gemm(spec, config)
     _require(plan.config.layout == layout, f"the weight is converted to {plan.config.layout!r} first")
-    more = [None if place is None else call.places[place] for place in (row_slot, slot_scale, bias)]
+    addresses = [None if place is None else call.address(place) for place in positions]
 
-    def append(out: Address | None = None) -> Address:
-        return prepared.append_gemm(call.chain, spec, plan, call.places[0], weight, call.places[4], *more, out=out)
+    def append(out: Address | None = None, adapter: Adapter | None = None) -> Address:
+        return prepared.append_gemm(
+            call.chain, spec, plan, call.places[0], weight, *addresses, out=out, adapter=adapter
+        )  # fmt: skip
 
     return spec, append
 
 
-def _result(call: _Call, spec: GemmSpec) -> Address:
-    _require(spec.features % 2 == 0, "the kernels store pairs: a column is cut off afterwards")
-    return call.chain.result((spec.rows, spec.features), spec.dtype)
+def _finished_gemm(
+    call: _Call, gemm: tuple[GemmSpec, Callable[..., Address]], adapter: Adapter | None = None
+) -> Finish | None:
+    """Append a GEMM whose result is the call's; a column that its kernel adds is cut off."""
+    spec, append = gemm
+    shape = *call.samples[0].shape[:-1], prepared.columns_of(spec)
+    if spec.top_k is not None:
+        shape = spec.rows, shape[-1]
+    append(call.chain.result(shape, spec.dtype), adapter)
+    if shape[-1] == spec.features:
+        return None
+    return lambda _, out: out[..., : spec.features].contiguous()
 
 
-def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR) -> None:
-    spec, append = _gemm(call, layout)
-    append(_result(call, spec))
+def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
+    """The operator's arguments, then a bias (E, N)."""
+    return _finished_gemm(call, _gemm(call, layout, config, bias=7))
 
 
-def _grouped_swiglu(call: _Call, *, layout: str = LINEAR, **form: Any) -> None:
-    places = [place if len(call.samples) > place else None for place in (5, 6, 7)]
-    row_slot, slot_scale, bias = (
-        place if place is not None and call.samples[place] is not None else None for place in places
-    )
-    spec, append = _gemm(call, layout, row_slot=row_slot, slot_scale=slot_scale, bias=bias, form=GLU(**form))
-    append(_result(call, spec))
+def _scaled_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
+    return _finished_gemm(call, _gemm(call, layout, config, offsets=None, bias=4))
 
 
-def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR) -> None:
-    slot_row, weight = call.samples[5], _at(call.samples, 6)
-    bias = 7 if _at(call.samples, 7) is not None else None
-    spec, append = _gemm(call, layout, bias=bias)
-    shape, n = tuple(slot_row.shape), spec.n
-    _require(shape[0] > 0, "there is nothing to compute")
-    _require(n % 2 == 0, "the kernels store pairs: a column is cut off in between")
+def _grouped_swiglu(
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None, **activation_form: Any
+) -> Finish | None:
+    form = GLU(**activation_form)
+    return _finished_gemm(call, _gemm(call, layout, config, row_slot=5, slot_scale=6, bias=7, form=form))
+
+
+def _grouped_mm_low_rank(
+    call: _Call, *, layout: str = LINEAR, config: GemmConfig, transposed: bool = False
+) -> Finish | None:
+    """(activation, codes, scale, global_scale, offsets, inner (M, R), b (E, N, R)): the weight's product and the
+    adapter's; transposed: the weight is (E, K, N)."""
+    inner, b = call.samples[5:7]
+    _require_contiguous(inner, b)
+    weight, weight_spec, (experts, n, k) = _weight(call, 1, layout)
+    n, k = (k, n) if transposed else (n, k)
+    activation = call.samples[0]
+    spec = GemmSpec(activation.shape[0], experts, n, k, activation.dtype, weight_spec, target(activation.device))
+    adapter, plan = Adapter(call.places[5], call.places[6], b.shape[2], transposed), plan_gemm(spec, config)
+
+    def append(out: Address, adapter: Adapter | None) -> Address:
+        return prepared.append_gemm(
+            call.chain, spec, plan, call.places[0], weight, call.places[4], out=out, adapter=adapter
+        )  # fmt: skip
+
+    return _finished_gemm(call, (spec, append), adapter)
+
+
+def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> None:
+    slot_row, weight = call.samples[5], call.sample(6)
+    spec, append = _gemm(call, layout, config, bias=7)
+    _require(slot_row.numel() > 0, "there is nothing to compute")
+    _require(spec.n % 2 == 0, "the kernels store pairs: a column is cut off in between")
     _require_contiguous(slot_row)
     _require_floats(weight)
-    out = call.chain.result((shape[0], n), spec.dtype)
-    prepared.append_combine(
-        call.chain, spec.rows, shape, n, spec.dtype, append(), call.places[5], _at(call.places, 6), _dtype(weight), out,
-        late_rows=True,
-    )  # fmt: skip
+    tokens, top_k = slot_row.shape
+    summed = CombineSpec(spec.rows, tokens, top_k, spec.n, spec.dtype, _dtype(weight))
+    out = call.chain.result((tokens, spec.n), spec.dtype)
+    prepared.append_combine(call.chain, summed, append(), call.places[5], call.address(6), out, late_rows=True)
 
 
-def _at(items: Sequence[Any], place: int) -> Any:
-    """An argument that may have been left out."""
-    return items[place] if len(items) > place else None
+def _combine(call: _Call) -> None:
+    """(rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
+    rows, slot_row, weight, out = (call.sample(place) for place in range(4))
+    _require_contiguous(rows, slot_row, out)
+    _require_floats(weight)
+    _require(rows.numel() > 0 and slot_row.numel() > 0, "there is nothing to compute")
+    (m, n), (tokens, top_k) = rows.shape, slot_row.shape
+    spec, result = (
+        CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)),
+        _result(call, 3, (tokens, n), rows.dtype),
+    )
+    addresses = call.places[0], call.places[1], call.address(2)
+    prepared.append_combine(call.chain, spec, *addresses, result, late_rows=False)
 
 
-def _scaled_mm(call: _Call, *, layout: str = LINEAR) -> None:
-    activation, bias = call.samples[0], _at(call.samples, 4)
-    _require_contiguous(activation)
-    _require_floats(bias)
-    codes, scale, global_scale = call.samples[1:4]
-    _require_contiguous(codes.mT, scale, global_scale)
-    (width, n), rows = codes.shape, activation[..., 0].numel() if activation.ndim else 0
-    weight_spec = WeightSpec(layout, call.format.name, global_scale is not None and global_scale.ndim == 1)
-    spec = GemmSpec(
-        rows, 1, n, call.format.codes_per_byte * width, activation.dtype, weight_spec,
-        backend.target(activation.device), bias=_dtype(bias),
-    )  # fmt: skip
-    _require_served(spec)
-    _require(n % 2 == 0, "the kernels store pairs: a column is cut off afterwards")
-    plan = plan_gemm(spec)
-    _require(plan.config.layout == layout, f"the weight is converted to {plan.config.layout!r} first")
-    out = call.chain.result((*activation.shape[:-1], n), spec.dtype)
-    weight = Weight(*call.places[1:4])
-    prepared.append_gemm(call.chain, spec, plan, call.places[0], weight, None, bias=_at(call.places, 4), out=out)
+def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
+    """The argument that is written into, where it is given, else a new tensor."""
+    into = call.address(place)
+    return call.chain.result(shape, dtype) if into is None else call.chain.result_in(into, shape, dtype)
 
 
 def _moe_experts(
     call: _Call, *, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    expert_ranks: int = 1, **form: Any,
+    expert_ranks: int = 1, summed: bool = True, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None),
+    **activation_form: Any,
 ) -> None:  # fmt: skip
+    """The operator's arguments, then `out` to write into; summed: False for the rows (M, H) before the sum."""
     x, ids, scores = call.samples[:3]
-    samples, places = ([_at(each, place) for place in range(9, 14)] for each in (call.samples, call.places))
+    samples, places = ([get(place) for place in range(9, 14)] for get in (call.sample, call.address))
     biases, order = samples[:2], samples[2:]
     _require_contiguous(x, ids, *order)
     _require_floats(scores, *biases)
@@ -273,91 +381,97 @@ def _moe_experts(
     tokens, top_k = ids.shape
     spec = ExpertsSpec(
         tokens, top_k, experts, hidden_size, features, x.dtype, ids.dtype, scores.dtype, gate_up_spec, down_spec,
-        GLU(**form), backend.target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
-        weight_on_input,
+        GLU(**activation_form), target(x.device), _dtype(biases[0]), _dtype(biases[1]), order[0] is not None,
+        weight_on_input, summed,
     )  # fmt: skip
-    for gemm in (spec.gate_up_gemm, spec.down_gemm):
-        _require_served(gemm)
-    configs: tuple[Any, Any] = (None, None)
+    live_rows = -(-spec.rows // expert_ranks)
+    gemms = spec.gate_up_gemm, spec.down_gemm
+    for gemm, config in zip(gemms, configs, strict=True):
+        _require_served(gemm, 0 if config else live_rows)
     if expert_ranks > 1:
-        configs = backend.experts_configs(spec, -(-spec.rows // expert_ranks))
-    plans = plan_gemm(spec.gate_up_gemm, configs[0]), plan_gemm(spec.down_gemm, configs[1])
+        configs = configs[0] or _best_config(gemms[0], live_rows), configs[1] or _best_config(gemms[1], live_rows)
+    plans = plan_gemm(gemms[0], configs[0]), plan_gemm(gemms[1], configs[1])
     layouts = tuple(plan.config.layout for plan in plans)
     _require(layouts == (gate_up_layout, down_layout), "a weight is converted to another layout first")
-    operands = ExpertsOperands(
-        call.places[0],
-        call.places[1],
-        call.places[2],
-        gate_up,
-        down,
-        places[0],
-        places[1],
-        Order(*places[2:]) if spec.sorted else None,
-    )
-    out = call.chain.result((spec.tokens, hidden_size), spec.dtype)
+    x_place, ids_place, scores_place = call.places[:3]
+    rows_order = Order(*places[2:]) if spec.sorted else None
+    operands = ExpertsOperands(x_place, ids_place, scores_place, gate_up, down, places[0], places[1], rows_order)
+    out = _result(call, 14, (spec.tokens if summed else spec.rows, hidden_size), spec.dtype)
     prepared.append_experts(call.chain, spec, plans, operands, out)
 
 
-def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Any:
+def _best_config(gemm: GemmSpec, rows: int) -> GemmConfig:
+    """The best configuration for so many rows."""
+    weight, where = gemm.weight, gemm.target
+    return choose_config(
+        rows, gemm.num_experts, gemm.features, gemm.k, gemm.activation is not None, where.multiprocessors,
+        where.capability, weight.layout, weight.format,
+    )  # fmt: skip
+
+
+def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Finish | None:
+    """The operator's arguments, then outer (M, R) and a (E, R, K) of an adapter whose product is added."""
     grad, offsets = call.samples[0], call.samples[4]
-    _require_contiguous(grad, offsets)
+    outer, a = call.sample(5), call.sample(6)
+    _require_contiguous(grad, offsets, outer, a)
     weight, weight_spec, (experts, n, k) = _weight(call, 1, layout)
     _require(grad.dtype != torch.float32, "no CUDA kernel serves gradients in float32")
     _require(grad.numel() > 0 and k > 0, "there is nothing to compute")
     _require(layout in (LINEAR, TILED), f"layout {layout!r} is converted to {LINEAR!r} first")
-    _require(n % 8 == 0, "out_features that are no multiple of 8 are warned of")
-    spec = DgradSpec(grad.shape[0], experts, n, k, grad.dtype, weight_spec, backend.target(grad.device))
-    return prepared.append_dgrad(call.chain, spec, call.places[0], weight, call.places[4])
+    rank = 0 if a is None else a.shape[1]
+    spec = DgradSpec(grad.shape[0], experts, n, k, grad.dtype, weight_spec, target(grad.device), rank)
+    adapter = Adapter(call.places[5], call.places[6], rank) if rank else None
+    return prepared.append_dgrad(call.chain, spec, call.places[0], weight, call.places[4], adapter)
 
 
 def _moe_route(call: _Call) -> None:
     ids, num_experts = call.samples
     _require_contiguous(ids)
     _require(ids.numel() > 0, "there is nothing to compute")
-    _require(num_experts <= backend.MAX_EXPERTS, f"no CUDA kernel serves more than {backend.MAX_EXPERTS} experts")
+    _require(num_experts <= MAX_EXPERTS, f"no CUDA kernel serves more than {MAX_EXPERTS} experts")
     shape = tuple(ids.shape)
     order = prepared.order_results(call.chain, shape, num_experts)
     prepared.append_route(call.chain, shape, num_experts, call.places[0], ids.dtype == torch.int64, order)
 
 
-def _moe_router(call: _Call, *, top_k: int, scores_dtype: torch.dtype | None = None, **options: Any) -> None:
-    logits, bias = call.samples[0], _at(call.samples, 1)
+def _moe_router(call: _Call, *, scores_dtype: torch.dtype | None = None, **router_form: Any) -> None:
+    logits, bias = call.samples[0], call.sample(1)
     _require_floats(logits, bias)
     tokens, experts = logits.shape
     spec = RouterSpec(
-        tokens, experts, RouterForm(top_k, **options), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
-        backend.target(logits.device),
+        tokens, experts, RouterForm(**router_form), logits.dtype, _dtype(bias), scores_dtype or logits.dtype,
+        target(logits.device),
     )  # fmt: skip
     reason = router.unserved_reason(spec.num_experts, spec.form)
     _require(reason is None, f"no CUDA kernel serves a router with {reason}")
     _require(spec.tokens > 0, "there is nothing to compute")
-    router.append_router(call.chain, spec, call.places[0], _at(call.places, 1))
+    router.append_router(call.chain, spec, call.places[0], call.address(1))
 
 
 def _moe_linear_router(
-    call: _Call, *, top_k: int, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None,
-    **options: Any,
-) -> None:  # fmt: skip
+    call: _Call, *, logits_dtype: torch.dtype | None = None, scores_dtype: torch.dtype | None = None, **router_form: Any
+) -> None:
     hidden, weight = call.samples[:2]
-    linear_bias, bias = _at(call.samples, 2), _at(call.samples, 3)
+    linear_bias, bias = call.sample(2), call.sample(3)
     _require_contiguous(hidden, weight, linear_bias)
     _require_floats(bias)
-    form, shape = RouterForm(top_k, **options), (hidden.shape[0], weight.shape[0])
+    form, shape = RouterForm(**router_form), (hidden.shape[0], weight.shape[0])
     served = router.serves_linear(shape, hidden.shape[1], form, hidden.dtype)
     _require(served, "the linear layer is torch's, the router a kernel behind it")
     spec = RouterSpec(
-        *shape, form, logits_dtype or hidden.dtype, _dtype(bias), scores_dtype or hidden.dtype,
-        backend.target(hidden.device), hidden.shape[1], hidden.dtype, linear_bias is not None,
+        *shape, form, logits_dtype or hidden.dtype, _dtype(bias), scores_dtype or hidden.dtype, target(hidden.device),
+        hidden.shape[1], hidden.dtype, linear_bias is not None,
     )  # fmt: skip
-    places = [_at(call.places, place) for place in range(4)]
-    router.append_linear_router(call.chain, spec, *places)
+    router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)))
 
 
 # By the operator's name in NVFP4: what describes its chain, and the positions of global scales, which MXFP8 lacks.
 _OPERATORS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "combine": (_combine, ()),
     "f16a_nvfp4weight_scaled_grouped_mm": (_scaled_grouped_mm, (3,)),
     "f16a_nvfp4weight_grouped_swiglu": (_grouped_swiglu, (3,)),
     "f16a_nvfp4weight_grouped_mm_combine": (_grouped_mm_combine, (3,)),
+    "f16a_nvfp4weight_grouped_mm_low_rank": (_grouped_mm_low_rank, (3,)),
     "f16a_nvfp4weight_moe_experts": (_moe_experts, (5, 8)),
     "f16a_nvfp4weight_scaled_grouped_mm_dgrad": (_scaled_grouped_mm_dgrad, (3,)),
     "f16a_nvfp4weight_scaled_mm": (_scaled_mm, (3,)),

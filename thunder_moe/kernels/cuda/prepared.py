@@ -1,14 +1,12 @@
-"""Describes what each kind of work launches: kernels are appended to a chain, and chains are cached by their specs.
-Called by backend.py, operators.py and low_rank.py beside it; calls plan.py, linear.py and chain.py.
+"""Describes what each kind of work launches: `append_*` append kernels on addresses to a chain.
+Called by operators.py beside it; calls plan.py, linear.py and chain.py.
 
-`append_*` describe kernels on addresses; `prepare_*` make a whole chain whose operands are contiguous, and aligned to
-16 bytes where kernels load 16 bytes at a time. Legend: M rows, T tokens, A experts of a token, E experts, N output and
-K input features.
+Operands are contiguous, and aligned to 16 bytes where kernels load 16 bytes at a time. Legend: M rows, T tokens,
+A experts of a token, E experts, N output and K input features.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import SWIGLU
-from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda.arguments import (
     CombineArguments,
@@ -27,7 +24,7 @@ from thunder_moe.kernels.cuda.arguments import (
     RowStartsArguments,
     TmaGemmArguments,
 )
-from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder, Field, TensorMap, launched
+from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder, Field, TensorMap
 from thunder_moe.kernels.cuda.configs import COMMON, TILED, GemmConfig
 from thunder_moe.kernels.cuda.linear import (
     MAX_EXPERTS,
@@ -37,26 +34,23 @@ from thunder_moe.kernels.cuda.linear import (
     packed_is_faster,
     torch_is_faster,
 )
-from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan, plan_gemm
-from thunder_moe.kernels.specs import DgradSpec, ExpertsSpec, GemmSpec, LinearSpec, WeightSpec
+from thunder_moe.kernels.cuda.plan import CACHE_LINE, GemmPlan
+from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, LinearSpec
 
 __all__ = [
     "Adapter",
     "Order",
-    "PreparedExperts",
-    "PreparedGemm",
     "Weight",
     "append_combine",
     "append_dgrad",
     "append_experts",
     "append_gemm",
     "append_route",
+    "columns_of",
     "dequantize_kernel",
-    "prepare_combine",
-    "prepare_dgrad",
-    "prepare_experts",
-    "prepare_gemm",
-    "prepare_route",
+    "elementwise_blocks",
+    "finished",
+    "order_results",
 ]
 
 ELEMENTWISE_THREADS = 256
@@ -195,64 +189,6 @@ def _with_adapter(spec: GemmSpec, config: GemmConfig, adapter: Adapter) -> str:
     return f"{name}<{bf16}, {', '.join(map(str, numbers))}, {-(-adapter.rank // 16)}>"
 
 
-class PreparedGemm(NamedTuple):
-    """The chain of a GEMM.
-
-    Attributes:
-        chain: (x, qdata, scale, global_scale, offsets, row_slot, slot_scale, bias), codes and scales as uint8 -> (M,
-            `columns_of`).
-        layout: of the weight that it reads.
-        features: columns of the result, less than the chain's where they are odd.
-    """
-
-    chain: Chain
-    layout: str
-    features: int
-
-    def __call__(
-        self, x: Tensor, weight: tuple[Tensor, Tensor, Tensor | None], offsets: Tensor | None, *rest: Tensor | None
-    ) -> Tensor:
-        """Launch the chain; a column that was added is cut off."""
-        out: Tensor = launched(self.chain, x, *weight, offsets, *rest)
-        return out if out.shape[1] == self.features else out[:, : self.features].contiguous()
-
-
-@functools.lru_cache(maxsize=4096)
-def prepare_gemm(
-    spec: GemmSpec, config: GemmConfig | None = None, with_offsets: bool = True, slots: int = 0
-) -> PreparedGemm:
-    """The chain of a grouped GEMM; a configuration in place of the best one, and the numbers in slot_scale.
-
-    Raises:
-        ValueError: as `plan_gemm`.
-    """
-    plan = plan_gemm(spec, config)
-    chain = ChainBuilder(spec.target.device)
-    rows = spec.rows if spec.top_k is None else spec.rows // spec.top_k
-    x = chain.operand((rows, spec.k), spec.dtype)
-    weight = weight_operands(chain, spec.num_experts, spec.n, spec.k, spec.weight)
-    offsets = chain.optional((spec.num_experts,), torch.int32 if with_offsets else None)
-    row_slot = chain.optional((spec.rows,), None if spec.top_k is None else torch.int32)
-    slot_scale = chain.optional((slots,), spec.slot_scale)
-    bias = chain.optional((spec.num_experts, spec.n), spec.bias)
-    out = chain.result((spec.rows, columns_of(spec)), spec.dtype)
-    append_gemm(chain, spec, plan, x, weight, offsets, row_slot, slot_scale, bias, out=out)
-    return PreparedGemm(chain.build(), plan.config.layout, spec.features)
-
-
-def weight_operands(chain: ChainBuilder, experts: int, n: int, k: int, weight: WeightSpec) -> Weight:
-    """Take the tensors of a packed weight as operands, codes and scales as uint8."""
-    format = BLOCK_FORMATS[weight.format]
-    codes = chain.operand((experts, n, k // format.codes_per_byte), torch.uint8)
-    scale = chain.operand((experts, n, k // format.block_size), torch.uint8)
-    global_scale = None
-    if "global_scale" in format.fields:
-        global_scale = chain.operand((experts, n) if weight.per_row_scale else (experts,), torch.float32)
-    else:
-        chain.value(None)
-    return Weight(codes, scale, global_scale)
-
-
 # ---- the order of rows, and the sum per token
 
 
@@ -291,72 +227,24 @@ def _order_in_scratch(chain: ChainBuilder, shape: tuple[int, int], num_experts: 
     return Order(*(chain.scratch(4 * size) for size in (rows, num_experts, rows)))
 
 
-@functools.lru_cache(maxsize=4096)
-def prepare_route(shape: tuple[int, int], num_experts: int, dtype: torch.dtype, device: torch.device) -> Chain:
-    """The chain (ids (T, A),) -> row_slot, offsets and slot_row."""
-    chain = ChainBuilder(device)
-    ids = chain.operand(shape, dtype, align=1)
-    append_route(chain, shape, num_experts, ids, dtype == torch.int64, order_results(chain, shape, num_experts))
-    return chain.build()
-
-
 def append_combine(
-    chain: ChainBuilder,
-    num_rows: int,
-    shape: tuple[int, int],
-    n: int,
-    dtype: torch.dtype,
-    rows: Address,
-    slot_row: Address,
-    slot_weight: Address | None,
-    weight_dtype: torch.dtype | None,
-    out: Address,
-    *,
-    late_rows: bool,
-) -> None:
+    chain: ChainBuilder, spec: CombineSpec, rows: Address, slot_row: Address, slot_weight: Address | None, out: Address,
+    *, late_rows: bool,
+) -> None:  # fmt: skip
     """Append the weighted sum per token of rows (M, N): -> (T, N).
 
     Args:
         chain: the chain.
-        num_rows: M, positive.
-        shape: (T, A) of slot_row and slot_weight, both positive.
-        n: N, positive.
-        dtype: of the rows and the result.
+        spec: of the sum.
         rows, slot_row, slot_weight, out: the operands and the result.
-        weight_dtype: of slot_weight; None where there is none.
         late_rows: True if the kernel that is launched right before writes the rows, and none of the other operands.
     """
-    tokens, top_k = shape
-    bf16, slots = str(dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
+    tokens, top_k, n = spec.tokens, spec.top_k, spec.n
+    bf16, slots = str(spec.dtype == torch.bfloat16).lower(), min(1 << (top_k - 1).bit_length(), _COMBINE_SLOTS)
     threads = ELEMENTWISE_THREADS if tokens * n > _FEW_SUMS else 64
-    fields = rows, slot_row, slot_weight, out, num_rows, tokens, top_k, n, _code(weight_dtype), late_rows
+    fields = rows, slot_row, slot_weight, out, spec.rows, tokens, top_k, n, _code(spec.weights), late_rows
     blocks = tokens * -(-n // (8 * threads))
     chain.launch(ROUTE, f"combine<{bf16}, {slots}>", threads, 0, blocks, CombineArguments, fields)
-
-
-@functools.lru_cache(maxsize=4096)
-def prepare_combine(
-    num_rows: int,
-    shape: tuple[int, int],
-    n: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    device: torch.device,
-    late_rows: bool,
-    into: bool,
-) -> Chain:
-    """The chain (rows (M, N), slot_row, slot_weight[, out]) -> (T, N)."""
-    chain = ChainBuilder(device)
-    rows, slot_row = chain.operand((num_rows, n), dtype), chain.operand(shape, torch.int32, align=1)
-    weight = chain.optional(shape, weight_dtype)
-    out = _out(chain, (shape[0], n), dtype, into)
-    append_combine(chain, num_rows, shape, n, dtype, rows, slot_row, weight, weight_dtype, out, late_rows=late_rows)
-    return chain.build()
-
-
-def _out(chain: ChainBuilder, shape: tuple[int, ...], dtype: torch.dtype, into: bool) -> Address:
-    """A new result, or the last operand."""
-    return chain.result_in(chain.operand(shape, dtype), shape, dtype) if into else chain.result(shape, dtype)
 
 
 # ---- the experts of a layer
@@ -408,46 +296,9 @@ def append_experts(
         out=None if spec.summed else out, after_gemm=True,
     )  # fmt: skip
     if spec.summed:
-        append_combine(
-            chain, spec.rows, shape, spec.hidden_size, spec.dtype, rows, order.slot_row, on_output,
-            None if spec.weight_on_input else spec.weights, out, late_rows=True,
-        )  # fmt: skip
-
-
-class PreparedExperts(NamedTuple):
-    """The chain of a layer's experts, and the layouts of the weights that it reads.
-
-    Attributes:
-        chain: (hidden_states, expert_ids, expert_weights, the tensors of gate_up and of down, codes and scales as
-            uint8, gate_up_bias, down_bias, row_slot, offsets, slot_row[, out]) -> (T, H).
-        layouts: of gate_up and down.
-    """
-
-    chain: Chain
-    layouts: tuple[str, str]
-
-
-@functools.lru_cache(maxsize=4096)
-def prepare_experts(
-    spec: ExpertsSpec, configs: tuple[GemmConfig | None, GemmConfig | None] = (None, None)
-) -> PreparedExperts:
-    """The chain of a layer's experts; configurations of the GEMMs in place of the best ones."""
-    chain = ChainBuilder(spec.target.device)
-    shape = spec.tokens, spec.top_k
-    x = chain.operand((spec.tokens, spec.hidden_size), spec.dtype)
-    ids, weights = chain.operand(shape, spec.ids, align=1), chain.operand(shape, spec.weights, align=1)
-    first, second = spec.gate_up_gemm, spec.down_gemm
-    gate_up, down = (weight_operands(chain, gemm.num_experts, gemm.n, gemm.k, gemm.weight) for gemm in (first, second))
-    biases = [chain.optional((gemm.num_experts, gemm.n), gemm.bias) for gemm in (first, second)]
-    dtype = torch.int32 if spec.sorted else None
-    parts = [chain.optional(size, dtype) for size in ((spec.rows,), (spec.num_experts,), shape)]
-    order = Order(*parts) if spec.sorted else None  # type: ignore[arg-type]
-    out = _out(chain, (spec.tokens if spec.summed else spec.rows, spec.hidden_size), spec.dtype, spec.into)
-    plans = plan_gemm(first, configs[0]), plan_gemm(second, configs[1])
-    append_experts(
-        chain, spec, plans, ExpertsOperands(x, ids, weights, gate_up, down, biases[0], biases[1], order), out
-    )
-    return PreparedExperts(chain.build(), (plans[0].config.layout, plans[1].config.layout))
+        weights_of_sum = None if spec.weight_on_input else spec.weights
+        summed = CombineSpec(spec.rows, spec.tokens, spec.top_k, spec.hidden_size, spec.dtype, weights_of_sum)
+        append_combine(chain, summed, rows, order.slot_row, on_output, out, late_rows=True)
 
 
 # ---- the gradient of rows
@@ -496,21 +347,6 @@ def append_dgrad(
     out = chain.result((rows, k), spec.dtype)
     append_linear(chain, linear, kernel, grad, values, offsets, out, adapter)
     return None
-
-
-@functools.lru_cache(maxsize=4096)
-def prepare_dgrad(spec: DgradSpec) -> Callable[..., Tensor]:
-    """(grad, the tensors of the weight, codes and scales as uint8, offsets[, outer (M, R), a (E, R, K)]) -> (M, K)."""
-    chain = ChainBuilder(spec.target.device)
-    grad = chain.operand((spec.rows, spec.n), spec.dtype)
-    weight = weight_operands(chain, spec.num_experts, spec.n, spec.k, spec.weight)
-    offsets = chain.operand((spec.num_experts,), torch.int32, align=1)
-    adapter = None
-    if spec.rank:
-        outer = chain.operand((spec.rows, spec.rank), spec.dtype)
-        adapter = Adapter(outer, chain.operand((spec.num_experts, spec.rank, spec.k), spec.dtype), spec.rank)
-    finish = append_dgrad(chain, spec, grad, weight, offsets, adapter)
-    return finished(chain.build(), finish)
 
 
 def finished(chain: Chain, finish: Callable[[Tensor, tuple[Tensor, Tensor]], Tensor] | None) -> Callable[..., Tensor]:

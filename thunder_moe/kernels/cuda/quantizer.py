@@ -16,6 +16,7 @@ from thunder_moe.formats.nvfp4 import BLOCK_SIZE, NVFP4Weight
 from thunder_moe.formats.weight import MXFP8Weight
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import backend
+from thunder_moe.kernels.cuda.operands import aligned
 
 __all__ = ["quantize", "quantize_mxfp8", "quantize_mxfp8_unchecked", "quantize_unchecked", "to_tiled"]
 
@@ -51,7 +52,7 @@ def quantize_unchecked(weight: Tensor, scale_search: str | None = None) -> tuple
     dtype = DTYPE_CODES[weight.dtype]
     kernels = f"largest_magnitude<{dtype}>", f"quantize<{dtype}, {search}>"
     for part in _parts(weight):
-        rows = backend.aligned(weight[part])
+        rows = aligned(weight[part])
         tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], global_scale[part])
         backend.launch_per_block(kernels, tensors, tuple(rows.shape), BLOCK_SIZE)
     return NVFP4Weight(qdata, scale, global_scale), amax.view(torch.float32)
@@ -81,7 +82,7 @@ def quantize_mxfp8_unchecked(weight: Tensor) -> tuple[MXFP8Weight, Tensor]:
     scale = torch.empty(experts, n, k // mxfp8.BLOCK_SIZE, dtype=torch.float8_e8m0fnu, device=weight.device)
     kernel = f"quantize_mxfp8<{DTYPE_CODES[weight.dtype]}>"
     for part in _parts(weight):
-        rows = backend.aligned(weight[part])
+        rows = aligned(weight[part])
         tensors = (rows, None, None, None, amax[part], qdata[part], scale[part], None)
         backend.launch_per_block((kernel,), tensors, tuple(rows.shape), mxfp8.BLOCK_SIZE)
     return MXFP8Weight(qdata, scale), amax.view(torch.float32)

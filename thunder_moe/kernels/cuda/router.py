@@ -1,10 +1,9 @@
 """A router's launches for logits of one kind: which kernels of src/router.cu, of which sizes.
-Called by kernels/cuda/backend.py and operators.py; calls chain.py beside it.
+Called by kernels/cuda/operators.py; calls chain.py beside it.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from thunder_moe import routing
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda.arguments import RouterArguments, RouterLinearArguments
-from thunder_moe.kernels.cuda.chain import Address, Chain, ChainBuilder
+from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.plan import CACHE_LINE
 from thunder_moe.kernels.specs import RouterSpec
@@ -22,8 +21,6 @@ __all__ = [
     "SOURCES",
     "append_linear_router",
     "append_router",
-    "prepare_linear_router",
-    "prepare_router",
     "serves_linear",
     "unserved_reason",
 ]
@@ -93,15 +90,6 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
     return results
 
 
-@functools.lru_cache(maxsize=4096)
-def prepare_router(spec: RouterSpec) -> Chain:
-    """The chain (logits (T, E), bias (E,) or None) -> scores, expert_ids, row_slot, offsets, slot_row."""
-    chain = ChainBuilder(spec.target.device)
-    logits = chain.operand((spec.tokens, spec.num_experts), spec.logits, align=1)
-    append_router(chain, spec, logits, chain.optional((spec.num_experts,), spec.bias))
-    return chain.build()
-
-
 def serves_linear(shape: tuple[int, int], hidden_size: int, form: RouterForm, dtype: torch.dtype) -> bool:
     """Whether one kernel is to compute the logits (T, E) of rows (T, H) of a dtype, too."""
     tokens, _ = shape
@@ -140,19 +128,6 @@ def append_linear_router(
     )  # fmt: skip
     blocks = -(-experts // (threads // 32))
     chain.launch(SOURCES, f"router_linear<{flags}>", threads, 0, blocks, RouterLinearArguments, fields)
-
-
-@functools.lru_cache(maxsize=4096)
-def prepare_linear_router(spec: RouterSpec) -> Chain:
-    """The chain (x (T, H), weight (E, H), linear_bias, bias) -> as `append_linear_router`."""
-    assert spec.hidden_size is not None
-    assert spec.hidden is not None
-    chain = ChainBuilder(spec.target.device)
-    x = chain.operand((spec.tokens, spec.hidden_size), spec.hidden)
-    weight = chain.operand((spec.num_experts, spec.hidden_size), spec.hidden)
-    linear_bias = chain.optional((spec.num_experts,), spec.hidden if spec.linear_bias else None)
-    append_linear_router(chain, spec, x, weight, linear_bias, chain.optional((spec.num_experts,), spec.bias))
-    return chain.build()
 
 
 def _results(chain: ChainBuilder, spec: RouterSpec) -> tuple[Address, Address, Address, Address, Address]:

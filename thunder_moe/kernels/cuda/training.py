@@ -28,6 +28,7 @@ from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArgument
 from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
+from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.select import chosen_backend, select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
@@ -80,7 +81,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if padded:
         rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
     few = not padded and linears.serves_rank(rows.dtype, n, k, n)
-    if not few and linears.torch_is_faster(rows.dtype, backend.target(rows.device).capability, m / experts):
+    if not few and linears.torch_is_faster(rows.dtype, target(rows.device).capability, m / experts):
         product = _multiply(rows, weight, offsets)
     else:
         # At an odd address `out` is written behind the GEMM, whose kernels of 16 bits store several numbers at once.
@@ -163,7 +164,7 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         return wgrads.rank_wgrad(rows, grad, offsets, True)
     if rows.dtype != torch.float32 and (n % 8 or k % 8):
         rows, grad = (F.pad(each, (0, -each.shape[1] % 8)) for each in (rows, grad))
-    capability = backend.target(rows.device).capability
+    capability = target(rows.device).capability
     least = _TORCHS_ROWS_OF_WGRAD if k % 256 == 0 else 0
     if linears.torch_is_faster(rows.dtype, capability, m / experts, least):
         result = torch._grouped_mm(_contiguous(grad).t(), _contiguous(rows), offs=_ends(offsets, m))
@@ -308,10 +309,10 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
     if rows.dtype != torch.float32 and n % 8 == 0 and k % 8 == 0:
         rows, weight = (_contiguous(operand) for operand in (rows, weight))
     addresses = rows.data_ptr() | weight.data_ptr() | (0 if out is None else out.data_ptr())
-    target, wide = backend.target(rows.device), _is_wide(offsets)
-    kernel = linears.kernel_for(rows.dtype, n, k, target.capability, addresses)
+    where, wide = target(rows.device), _is_wide(offsets)
+    kernel = linears.kernel_for(rows.dtype, n, k, where.capability, addresses)
     into = () if out is None else (out,)
-    spec = LinearSpec(m, experts, n, k, rows.dtype, target, transposed, wide, zero_tail=not into, into=bool(into))
+    spec = LinearSpec(m, experts, n, k, rows.dtype, where, transposed, wide, zero_tail=not into, into=bool(into))
     product: Tensor = launched(linears.prepare_linear(spec, kernel), rows, weight, offsets, *into)
     return product
 

@@ -1,5 +1,5 @@
 """The gradient of experts' weights, added to a float32 tensor or written, by the kernels of src/wgrad_*.cu.
-Called by kernels/cuda/training.py; calls launch.py and backend.py beside it.
+Called by kernels/cuda/training.py; calls launch.py beside it.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 """
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
-from thunder_moe.kernels.cuda import backend
 from thunder_moe.kernels.cuda.arguments import RankWgradArguments, TmaWgradArguments, WgradArguments
 from thunder_moe.kernels.cuda.configs import COMMON, most_shared_bytes
 from thunder_moe.kernels.cuda.launch import launch, tensor_map
+from thunder_moe.kernels.cuda.operands import target
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["KERNELS", "MMA", "RANK", "WGMMA", "rank_wgrad", "wgrad"]
@@ -56,8 +56,8 @@ def wgrad(
         columns: of K in a tile of "wgmma": 256, 192 or 128.
     """
     x, grad, offsets = x.detach().contiguous(), grad.detach().to(x.dtype).contiguous(), offsets.contiguous()
-    target = backend.target(x.device)
-    kernel = kernel or _kernel(x, grad, out, target.capability)
+    where = target(x.device)
+    kernel = kernel or _kernel(x, grad, out, where.capability)
     if kernel != "any":
         x, grad = _aligned(x), _aligned(grad)
     (rows, k), n = x.shape, grad.shape[1]
@@ -83,7 +83,7 @@ def wgrad(
         if kernel == "wgmma":
             argument = TmaWgradArguments(_map(grad), _map(x), argument)
         tiles = (min(experts, rows) if accumulate else experts) * -(-n // tile_n) * -(-k // tile_k)
-        launch(sources, name, threads, shared, tiles, argument, x.device, target.multiprocessors)
+        launch(sources, name, threads, shared, tiles, argument, x.device, where.multiprocessors)
 
 
 def rank_wgrad(
@@ -102,8 +102,8 @@ def rank_wgrad(
     out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
     bf16, gathers = str(narrow.dtype == torch.bfloat16).lower(), str(row_slot is not None).lower()
     blocks = -(-rank // 16)
-    target = backend.target(wide.device)
-    stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(target.capability) - _ORDER_BYTES  # kStageRows, kColumns
+    where = target(wide.device)
+    stage, most = 64 * (256 + 32 * blocks), most_shared_bytes(where.capability) - _ORDER_BYTES  # kStageRows, kColumns
     stages = next(stages for stages in _RANK_STAGES if stages * stage <= most)
     name = f"rank_wgrad<{bf16}, {str(wide_first).lower()}, {blocks}, {gathers}, {stages}>"
     row_slot = None if row_slot is None else row_slot.contiguous()
@@ -116,7 +116,7 @@ def rank_wgrad(
             ), *map(pointer, (row_slot,)), rows // wide.shape[0],
         )  # fmt: skip
         tiles = of_part.shape[0] * -(-k // 128)  # kColumns
-        launch(RANK, name, 256, stages * stage, tiles, argument, wide.device, target.multiprocessors)
+        launch(RANK, name, 256, stages * stage, tiles, argument, wide.device, where.multiprocessors)
     return out
 
 

@@ -14,6 +14,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -35,6 +37,23 @@ class Object {
 
  private:
   PyObject* object_;
+};
+
+// Other threads of Python run until the end of the scope.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// A keyword argument: a call that leaves it out means its default.
+struct Option {
+  Object name, value;
+  bool is_default;
 };
 
 struct Operand {
@@ -83,7 +102,7 @@ struct Chain {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   std::vector<Operand> operands;
-  std::vector<std::pair<Object, Object>> options;  // keyword arguments that a call has to give
+  std::vector<Option> options;
   std::vector<Result> results;
   std::vector<Launch> launches;
   std::vector<Object> semaphores;  // each () -> zeros for the current stream
@@ -97,6 +116,9 @@ struct Chain {
 
 thread_local bool context_is_bound = false;
 
+// By device and stream, who launches. Looked up with the GIL; there are few streams, and threads may outlive statics.
+auto& turns = *new std::map<std::pair<int, void*>, std::mutex>;
+
 bool is_equal(PyObject* a, PyObject* b) {
   if (a == b) return true;
   return Py_TYPE(a) == Py_TYPE(b) && PyObject_RichCompareBool(a, b, Py_EQ) == 1;
@@ -104,20 +126,28 @@ bool is_equal(PyObject* a, PyObject* b) {
 
 // True if the operands are of the kind that the chain was built for; their addresses, 0 for values.
 bool are_served(const Chain& chain, PyObject* const* arguments, size_t count, PyObject* names, uint64_t* addresses) {
-  if (count != chain.operands.size()) return false;
-  if ((names ? PyTuple_GET_SIZE(names) : 0) != Py_ssize_t(chain.options.size())) return false;
-  for (size_t i = 0; i < chain.options.size(); ++i) {
-    const auto& [name, value] = chain.options[i];
-    if (!is_equal(PyTuple_GET_ITEM(names, i), name.get()) || !is_equal(arguments[count + i], value.get())) return false;
+  // What is left out at the end is None.
+  for (size_t i = chain.operands.size(); i < count; ++i)
+    if (arguments[i] != Py_None) return false;
+  const Py_ssize_t given = names ? PyTuple_GET_SIZE(names) : 0;
+  Py_ssize_t known = 0;
+  for (const Option& option : chain.options) {
+    Py_ssize_t place = 0;
+    while (place < given && PyTuple_GET_ITEM(names, place) != option.name.get()) ++place;
+    if (place == given)  // the dispatcher's names are other objects than those that are interned
+      for (place = 0; place < given && !is_equal(PyTuple_GET_ITEM(names, place), option.name.get());) ++place;
+    if (place == given ? !option.is_default : !is_equal(arguments[count + place], option.value.get())) return false;
+    known += place < given;
   }
-  for (size_t i = 0; i < count; ++i) {
+  if (known != given) return false;
+  for (size_t i = 0; i < chain.operands.size(); ++i) {
     const Operand& wanted = chain.operands[i];
     addresses[i] = 0;
     if (wanted.kind == Operand::kValue) {
-      if (!is_equal(arguments[i], wanted.value.get())) return false;
+      if (!is_equal(i < count ? arguments[i] : Py_None, wanted.value.get())) return false;
       continue;
     }
-    if (!THPVariable_Check(arguments[i])) return false;
+    if (i >= count || !THPVariable_Check(arguments[i])) return false;
     const at::Tensor& tensor = THPVariable_Unpack(arguments[i]);
     // Keys that are left tell of subclasses, transforms, lazy negation and all else that is not memory on the device.
     const auto keys = tensor.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
@@ -142,7 +172,6 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
     Py_RETURN_NONE;
   }
   const c10::DeviceGuard guard(chain.device);
-  // All that calls Python comes first: the launches follow each other without another thread's between them.
   void* stream = nullptr;
   {
     if (!context_is_bound) {
@@ -160,23 +189,28 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
     semaphores.emplace_back(PyObject_CallNoArgs(take.get()));
     if (!semaphores.back().get()) return nullptr;
   }
-  std::vector<at::Tensor> results;
-  results.reserve(chain.results.size());
-  for (const Result& result : chain.results) {
-    if (result.operand >= 0) {
-      results.push_back(THPVariable_Unpack(arguments[result.operand]));
-      // To be written: memory that a lazy copy shares with another tensor is copied now.
-      operands[result.operand] = reinterpret_cast<uint64_t>(results.back().mutable_data_ptr());
-    } else
-      results.push_back(at::empty_strided(
-          result.sizes, result.strides, at::TensorOptions(chain.device).dtype(result.dtype)));
+  std::vector<at::Tensor> results(chain.results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    const int operand = chain.results[i].operand;
+    if (operand < 0) continue;
+    results[i] = THPVariable_Unpack(arguments[operand]);
+    // To be written: memory that a lazy copy shares with another tensor is copied now, and autograd learns of it.
+    operands[operand] = reinterpret_cast<uint64_t>(results[i].mutable_data_ptr());
+    if (!results[i].is_inference()) results[i].unsafeGetTensorImpl()->bump_version();
   }
   at::Tensor scratch;
-  uint64_t scratch_address = 0;
-  if (chain.scratch) {
-    scratch = at::empty_strided({chain.scratch}, {1}, at::TensorOptions(chain.device).dtype(at::kByte));
-    scratch_address = reinterpret_cast<uint64_t>(scratch.data_ptr());
+  {
+    const WithoutGil allocation;  // may wait for the device
+    for (size_t i = 0; i < results.size(); ++i) {
+      const Result& result = chain.results[i];
+      if (result.operand < 0)
+        results[i] = at::empty_strided(
+            result.sizes, result.strides, at::TensorOptions(chain.device).dtype(result.dtype));
+    }
+    if (chain.scratch)
+      scratch = at::empty_strided({chain.scratch}, {1}, at::TensorOptions(chain.device).dtype(at::kByte));
   }
+  const uint64_t scratch_address = chain.scratch ? reinterpret_cast<uint64_t>(scratch.data_ptr()) : 0;
   const auto resolved = [&](const Address& address) -> uint64_t {
     uint64_t base = 0;
     switch (address.source) {
@@ -199,26 +233,34 @@ PyObject* run(Chain& chain, PyObject* const* arguments, size_t count, PyObject* 
         return PyErr_Format(PyExc_TypeError, "a tensor map of %d bytes was wanted", kMapBytes);
     }
   }
-  size_t next_map = 0;
-  for (const Launch& launch : chain.launches) {
-    alignas(64) char argument[kMaxArgumentBytes];
-    std::memcpy(argument, launch.argument.data(), launch.argument.size());
-    for (const Patch& patch : launch.patches) {
-      const uint64_t address = resolved(patch.address);
-      std::memcpy(argument + patch.place, &address, sizeof address);
+  int status = 0;
+  {
+    // A launch waits while the queue of its stream is full. Other threads run meanwhile, as they may have to launch what
+    // the queue waits for, on another device; but nothing of theirs comes between the launches of a chain on a stream.
+    std::mutex& turn = turns[{chain.device.index(), stream}];
+    const WithoutGil launching;
+    const std::lock_guard<std::mutex> lock(turn);
+    size_t next_map = 0;
+    for (const Launch& launch : chain.launches) {
+      alignas(64) char argument[kMaxArgumentBytes];
+      std::memcpy(argument, launch.argument.data(), launch.argument.size());
+      for (const Patch& patch : launch.patches) {
+        const uint64_t address = resolved(patch.address);
+        std::memcpy(argument + patch.place, &address, sizeof address);
+      }
+      for (const Map& map : launch.maps)
+        std::memcpy(argument + map.place, PyBytes_AS_STRING(maps[next_map++].get()), kMapBytes);
+      alignas(8) char config[64];
+      std::memcpy(config, launch.config.data(), launch.config.size());
+      std::memcpy(config + kStreamOffset, &stream, sizeof stream);
+      void* parameters[] = {argument};
+      status = chain.launch(config, launch.function, parameters, nullptr);
+      if (status != 0) break;
     }
-    for (const Map& map : launch.maps)
-      std::memcpy(argument + map.place, PyBytes_AS_STRING(maps[next_map++].get()), kMapBytes);
-    alignas(8) char config[64];
-    std::memcpy(config, launch.config.data(), launch.config.size());
-    std::memcpy(config + kStreamOffset, &stream, sizeof stream);
-    void* parameters[] = {argument};
-    const int status = chain.launch(config, launch.function, parameters, nullptr);
-    if (PyErr_Occurred()) return nullptr;  // raised by a launch function of Python
-    if (status != 0) {
-      Object error(PyObject_CallFunction(chain.raise_error.get(), "i", status));
-      return nullptr;
-    }
+  }
+  if (status != 0) {
+    Object error(PyObject_CallFunction(chain.raise_error.get(), "i", status));
+    return nullptr;
   }
   if (results.size() == 1) return THPVariable_Wrap(results[0]);
   Object tuple(PyTuple_New(results.size()));
@@ -333,7 +375,7 @@ PyObject* build(PyObject*, PyObject* description) {
   auto* chain = reinterpret_cast<Chain*>(chain_type->tp_alloc(chain_type, 0));
   if (!chain) return nullptr;
   new (&chain->operands) std::vector<Operand>();
-  new (&chain->options) std::vector<std::pair<Object, Object>>();
+  new (&chain->options) std::vector<Option>();
   new (&chain->results) std::vector<Result>();
   new (&chain->launches) std::vector<Launch>();
   new (&chain->semaphores) std::vector<Object>();
@@ -373,8 +415,9 @@ PyObject* build(PyObject*, PyObject* description) {
     }
     for_each(options, [&](PyObject* item) {
       PyObject *name, *value;
-      read(item, "OO", &name, &value);
-      chain->options.emplace_back(Object::borrowed(name), Object::borrowed(value));
+      int is_default;
+      read(item, "OOp", &name, &value, &is_default);
+      chain->options.push_back({Object::borrowed(name), Object::borrowed(value), is_default != 0});
     });
     for_each(results, [&](PyObject* item) {
       Result result;
@@ -404,7 +447,8 @@ PyType_Slot slots[] = {
     {Py_tp_members, members},
     {}};
 PyType_Spec spec = {
-    "thunder_moe_chain.Chain", sizeof(Chain), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+    "thunder_moe_chain.Chain", sizeof(Chain), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 
 }  // namespace
 

@@ -1,0 +1,61 @@
+"""Operands as the CUDA kernels read them, and the device as specs have it.
+Called by the other modules of kernels/cuda; calls torch alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels.specs import Target, WeightSpec
+
+__all__ = ["aligned", "floats", "operands_of", "target", "weight_spec"]
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and aligned to 16 bytes, as the kernels load; a copy only where it is not already."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@overload
+def floats(tensor: Tensor) -> Tensor: ...
+@overload
+def floats(tensor: None) -> None: ...
+@overload
+def floats(tensor: Tensor | None) -> Tensor | None: ...
+def floats(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor `aligned`, in a dtype that the kernels read."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return aligned(tensor if tensor.dtype in DTYPE_CODES else tensor.float())
+
+
+def operands_of(weight: PackedWeight) -> tuple[Tensor, ...]:
+    """Return the tensors of a weight as operators take them, aligned: the codes transposed, (E, K, N)."""
+    codes, *others = map(aligned, weight.tensors())
+    return codes.mT, *others
+
+
+def weight_spec(weight: PackedWeight) -> WeightSpec:
+    """Return the spec of a packed weight."""
+    scale = weight.global_scale
+    return WeightSpec(weight.layout, weight.format.name, scale is not None and scale.ndim == 2)
+
+
+def target(device: torch.device) -> Target:
+    """Return the device in the form that specs have."""
+    return Target(device, *_device_facts(device))
+
+
+@functools.cache
+def _device_facts(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """(multiprocessors, compute capability)."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)
