@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, relative_error
+from safetensors.torch import load_file, save_file
 
 from thunder_moe import (
     GroupedLinear,
@@ -316,6 +317,48 @@ def test_state_dicts_of_merged_adapters():
     assert relative_error(plain["m"](*args), merged) < 1e-6
     unmerge_lora_(model)
     model.load_state_dict(state)
+
+
+def cycle(kind, state, path):
+    """A state dict as a file gives it back."""
+    if kind == "safetensors":
+        save_file(state, path)
+        return load_file(path)
+    torch.save(state, path)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_merged_weights_are_not_loaded_below_the_same_adapter(quantized, kind, tmp_path):
+    """They would count twice, also with strict=False, which allows that the state dict lacks the adapter."""
+    model, args = adapted("mlp", quantized=quantized)
+    add_lora_(model, 2, 4, adapter="other")
+    for linear in lora_linears(model).values():
+        torch.nn.init.normal_(linear.lora_B["other"], std=0.1)
+    merge_lora_(model, ["other", "default"])
+    merged, saved = model["m"](*args), cycle(kind, model.state_dict(), tmp_path / "file")
+    other, _ = adapted("mlp", quantized=quantized)
+    before = other["m"](*args)
+    what = r"m.down_proj: got a weight with \['default'\] merged into it.* remove_lora_\(model, 'default'\) before"
+    with pytest.raises(RuntimeError, match=what):
+        other.load_state_dict(saved, strict=False)
+    assert torch.equal(other["m"](*args), before)
+    plain = remove_lora_(copy.deepcopy(other))
+    plain.load_state_dict(saved)
+    assert relative_error(plain["m"](*args), merged) < 1e-6
+    with pytest.raises(RuntimeError, match="merged into it"):
+        other["m"].down_proj.load_state_dict(model["m"].down_proj.state_dict(), strict=False)
+
+
+def test_merged_weights_load_beside_an_adapter_of_another_name():
+    model, args = adapted("mlp")
+    add_lora_(model, 2, 4, adapter="other", filter="*down_proj")
+    merge_lora_(model, "default")
+    merged, saved = model["m"](*args), model.state_dict()
+    fresh = add_lora_(remove_lora_(adapted("mlp")[0]), 2, 4, adapter="other", filter="*down_proj")
+    fresh.load_state_dict(saved)
+    assert relative_error(use_lora_(fresh, None)["m"](*args), merged) < 1e-6
 
 
 def test_thunder_compiles_again_when_adapters_change():

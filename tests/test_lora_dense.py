@@ -181,6 +181,18 @@ def test_adapters_go_and_come():
     assert torch.equal(use_lora_(same, "default")(x), expected)
 
 
+def test_merged_parts_are_not_loaded_below_the_same_adapter():
+    model, other, plain = (quantize_(Attention(), linears=everything, format="mxfp8") for _ in range(3))
+    for each in (model, other):
+        add_lora_(each, 4, 8, linears=True)
+    merge_lora_(model)
+    saved, x = model.state_dict(), torch.randn(3, H)
+    plain.load_state_dict(saved)
+    assert torch.equal(plain(x), model(x))
+    with pytest.raises(RuntimeError, match=r"v_proj: got a weight with \['default'\] merged into it"):
+        other.load_state_dict(saved, strict=False)
+
+
 def test_dropout():
     model, _ = adapted(dropout=0.5)
     model.train()

@@ -21,6 +21,7 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
+from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
@@ -269,7 +270,7 @@ class _Waiting:
         return _Waiting, ()
 
 
-class NVFP4LinearPart(nn.Module):
+class NVFP4LinearPart(AdaptableLinear):
     """One of the linears of a `NVFP4LinearStack`, which is a child of the same module and has the weights.
 
     Args:

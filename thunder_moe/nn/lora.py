@@ -90,7 +90,7 @@ class LoRALinear(nn.Module):
         lora_B: parameters (E, N, r), or (1, N, r).
         lora_specs: the rest of each adapter, by name.
         lora_active: the adapters that `forward` adds.
-        lora_merged: those that are in the weight instead; a state dict has the weight, and not them.
+        lora_merged: those that are in the weight instead; a state dict has the weight, their names and not them.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
@@ -126,13 +126,16 @@ class LoRALinear(nn.Module):
         return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of every module, with `lora_record` as "lora_specs", and without adapters that are merged: whoever
-        loads it would add them twice."""
+        """As that of every module, with `lora_record` as "lora_specs". Adapters that are merged are left out, and
+        "lora_merged" has their names, joined by ".": uint8 of UTF-8."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
         for name in self.lora_merged:
             for part in ("lora_A", "lora_B"):
                 found.pop(f"{prefix}{part}.{name}", None)
+        if self.lora_merged:
+            names = ".".join(self.lora_merged).encode()
+            found[f"{prefix}lora_merged"] = torch.tensor([*names], dtype=torch.uint8, device="cpu")
         if (record := self.lora_record()) is not None:
             found[f"{prefix}lora_specs"] = record
         return found
@@ -140,26 +143,32 @@ class LoRALinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         *_, unexpected_keys, error_msgs = args
         key, where = f"{prefix}lora_specs", prefix[:-1] or type(self).__name__
-        try:
-            problem = self._obstacle_to_load(state_dict, prefix)
-        except ValueError as error:
-            problem = str(error)
-        if problem is not None:
+        if (problem := self.obstacle_to_load(state_dict, prefix)) is not None:
             error_msgs.append(f"{where}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
 
-    def _obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
+    def obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
         """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
         if self.lora_merged:
             merged = f"{list(self.lora_merged)} are merged into its weight"
             return f"{merged}, wanted unmerge_lora_(model) before loading"
+        names = state_dict.get(f"{prefix}lora_merged")
+        joined = b"" if names is None or names.is_meta else bytes(names.to(torch.uint8).tolist())
+        if twice := [name for name in joined.decode().split(".") if name in self.lora_specs]:
+            return (
+                f"got a weight with {twice} merged into it, which the model has beside its weight, too, and would count"
+                f" twice; wanted remove_lora_(model, {twice[0]!r}) before loading, or unmerge_lora_ before saving"
+            )
         record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
         if record is None or record.is_meta:
             return None
-        given, _ = read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+        try:
+            given, _ = read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+        except ValueError as error:
+            return str(error)
         for name in given.keys() & self.lora_specs.keys():
             new, own = given[name], self.lora_specs[name]
             if (new.rank, new.parts) != (own.rank, own.parts) or not math.isclose(new.scaling, own.scaling):

@@ -1,6 +1,7 @@
 """`NVFP4Module`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
 casts and moves.
-Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot.
+Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
+nn.adaptable.
 
 Legend: E experts, N out_features, K in_features.
 """
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
@@ -27,6 +28,7 @@ from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
+from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, drop_snapshots
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
@@ -37,7 +39,7 @@ __all__ = ["NVFP4Module"]
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
-class NVFP4Module(nn.Module):
+class NVFP4Module(AdaptableLinear):
     """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
     The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the

@@ -80,6 +80,19 @@ def test_a_round_trip_gives_the_same_logits(options, change, tmp_path, caplog):
     assert torch.equal(logits(load_checkpoint(tmp_path / "second")), expected)
 
 
+def test_state_dicts_of_merged_models():
+    """They load into the model without adapters, and are refused where one would count twice."""
+    model, other = adapted(), adapted()
+    merge_lora_(model)
+    saved = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"down_proj: got a weight with \['other', 'default'\] merged into it"):
+        other.load_state_dict(saved, strict=False)
+    model, other = adapted(linears=False), adapted(linears=False)
+    merge_lora_(model)
+    remove_lora_(other).load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), logits(model))
+
+
 def test_a_model_without_head_reads_the_adapters_of_one_with_a_head(tmp_path, caplog):
     model = adapted()
     model.save_pretrained(tmp_path)
