@@ -319,6 +319,28 @@ def test_state_dicts_of_merged_adapters():
     model.load_state_dict(state)
 
 
+def test_a_state_dict_says_what_is_active_and_its_dropout():
+    model, args = adapted("mlp", dropout=0.25)
+    add_lora_(model, 2, 4, adapter="other", filter="*down_proj")
+    torch.nn.init.normal_(model["m"].down_proj.lora_B["other"], std=0.1)
+    fresh = copy.deepcopy(remove_lora_(copy.deepcopy(model)))
+    add_lora_(add_lora_(fresh, 4, 8), 2, 4, adapter="other", filter="*down_proj", dropout=0.5)
+    for active in (["other", "default"], "default", None):
+        use_lora_(model, active)
+        fresh.load_state_dict(model.state_dict())
+        pairs = zip(lora_linears(fresh).values(), lora_linears(model).values(), strict=True)
+        assert all((new.lora_active, new.lora_specs) == (old.lora_active, old.lora_specs) for new, old in pairs)
+        assert torch.equal(fresh.eval()["m"](*args), model.eval()["m"](*args))
+    use_lora_(model, ["default", "other"])
+    alone = {name: tensor for name, tensor in remove_lora_(model, "default").state_dict().items() if "lora_" in name}
+    use_lora_(fresh, "default")
+    fresh.load_state_dict(alone, strict=False)  # what it does not have stays
+    assert fresh["m"].gate_up_proj.lora_active == ("default",)
+    assert fresh["m"].down_proj.lora_active == ("other", "default")
+    with pytest.raises(RuntimeError, match="lora_specs: got torch.float16 .* in float64"):
+        fresh.load_state_dict({name: tensor.half() for name, tensor in alone.items()}, strict=False)
+
+
 def cycle(kind, state, path):
     """A state dict as a file gives it back."""
     if kind == "safetensors":

@@ -65,7 +65,7 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
-STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
+STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_by_peft", "lora_merged", "lora_unmerged")
 _CHOOSE = "filter and linears (of dense layers), patterns or functions of a module and its name"
 # PEFT's name of an argument -> ours.
 _NAMES = {
@@ -315,7 +315,8 @@ def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor
     if not isinstance(module, LoRALinear):
         set_class(module, _WITH_LORA[type(module)])
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
+        module.lora_specs, module.lora_active, module.lora_by_peft = {}, (), False
+        module.lora_merged, module.lora_unmerged = (), None
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
 

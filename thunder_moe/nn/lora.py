@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,17 +69,26 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     Raises:
         ValueError: the record has not five valid numbers for each of the adapters.
     """
-    rows, names = record.tolist() if record.ndim == 2 else [], sorted(names)
+    rows, names = record.tolist() if record.ndim == 2 and record.dtype == torch.float64 else [], sorted(names)
     if len(rows) != len(names) or not all(
-        len(row) == 5 and all(map(math.isfinite, row)) and row[0] >= 1 and row[3] in (1, 2) for row in rows
+        len(row) == 5 and all(map(math.isfinite, row)) and row[0] >= 1 and 0 <= row[2] < 1 and row[3] in (1, 2)
+        for row in rows
     ):
         raise ValueError(
             f"lora_specs: got {record.dtype} {tuple(record.shape)}, wanted rank, factor, dropout, parts and place for"
-            f" each of {names}"
+            f" each of {names}, in float64"
         )
     found = {name: LoRASpec(int(row[0]), row[1], row[2], int(row[3])) for name, row in zip(names, rows, strict=True)}
     places = sorted((row[4], name) for name, row in zip(names, rows, strict=True) if row[4])
     return found, tuple(name for _, name in places)
+
+
+def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
+    """What `read_record` returns for the linear of a prefix; None where a state dict has no record of it."""
+    record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
+    if record is None or record.is_meta:
+        return None
+    return read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
 
 
 class LoRALinear(nn.Module):
@@ -90,6 +99,7 @@ class LoRALinear(nn.Module):
         lora_B: parameters (E, N, r), or (1, N, r).
         lora_specs: the rest of each adapter, by name.
         lora_active: the adapters that `forward` adds.
+        lora_by_peft: whether a PeftModel says which are active; else a state dict that is loaded does.
         lora_merged: those that are in the weight instead; a state dict has the weight, their names and not them.
     """
 
@@ -97,6 +107,7 @@ class LoRALinear(nn.Module):
     lora_B: nn.ParameterDict  # noqa: N815
     lora_specs: dict[str, LoRASpec]
     lora_joined: str  # the active adapters' names: Thunder guards the value of a string, not the length of a tuple
+    lora_by_peft: bool
     lora_merged: tuple[str, ...]
     lora_unmerged: Any  # the weight without the merged adapters
     num_experts: int
@@ -149,6 +160,13 @@ class LoRALinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
+        if (record := _record_in(state_dict, prefix)) is None or self.lora_by_peft:
+            return
+        specs, active = record
+        for name in specs.keys() & self.lora_specs.keys():
+            self.lora_specs[name] = replace(self.lora_specs[name], dropout=specs[name].dropout)
+        others = (name for name in self.lora_active if name not in specs)
+        self.lora_active = (*(name for name in active if name in self.lora_specs), *others)
 
     def obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
         """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
@@ -162,11 +180,8 @@ class LoRALinear(nn.Module):
                 f"got a weight with {twice} merged into it, which the model has beside its weight, too, and would count"
                 f" twice; wanted remove_lora_(model, {twice[0]!r}) before loading, or unmerge_lora_ before saving"
             )
-        record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
-        if record is None or record.is_meta:
-            return None
         try:
-            given, _ = read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+            given, _ = _record_in(state_dict, prefix) or ({}, ())
         except ValueError as error:
             return str(error)
         for name in given.keys() & self.lora_specs.keys():

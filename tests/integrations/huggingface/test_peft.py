@@ -334,6 +334,19 @@ def test_several_adapters(tmp_path):
     assert len(lora_linears(loaded)) == 4
 
 
+def test_peft_says_what_is_active_not_a_state_dict():
+    """PEFT's own layers do not switch at `load_state_dict`, so those of experts do not either."""
+    model = adapted(config="with attention")
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, lora_dropout=0.1, **CONFIGS["with attention"]))
+    randomize(model)
+    saved, expected = model.state_dict(), model(tokens()).logits
+    model.set_adapter("other")
+    model.load_state_dict(saved)
+    assert {linear.lora_active for linear in lora_linears(model).values()} == {("other",)}
+    model.set_adapter("default")
+    assert torch.equal(model(tokens()).logits, expected)
+
+
 BOTH = dict(target_parameters=EXPERTS, target_modules=["q_proj", "v_proj"])
 
 

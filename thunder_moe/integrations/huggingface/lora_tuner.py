@@ -201,6 +201,7 @@ def use(model: nn.Module, adapters: str | Sequence[str], trainable: bool = True)
     if linears:
         use_lora_(model, [name for name in wanted if name in known])
     for linear in linears.values():
+        linear.lora_by_peft = True
         for name in linear.lora_specs:
             for parameters in (linear.lora_A, linear.lora_B):
                 parameters[name].requires_grad_(trainable and name in wanted)
