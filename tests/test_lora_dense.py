@@ -193,6 +193,24 @@ def test_merged_parts_are_not_loaded_below_the_same_adapter():
         other.load_state_dict(saved, strict=False)
 
 
+@pytest.mark.parametrize("why", ["merged", "another rank"])
+def test_a_refused_state_dict_leaves_the_weights_that_parts_share(why):
+    torch.manual_seed(1)
+    other = quantize_(Attention(), linears=everything)
+    model, x = adapted()
+    if why == "merged":
+        merge_lora_(model)
+    else:
+        add_lora_(other, 2, 4, linears=True)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"v_proj: (\['default'\] are merged|got an adapter 'default' of rank 2)"):
+        model.load_state_dict(other.state_dict(), strict=False)
+    assert torch.equal(model(x), expected)
+    if why != "merged":  # nothing of it is left for the next load
+        remove_lora_(model).load_state_dict(remove_lora_(other).state_dict())
+        assert torch.equal(model(x), other(x))
+
+
 def test_dropout():
     model, _ = adapted(dropout=0.5)
     model.train()

@@ -175,6 +175,7 @@ class NVFP4LinearStack(NVFP4Linear):
     """
 
     reader: type[nn.Module] | None = None
+    _refused_in: list[str] | None = None  # the errors of a load that one of the parts has refused
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         self._waiting = _Waiting()
@@ -185,6 +186,8 @@ class NVFP4LinearStack(NVFP4Linear):
         super().set_weight(weight)
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        if self._refused_in is args[-1]:  # the parts come first, and torch has one list of errors for each load
+            return
         self._waiting.clear()
         super()._load_from_state_dict(*args)
 

@@ -335,6 +335,14 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
     """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """As `LoRALinear` does; the stack leaves its weight as it is where this part refuses the state dict."""
+        error_msgs = args[-1]
+        known = len(error_msgs)
+        super()._load_from_state_dict(*args)
+        if len(error_msgs) > known:
+            self.stack._refused_in = error_msgs
+
     def forward(self, x: Tensor) -> Tensor:
         """As `NVFP4LinearPart.forward`, plus the active adapters."""
         # Not by the base class: the stack looks at who calls `part`, by the frames between.
