@@ -4,6 +4,7 @@ Called by pytest; calls plain torch for what is expected.
 
 import copy
 import io
+import math
 
 import pytest
 import torch
@@ -419,7 +420,10 @@ def test_what_is_replaced_is_refused_by_name():
         (dict(adapter="a.b"), "adapter: got 'a.b'"),
         (dict(adapter="keys"), "adapter: got 'keys'"),
         (dict(adapter=5), "adapter: got 5"),
+        (dict(rank=True), "rank: got True"),
+        (dict(rank=2.0), "rank: got 2.0"),
         (dict(alpha="8"), "alpha: got '8'"),
+        *((dict(alpha=alpha), f"alpha: got {alpha}, wanted a finite") for alpha in (0, True, math.nan, math.inf)),
         (dict(dtype=torch.int8), "dtype: got torch.int8"),
         (dict(filter=lambda module, name: False), "model: found no linear of experts"),
     ],

@@ -69,10 +69,11 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     Raises:
         ValueError: the record has not five valid numbers for each of the adapters.
     """
-    rows, names = record.tolist() if record.ndim == 2 and record.dtype == torch.float64 else [], sorted(names)
-    if len(rows) != len(names) or not all(
-        len(row) == 5 and all(map(math.isfinite, row)) and row[0] >= 1 and 0 <= row[2] < 1 and row[3] in (1, 2)
-        for row in rows
+    names = sorted(names)
+    rows = record.tolist() if record.shape == (len(names), 5) and record.dtype == torch.float64 else [[math.nan] * 5]
+    if not all(
+        rank >= 1 and scaling != 0 and 0 <= dropout < 1 and parts in (1, 2) and math.isfinite(rank + scaling + place)
+        for rank, scaling, dropout, parts, place in rows
     ):
         raise ValueError(
             f"lora_specs: got {record.dtype} {tuple(record.shape)}, wanted rank, factor, dropout, parts and place for"
