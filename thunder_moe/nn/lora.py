@@ -177,9 +177,10 @@ class LoRALinear(nn.Module):
         names = state_dict.get(f"{prefix}lora_merged")
         joined = b"" if names is None or names.is_meta else bytes(names.to(torch.uint8).tolist())
         if twice := [name for name in joined.decode().split(".") if name in self.lora_specs]:
+            remedy = " and ".join(f"remove_lora_(model, {name!r})" for name in twice)
             return (
                 f"got a weight with {twice} merged into it, which the model has beside its weight, too, and would count"
-                f" twice; wanted remove_lora_(model, {twice[0]!r}) before loading, or unmerge_lora_ before saving"
+                f" twice; wanted {remedy} before loading, or unmerge_lora_ before saving"
             )
         try:
             given, _ = _record_in(state_dict, prefix) or ({}, ())
