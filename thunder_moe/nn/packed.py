@@ -45,8 +45,9 @@ class NVFP4Module(AdaptableLinear):
     The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
     dimension of experts): buffers that are passed around, replaced (``functional_call``) or kept from before always
     carry their layout with their bytes. State dicts hold layout "linear" whatever the module's, and load into any: they
-    are converted on the way. Those of a module in another layout are copies then, which do not follow the module, and
-    where modules share weights, one each.
+    are converted on the way. A global scale of each row loads where the module's is of all rows, and the reverse.
+    State dicts of a module in another layout are copies then, which do not follow the module, and where modules share
+    weights, one each.
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
@@ -335,6 +336,10 @@ class NVFP4Module(AdaptableLinear):
         for buffer in own.values():
             drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references
         self._buffers.update(zip(fields, self._own(self.packed_weight.to_layout(LINEAR)), strict=True))
+        scale, (experts, n, _) = state_dict.get(f"{prefix}{NVFP4.fields[2]}"), self._weight_shape
+        shapes = ((experts,), (experts, n)) if self._of_experts else ((), (n,))  # of all rows of an expert, or of each
+        if isinstance(scale, Tensor) and not scale.is_meta and self.global_scale.shape != scale.shape in shapes:
+            self._buffers[NVFP4.fields[2]] = torch.empty_like(scale, device=device)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
             loaded: tuple[Tensor, ...] = tuple(getattr(self, field) for field in fields)
