@@ -4,10 +4,12 @@ Called by pytest; calls plain torch for what is expected.
 
 import copy
 import io
+import math
 
 import pytest
 import torch
 from oracle import KERNEL_TOLERANCE, relative_error
+from safetensors.torch import load_file, save_file
 
 from thunder_moe import (
     GroupedLinear,
@@ -318,6 +320,70 @@ def test_state_dicts_of_merged_adapters():
     model.load_state_dict(state)
 
 
+def test_a_state_dict_says_what_is_active_and_its_dropout():
+    model, args = adapted("mlp", dropout=0.25)
+    add_lora_(model, 2, 4, adapter="other", filter="*down_proj")
+    torch.nn.init.normal_(model["m"].down_proj.lora_B["other"], std=0.1)
+    fresh = copy.deepcopy(remove_lora_(copy.deepcopy(model)))
+    add_lora_(add_lora_(fresh, 4, 8), 2, 4, adapter="other", filter="*down_proj", dropout=0.5)
+    for active in (["other", "default"], "default", None):
+        use_lora_(model, active)
+        fresh.load_state_dict(model.state_dict())
+        pairs = zip(lora_linears(fresh).values(), lora_linears(model).values(), strict=True)
+        assert all((new.lora_active, new.lora_specs) == (old.lora_active, old.lora_specs) for new, old in pairs)
+        assert torch.equal(fresh.eval()["m"](*args), model.eval()["m"](*args))
+    use_lora_(model, ["default", "other"])
+    alone = {name: tensor for name, tensor in remove_lora_(model, "default").state_dict().items() if "lora_" in name}
+    use_lora_(fresh, "default")
+    fresh.load_state_dict(alone, strict=False)  # what it does not have stays
+    assert fresh["m"].gate_up_proj.lora_active == ("default",)
+    assert fresh["m"].down_proj.lora_active == ("other", "default")
+    with pytest.raises(RuntimeError, match="lora_specs: got torch.float16 .* in float64"):
+        fresh.load_state_dict({name: tensor.half() for name, tensor in alone.items()}, strict=False)
+
+
+def cycle(kind, state, path):
+    """A state dict as a file gives it back."""
+    if kind == "safetensors":
+        save_file(state, path)
+        return load_file(path)
+    torch.save(state, path)
+    return torch.load(path)
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+@pytest.mark.parametrize("quantized", [True, False])
+def test_merged_weights_are_not_loaded_below_the_same_adapter(quantized, kind, tmp_path):
+    """They would count twice, also with strict=False, which allows that the state dict lacks the adapter."""
+    model, args = adapted("mlp", quantized=quantized)
+    add_lora_(model, 2, 4, adapter="other")
+    for linear in lora_linears(model).values():
+        torch.nn.init.normal_(linear.lora_B["other"], std=0.1)
+    merge_lora_(model, ["other", "default"])
+    merged, saved = model["m"](*args), cycle(kind, model.state_dict(), tmp_path / "file")
+    other, _ = adapted("mlp", quantized=quantized)
+    before = other["m"](*args)
+    what = r"m.down_proj: got a weight with \['default'\] merged into it.* remove_lora_\(model, 'default'\) before"
+    with pytest.raises(RuntimeError, match=what):
+        other.load_state_dict(saved, strict=False)
+    assert torch.equal(other["m"](*args), before)
+    plain = remove_lora_(copy.deepcopy(other))
+    plain.load_state_dict(saved)
+    assert relative_error(plain["m"](*args), merged) < 1e-6
+    with pytest.raises(RuntimeError, match="merged into it"):
+        other["m"].down_proj.load_state_dict(model["m"].down_proj.state_dict(), strict=False)
+
+
+def test_merged_weights_load_beside_an_adapter_of_another_name():
+    model, args = adapted("mlp")
+    add_lora_(model, 2, 4, adapter="other", filter="*down_proj")
+    merge_lora_(model, "default")
+    merged, saved = model["m"](*args), model.state_dict()
+    fresh = add_lora_(remove_lora_(adapted("mlp")[0]), 2, 4, adapter="other", filter="*down_proj")
+    fresh.load_state_dict(saved)
+    assert relative_error(use_lora_(fresh, None)["m"](*args), merged) < 1e-6
+
+
 def test_thunder_compiles_again_when_adapters_change():
     from thunder_moe import moe_executor
 
@@ -354,7 +420,10 @@ def test_what_is_replaced_is_refused_by_name():
         (dict(adapter="a.b"), "adapter: got 'a.b'"),
         (dict(adapter="keys"), "adapter: got 'keys'"),
         (dict(adapter=5), "adapter: got 5"),
+        (dict(rank=True), "rank: got True"),
+        (dict(rank=2.0), "rank: got 2.0"),
         (dict(alpha="8"), "alpha: got '8'"),
+        *((dict(alpha=alpha), f"alpha: got {alpha}, wanted a finite") for alpha in (0, True, math.nan, math.inf)),
         (dict(dtype=torch.int8), "dtype: got torch.int8"),
         (dict(filter=lambda module, name: False), "model: found no linear of experts"),
     ],

@@ -181,6 +181,42 @@ def test_adapters_go_and_come():
     assert torch.equal(use_lora_(same, "default")(x), expected)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_merged_parts_are_not_loaded_below_the_same_adapter(format):
+    model, other, plain = (quantize_(Attention(), linears=everything, format=format) for _ in range(3))
+    for each in (model, other):
+        add_lora_(each, 4, 8, linears=True)
+    plain_state = copy.deepcopy(plain.state_dict())
+    nn.init.normal_(model.q_proj.lora_B["default"])
+    merge_lora_(model)
+    saved, x = model.state_dict(), torch.randn(3, H)
+    before = plain(x)
+    plain.load_state_dict(saved)
+    assert torch.equal(plain(x), model(x))
+    plain.load_state_dict(plain_state)  # of another shape of NVFP4's global scale: rows of q and v have the same again
+    assert torch.equal(plain(x), before)
+    with pytest.raises(RuntimeError, match=r"v_proj: got a weight with \['default'\] merged into it"):
+        other.load_state_dict(saved, strict=False)
+
+
+@pytest.mark.parametrize("why", ["merged", "another rank"])
+def test_a_refused_state_dict_leaves_the_weights_that_parts_share(why):
+    torch.manual_seed(1)
+    other = quantize_(Attention(), linears=everything)
+    model, x = adapted()
+    if why == "merged":
+        merge_lora_(model)
+    else:
+        add_lora_(other, 2, 4, linears=True)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"v_proj: (\['default'\] are merged|got an adapter 'default' of rank 2)"):
+        model.load_state_dict(other.state_dict(), strict=False)
+    assert torch.equal(model(x), expected)
+    if why != "merged":  # nothing of it is left for the next load
+        remove_lora_(model).load_state_dict(remove_lora_(other).state_dict())
+        assert torch.equal(model(x), other(x))
+
+
 def test_dropout():
     model, _ = adapted(dropout=0.5)
     model.train()

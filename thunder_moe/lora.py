@@ -65,7 +65,7 @@ _WITH_LORA: dict[type[nn.Module], type[LoRALinear]] = {
     NVFP4LinearPart: NVFP4LoRALinearPart,
 }
 _BASE = {lora: base for base, lora in _WITH_LORA.items()}
-STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_merged", "lora_unmerged")
+STATE = ("lora_A", "lora_B", "lora_specs", "lora_joined", "lora_by_peft", "lora_merged", "lora_unmerged")
 _CHOOSE = "filter and linears (of dense layers), patterns or functions of a module and its name"
 # PEFT's name of an argument -> ours.
 _NAMES = {
@@ -103,7 +103,7 @@ def add_lora_(
     Args:
         model: any module that holds such linears.
         rank: r.
-        alpha: B (A x) is multiplied by alpha / rank.
+        alpha: B (A x) is multiplied by alpha / rank; not 0, with which an adapter would add nothing and learn nothing.
         dropout: of A's input in training.
         filter: which linears of experts, and which of the dense layers of `linears`, get an adapter; None: all. A
             pattern, a list of patterns, or a function of a linear and its name, as in `quantize_`.
@@ -251,8 +251,8 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
 def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"rank: got {rank!r}, wanted a positive integer")
-    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ValueError(f"alpha: got {alpha!r}, wanted a finite number")
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
+        raise ValueError(f"alpha: got {alpha!r}, wanted a finite number that is not 0")
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout: got {dropout!r}, wanted at least 0 and less than 1")
     if share not in _SHARES:
@@ -315,7 +315,8 @@ def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor
     if not isinstance(module, LoRALinear):
         set_class(module, _WITH_LORA[type(module)])
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        module.lora_specs, module.lora_active, module.lora_merged, module.lora_unmerged = {}, (), (), None
+        module.lora_specs, module.lora_active, module.lora_by_peft = {}, (), False
+        module.lora_merged, module.lora_unmerged = (), None
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.formats.checks import require
+from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.expert_states import NAMES, one_per_weight
 from thunder_moe.nn.linear import traced_by_thunder
@@ -26,7 +27,7 @@ from thunder_moe.ops.grouped_linear_into import Into, Queue, check_buffer, group
 __all__ = ["GroupedLinear", "autocast", "local_part", "per_expert_state_dict", "require_at_least", "run_into"]
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(AdaptableLinear):
     """One linear map per expert: rows of expert e are multiplied by ``weight[e].T``, and get ``bias[e]``.
 
     Args:

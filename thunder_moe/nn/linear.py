@@ -21,6 +21,7 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
+from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
@@ -174,6 +175,7 @@ class NVFP4LinearStack(NVFP4Linear):
     """
 
     reader: type[nn.Module] | None = None
+    _refused_in: list[str] | None = None  # the errors of a load that one of the parts has refused
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
         self._waiting = _Waiting()
@@ -184,6 +186,8 @@ class NVFP4LinearStack(NVFP4Linear):
         super().set_weight(weight)
 
     def _load_from_state_dict(self, *args: Any) -> None:
+        if self._refused_in is args[-1]:  # the parts come first, and torch has one list of errors for each load
+            return
         self._waiting.clear()
         super()._load_from_state_dict(*args)
 
@@ -269,7 +273,7 @@ class _Waiting:
         return _Waiting, ()
 
 
-class NVFP4LinearPart(nn.Module):
+class NVFP4LinearPart(AdaptableLinear):
     """One of the linears of a `NVFP4LinearStack`, which is a child of the same module and has the weights.
 
     Args:

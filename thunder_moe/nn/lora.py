@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,17 +69,27 @@ def read_record(record: Tensor, names: Iterable[str]) -> tuple[dict[str, LoRASpe
     Raises:
         ValueError: the record has not five valid numbers for each of the adapters.
     """
-    rows, names = record.tolist() if record.ndim == 2 else [], sorted(names)
-    if len(rows) != len(names) or not all(
-        len(row) == 5 and all(map(math.isfinite, row)) and row[0] >= 1 and row[3] in (1, 2) for row in rows
+    names = sorted(names)
+    rows = record.tolist() if record.shape == (len(names), 5) and record.dtype == torch.float64 else [[math.nan] * 5]
+    if not all(
+        rank >= 1 and scaling != 0 and 0 <= dropout < 1 and parts in (1, 2) and math.isfinite(rank + scaling + place)
+        for rank, scaling, dropout, parts, place in rows
     ):
         raise ValueError(
             f"lora_specs: got {record.dtype} {tuple(record.shape)}, wanted rank, factor, dropout, parts and place for"
-            f" each of {names}"
+            f" each of {names}, in float64"
         )
     found = {name: LoRASpec(int(row[0]), row[1], row[2], int(row[3])) for name, row in zip(names, rows, strict=True)}
     places = sorted((row[4], name) for name, row in zip(names, rows, strict=True) if row[4])
     return found, tuple(name for _, name in places)
+
+
+def _record_in(state_dict: Any, prefix: str) -> tuple[dict[str, LoRASpec], tuple[str, ...]] | None:
+    """What `read_record` returns for the linear of a prefix; None where a state dict has no record of it."""
+    record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
+    if record is None or record.is_meta:
+        return None
+    return read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
 
 
 class LoRALinear(nn.Module):
@@ -90,13 +100,15 @@ class LoRALinear(nn.Module):
         lora_B: parameters (E, N, r), or (1, N, r).
         lora_specs: the rest of each adapter, by name.
         lora_active: the adapters that `forward` adds.
-        lora_merged: those that are in the weight instead; a state dict has the weight, and not them.
+        lora_by_peft: whether a PeftModel says which are active; else a state dict that is loaded does.
+        lora_merged: those that are in the weight instead; a state dict has the weight, their names and not them.
     """
 
     lora_A: nn.ParameterDict  # noqa: N815  (PEFT's names)
     lora_B: nn.ParameterDict  # noqa: N815
     lora_specs: dict[str, LoRASpec]
     lora_joined: str  # the active adapters' names: Thunder guards the value of a string, not the length of a tuple
+    lora_by_peft: bool
     lora_merged: tuple[str, ...]
     lora_unmerged: Any  # the weight without the merged adapters
     num_experts: int
@@ -126,13 +138,16 @@ class LoRALinear(nn.Module):
         return torch.tensor(rows, dtype=torch.float64, device="cpu") if rows else None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of every module, with `lora_record` as "lora_specs", and without adapters that are merged: whoever
-        loads it would add them twice."""
+        """As that of every module, with `lora_record` as "lora_specs". Adapters that are merged are left out, and
+        "lora_merged" has their names, joined by ".": uint8 of UTF-8."""
         found = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix") or (args[1] if len(args) > 1 else "")
         for name in self.lora_merged:
             for part in ("lora_A", "lora_B"):
                 found.pop(f"{prefix}{part}.{name}", None)
+        if self.lora_merged:
+            names = ".".join(self.lora_merged).encode()
+            found[f"{prefix}lora_merged"] = torch.tensor([*names], dtype=torch.uint8, device="cpu")
         if (record := self.lora_record()) is not None:
             found[f"{prefix}lora_specs"] = record
         return found
@@ -140,26 +155,37 @@ class LoRALinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         *_, unexpected_keys, error_msgs = args
         key, where = f"{prefix}lora_specs", prefix[:-1] or type(self).__name__
-        try:
-            problem = self._obstacle_to_load(state_dict, prefix)
-        except ValueError as error:
-            problem = str(error)
-        if problem is not None:
+        if (problem := self.obstacle_to_load(state_dict, prefix)) is not None:
             error_msgs.append(f"{where}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, *args)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
+        if (record := _record_in(state_dict, prefix)) is None or self.lora_by_peft:
+            return
+        specs, active = record
+        for name in specs.keys() & self.lora_specs.keys():
+            self.lora_specs[name] = replace(self.lora_specs[name], dropout=specs[name].dropout)
+        others = (name for name in self.lora_active if name not in specs)
+        self.lora_active = (*(name for name in active if name in self.lora_specs), *others)
 
-    def _obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
+    def obstacle_to_load(self, state_dict: Any, prefix: str) -> str | None:
         """Return why a state dict cannot be loaded; None when it can. One without a record is taken as it is."""
         if self.lora_merged:
             merged = f"{list(self.lora_merged)} are merged into its weight"
             return f"{merged}, wanted unmerge_lora_(model) before loading"
-        record, start = state_dict.get(f"{prefix}lora_specs"), f"{prefix}lora_A."
-        if record is None or record.is_meta:
-            return None
-        given, _ = read_record(record, (key.removeprefix(start) for key in state_dict if key.startswith(start)))
+        names = state_dict.get(f"{prefix}lora_merged")
+        joined = b"" if names is None or names.is_meta else bytes(names.to(torch.uint8).tolist())
+        if twice := [name for name in joined.decode().split(".") if name in self.lora_specs]:
+            remedy = " and ".join(f"remove_lora_(model, {name!r})" for name in twice)
+            return (
+                f"got a weight with {twice} merged into it, which the model has beside its weight, too, and would count"
+                f" twice; wanted {remedy} before loading, or unmerge_lora_ before saving"
+            )
+        try:
+            given, _ = _record_in(state_dict, prefix) or ({}, ())
+        except ValueError as error:
+            return str(error)
         for name in given.keys() & self.lora_specs.keys():
             new, own = given[name], self.lora_specs[name]
             if (new.rank, new.parts) != (own.rank, own.parts) or not math.isclose(new.scaling, own.scaling):
@@ -310,6 +336,14 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
     """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """As `LoRALinear` does; the stack leaves its weight as it is where this part refuses the state dict."""
+        error_msgs = args[-1]
+        known = len(error_msgs)
+        super()._load_from_state_dict(*args)
+        if len(error_msgs) > known:
+            self.stack._refused_in = error_msgs
 
     def forward(self, x: Tensor) -> Tensor:
         """As `NVFP4LinearPart.forward`, plus the active adapters."""

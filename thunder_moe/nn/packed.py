@@ -1,6 +1,7 @@
 """`NVFP4Module`, the base of modules that keep an NVFP4 weight: buffers whose shapes encode the layout, in state dicts,
 casts and moves.
-Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot.
+Called by nn.quantized and nn.linear; calls kernels.select for the layout that a device reads best, nn.snapshot and
+nn.adaptable.
 
 Legend: E experts, N out_features, K in_features.
 """
@@ -17,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
@@ -27,6 +28,7 @@ from thunder_moe.formats.registry import dequantize
 from thunder_moe.formats.weight import WEIGHTS, NVFP4Weight, PackedWeight
 from thunder_moe.kernels.select import lay_out, resolve_layout
 from thunder_moe.kernels.slow_paths import warn_once
+from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.snapshot import Reference, Snapshot, SnapshotPlace, alone, drop_snapshots
 from thunder_moe.ops.grouped_mm import operands
 from thunder_moe.ops.operator import is_eager
@@ -37,14 +39,15 @@ __all__ = ["NVFP4Module"]
 _buffers_of_weight: Callable[[Any], Any] = itemgetter(*NVFP4.fields)
 
 
-class NVFP4Module(nn.Module):
+class NVFP4Module(AdaptableLinear):
     """A module with one frozen packed weight, in NVFP4 or MXFP8, kept as buffers; `forward` is the subclass's.
 
     The shapes of qdata and scale encode their layout (`formats.layouts.block_shapes`; those of dense layers lack the
     dimension of experts): buffers that are passed around, replaced (``functional_call``) or kept from before always
     carry their layout with their bytes. State dicts hold layout "linear" whatever the module's, and load into any: they
-    are converted on the way. Those of a module in another layout are copies then, which do not follow the module, and
-    where modules share weights, one each.
+    are converted on the way. A global scale of each row loads where the module's is of all rows, and the reverse.
+    State dicts of a module in another layout are copies then, which do not follow the module, and where modules share
+    weights, one each.
 
     Args:
         weight: (E, N, K); kept in its layout if that is one of `layouts.module_layouts`, else in "linear".
@@ -333,6 +336,10 @@ class NVFP4Module(nn.Module):
         for buffer in own.values():
             drop_snapshots(buffer)  # torch.utils.swap_tensors takes no tensor that has weak references
         self._buffers.update(zip(fields, self._own(self.packed_weight.to_layout(LINEAR)), strict=True))
+        scale, (experts, n, _) = state_dict.get(f"{prefix}{NVFP4.fields[2]}"), self._weight_shape
+        shapes = ((experts,), (experts, n)) if self._of_experts else ((), (n,))  # of all rows of an expert, or of each
+        if isinstance(scale, Tensor) and not scale.is_meta and self.global_scale.shape != scale.shape in shapes:
+            self._buffers[NVFP4.fields[2]] = torch.empty_like(scale, device=device)
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *options)
             loaded: tuple[Tensor, ...] = tuple(getattr(self, field) for field in fields)

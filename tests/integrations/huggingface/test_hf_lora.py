@@ -234,6 +234,7 @@ def test_an_adapter_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monk
     ("config", "what"),
     [
         (dict(r=0), "has rank 0 and alpha 8.0 for .*, wanted at least 1"),
+        (dict(lora_alpha=0), "has rank 4 and alpha 0.0 for .*, wanted at least 1, and a finite number that is not 0"),
         (dict(lora_alpha=None), "adapter_config.json has no valid r and lora_alpha"),
         (dict(rank_pattern={"(": 2}), "adapter_config.json has no valid r and lora_alpha"),
         (dict(rank_pattern={"down_proj": 8}), r"down_proj has adapters .*, wanted 8 experts of rank 8"),
@@ -280,6 +281,18 @@ def test_damaged_adapters_change_nothing(change, what, tmp_path):
     assert not any(parameter.any() for parameter in lora_parameters(model))
     assert before.keys() == model.state_dict().keys()
     assert not lora_linears(other)
+
+
+def test_a_negative_alpha_subtracts_everywhere(tmp_path):
+    model, other = adapted("qwen3_moe"), quantize_(tiny_model("qwen3_moe"))
+    add_lora_(other, 4, -8)
+    lora_files.save_lora(model, tmp_path)
+    lora_files.load_lora_(other, tmp_path)  # fills the adapter, whose B is the negative one then
+    assert relative_error(other(tokens()).logits, model(tokens()).logits) < 1e-6
+    lora_files.save_lora(other, tmp_path)
+    again = lora_files.load_lora_(remove_lora_(copy.deepcopy(model)), tmp_path)
+    assert {linear.lora_specs["default"].scaling for linear in lora_linears(again).values()} == {-2.0}
+    assert relative_error(again(tokens()).logits, model(tokens()).logits) < 1e-6
 
 
 def test_broken_files_of_an_adapter_are_named(tmp_path):

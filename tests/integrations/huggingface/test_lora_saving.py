@@ -80,6 +80,20 @@ def test_a_round_trip_gives_the_same_logits(options, change, tmp_path, caplog):
     assert torch.equal(logits(load_checkpoint(tmp_path / "second")), expected)
 
 
+def test_state_dicts_of_merged_models():
+    """They load into the model without adapters, and are refused where one would count twice."""
+    model, other = adapted(), adapted()
+    merge_lora_(model)
+    saved, before = model.state_dict(), logits(other)
+    with pytest.raises(RuntimeError, match=r"q_proj: got a weight with \['other', 'default'\] merged into it"):
+        other.load_state_dict(saved, strict=False)
+    assert torch.equal(logits(other), before)
+    model, other = adapted(linears=False), adapted(linears=False)
+    merge_lora_(model)
+    remove_lora_(other).load_state_dict(model.state_dict())
+    assert torch.equal(logits(other), logits(model))
+
+
 def test_a_model_without_head_reads_the_adapters_of_one_with_a_head(tmp_path, caplog):
     model = adapted()
     model.save_pretrained(tmp_path)
@@ -127,6 +141,20 @@ def test_another_rank_or_alpha_than_the_saved_one_is_an_error(options, tmp_path)
     for state in (model.state_dict(), tensors_of(tmp_path)):
         same.load_state_dict(state)
         assert torch.equal(logits(same), logits(model))
+
+
+def test_a_merged_model_refuses_a_checkpoint_before_anything_changes(tmp_path):
+    """Its 4-bit weights were set before the adapters were looked at."""
+    torch.manual_seed(1)
+    quantize_(tiny_model("qwen3_moe"), linears=True).save_pretrained(tmp_path)
+    model = adapted()
+    merge_lora_(model)
+    for parameter in model.parameters():  # others than in the checkpoint
+        parameter.data.mul_(2)
+    expected = logits(model)
+    with pytest.raises(RuntimeError, match=r"are merged into its weight, wanted unmerge_lora_\(model\) before"):
+        model.load_state_dict(tensors_of(tmp_path), strict=False)
+    assert torch.equal(logits(model), expected)
 
 
 def test_adapters_that_cannot_be_loaded_are_errors(tmp_path):

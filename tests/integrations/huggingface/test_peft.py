@@ -15,7 +15,7 @@ from tiny_models import tiny_model, tokens
 
 from thunder_moe import dequantize_, load_checkpoint, quantize_, save_checkpoint
 from thunder_moe.integrations.huggingface.lora_files import load_lora_, save_lora
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters, use_lora_
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, lora_parameters, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
 peft = pytest.importorskip("peft")
@@ -334,6 +334,19 @@ def test_several_adapters(tmp_path):
     assert len(lora_linears(loaded)) == 4
 
 
+def test_peft_says_what_is_active_not_a_state_dict():
+    """PEFT's own layers do not switch at `load_state_dict`, so those of experts do not either."""
+    model = adapted(config="with attention")
+    model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=2, lora_dropout=0.1, **CONFIGS["with attention"]))
+    randomize(model)
+    saved, expected = model.state_dict(), model(tokens()).logits
+    model.set_adapter("other")
+    model.load_state_dict(saved)
+    assert {linear.lora_active for linear in lora_linears(model).values()} == {("other",)}
+    model.set_adapter("default")
+    assert torch.equal(model(tokens()).logits, expected)
+
+
 BOTH = dict(target_parameters=EXPERTS, target_modules=["q_proj", "v_proj"])
 
 
@@ -405,6 +418,28 @@ def test_merge_and_unload_merges_experts():
     assert not lora_linears(merged)
     assert not [name for name in merged.state_dict() if "lora_" in name]
     assert 0 < relative_error(merged(tokens()).logits, adapted_logits) < 0.1 < relative_error(base, adapted_logits)
+
+
+@pytest.mark.parametrize("gone", [lambda model: merge_lora_(model, dequantize=True), remove_lora_])
+def test_what_is_left_of_an_adapter_without_experts_is_not_saved(gone, tmp_path):
+    """Nor is it switched: the merged weights would stay."""
+    model = adapted(target_modules=["q_proj", "v_proj"])
+    gone(model)
+    expected = model(tokens()).logits
+
+    def disable():
+        with model.disable_adapter():
+            pass
+
+    calls = (lambda: model.save_pretrained(tmp_path), disable, model.disable_adapter_layers, model.unload,
+             lambda: model.set_adapter("default"))  # fmt: skip
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=r"the part of \['default'\] in experts .* is gone.*wanted merge_and_unload"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
+    assert relative_error(model.merge_and_unload()(tokens()).logits, expected) < 1e-5
 
 
 def test_layers_to_transform_are_attentions_too():

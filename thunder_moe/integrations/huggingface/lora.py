@@ -45,8 +45,8 @@ from thunder_moe.integrations.huggingface.lora_files import (
     targets,
     write_adapter,
 )
-from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, use
-from thunder_moe.lora import add_lora_, is_dense, lora_linears, refuse_merged, use_lora_
+from thunder_moe.integrations.huggingface.lora_tuner import TunerWithExperts, kept_, names_of, refuse_changed, use
+from thunder_moe.lora import add_lora_, is_dense, lora_linears, use_lora_
 from thunder_moe.nn.packed import NVFP4Module
 
 try:
@@ -155,16 +155,20 @@ class _WithExperts:
         **kwargs: Any,
     ) -> None:
         """As PEFT's; the adapters of experts are in the same files, in PEFT's names and shapes, or with per_expert in
-        those that vLLM reads (see `save_lora`)."""
+        those that vLLM reads (see `save_lora`).
+
+        Raises:
+            ValueError: no safe_serialization; adapters of experts are merged, or were removed since.
+        """
         if not safe_serialization:
             raise ValueError(
                 "safe_serialization: got False, wanted True: adapters of experts are written by safetensors"
             )
-        refuse_merged(lora_linears(cast("nn.Module", self)))
+        model: Any = self
+        refuse_changed(model.base_model)
         parent: Any = super()
         embedding = dict(save_embedding_layers=save_embedding_layers, is_main_process=is_main_process)
         parent.save_pretrained(str(save_directory), True, selected_adapters, **embedding, **kwargs)
-        model: Any = self
         for name in selected_adapters or list(model.peft_config) if is_main_process else ():
             folder = Path(save_directory) if name == "default" else Path(save_directory) / name
             _complete(model.get_base_model(), folder, name, per_expert)
@@ -201,6 +205,7 @@ class _WithExperts:
     def disable_adapter(self) -> Iterator[None]:
         """As PEFT's; without the adapters of experts, too."""
         model: Any = self
+        refuse_changed(model.base_model)
         linears = lora_linears(model)
         active = {name: linear.lora_active for name, linear in linears.items()}
         parent: Any = super()
@@ -235,6 +240,7 @@ def _wrap(model: Any, config: Any, adapter_name: str) -> Any:
     for each, extra in pairs:
         kind: Any = type(each)
         each.__class__ = _class_of(kind, extra)
+    wrapped.base_model.of_experts = frozenset(names_of(model))
     use(model, adapter_name)
     return wrapped
 

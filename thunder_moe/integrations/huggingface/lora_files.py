@@ -631,8 +631,9 @@ def _rank_and_alpha(config: dict[str, Any], name: str) -> tuple[int, float]:
         raise ValueError(
             f"path: {CONFIG} has no valid r and lora_alpha, or rank_pattern and alpha_pattern, for {name} ({error!r})"
         ) from error
-    if rank < 1 or not math.isfinite(alpha):
-        raise ValueError(f"path: {CONFIG} has rank {rank} and alpha {alpha} for {name}, wanted at least 1, and finite")
+    if rank < 1 or not math.isfinite(alpha) or alpha == 0:
+        wanted = "wanted at least 1, and a finite number that is not 0"
+        raise ValueError(f"path: {CONFIG} has rank {rank} and alpha {alpha} for {name}, {wanted}")
     return rank, alpha
 
 

@@ -16,7 +16,7 @@ from thunder_moe.integrations.huggingface.lora_files import dense_targets, is_na
 from thunder_moe.lora import lora_linears, lora_parameters, refuse_merged, remove_lora_, use_lora_
 from thunder_moe.lora_merge import merge_lora_
 
-__all__ = ["TunerWithExperts", "kept_", "refuse_left_out", "use"]
+__all__ = ["TunerWithExperts", "kept_", "names_of", "refuse_changed", "refuse_left_out", "use"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 
@@ -25,11 +25,12 @@ class TunerWithExperts:
     """What the LoraModel in such a PeftModel does besides; a PeftModel's own methods call these."""
 
     experts_disabled = False
+    of_experts: frozenset[str] = frozenset()  # the adapters that 4-bit layers have got
 
     def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
         """As PEFT's; the experts switch, too."""
         tuner: Any = self
-        refuse_merged(lora_linears(tuner.model))
+        refuse_changed(tuner)
         parent: Any = super()
         parent.set_adapter(adapter_name, inference_mode)
         use(tuner.model, adapter_name, not inference_mode)
@@ -45,6 +46,7 @@ class TunerWithExperts:
         parent.delete_adapter(adapter_name)
         if adapter_name in names_of(tuner.model):
             remove_lora_(tuner.model, adapter_name)
+        self.of_experts -= {adapter_name}
         if not tuner.active_adapters:  # PEFT has none of its own adapters left to choose from
             tuner.active_adapter = [each for each in before if each != adapter_name] or list(tuner.peft_config)[:1]
         if tuner.active_adapters != before and lora_linears(tuner.model):
@@ -53,7 +55,7 @@ class TunerWithExperts:
     def disable_adapter_layers(self) -> None:
         """As PEFT's; those of experts, too."""
         tuner: Any = self
-        refuse_merged(lora_linears(tuner.model))
+        refuse_changed(tuner)
         parent: Any = super()
         parent.disable_adapter_layers()
         self.experts_disabled = True
@@ -63,7 +65,7 @@ class TunerWithExperts:
     def enable_adapter_layers(self) -> None:
         """As PEFT's; those of experts, too."""
         tuner: Any = self
-        refuse_merged(lora_linears(tuner.model))
+        refuse_changed(tuner)
         parent: Any = super()
         parent.enable_adapter_layers()
         self.experts_disabled = False
@@ -109,7 +111,10 @@ class TunerWithExperts:
     ) -> Any:  # fmt: skip
         """As PEFT's `merge_and_unload` and `unload`; adapters of experts are merged into their 4-bit weights, or go."""
         tuner: Any = self
-        refuse_merged(lora_linears(tuner.model))
+        if merge:
+            refuse_merged(lora_linears(tuner.model))
+        else:
+            refuse_changed(tuner)
         if not merge and lora_linears(tuner.model):
             merged = [name for name, each in tuner.model.named_modules() if getattr(each, "merged_adapters", None)]
             if merged:
@@ -149,6 +154,7 @@ def kept_(tuner: Any, trainable: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
+        tuner.of_experts |= names_of(tuner.model)
         use(tuner.model, tuner.active_adapters, trainable)
         if tuner.experts_disabled and lora_linears(tuner.model):
             use_lora_(tuner.model, None)
@@ -189,6 +195,17 @@ def refuse_left_out(model: Any, configs: Mapping[str, Any]) -> None:
     )
 
 
+def refuse_changed(tuner: Any) -> None:
+    """ValueError where adapters of 4-bit layers are merged, or gone since PEFT has wrapped the model."""
+    refuse_merged(lora_linears(tuner.model))
+    if gone := sorted(tuner.of_experts - names_of(tuner.model)):
+        raise ValueError(
+            f"model: the part of {gone} in experts and 4-bit layers is gone, by merge_lora_(dequantize=True) or"
+            " remove_lora_, and what PEFT has left of it is not the adapter; wanted merge_and_unload(), which gives the"
+            " merged model to save, or delete_adapter"
+        )
+
+
 def names_of(model: nn.Module) -> set[str]:
     """Of the adapters that experts have."""
     return {name for linear in lora_linears(model).values() for name in linear.lora_specs}
@@ -201,6 +218,7 @@ def use(model: nn.Module, adapters: str | Sequence[str], trainable: bool = True)
     if linears:
         use_lora_(model, [name for name in wanted if name in known])
     for linear in linears.values():
+        linear.lora_by_peft = True
         for name in linear.lora_specs:
             for parameters in (linear.lora_A, linear.lora_B):
                 parameters[name].requires_grad_(trainable and name in wanted)

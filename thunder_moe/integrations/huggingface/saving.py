@@ -173,9 +173,16 @@ class QuantizedModel:
 
     def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As of any module. It also takes the tensors of a checkpoint that `save_pretrained` wrote, or of a shard of
-        one, by their names there, as ``Trainer`` does that resumes; with ``strict=False`` for a shard."""
+        one, by their names there, as ``Trainer`` does that resumes; with ``strict=False`` for a shard.
+
+        Raises:
+            RuntimeError: as any module's; where adapters do not fit the state dict, or are merged, nothing has changed.
+        """
         from thunder_moe.integrations.huggingface.state_dicts import load_by_checkpoint_names
 
+        for name, linear in lora_linears(self).items():  # before 4-bit weights are set
+            if (problem := linear.obstacle_to_load(state_dict, f"{name}.")) is not None:
+                raise RuntimeError(f"Error in loading state_dict for {type(self).__name__}:\n\t{name}: {problem}")
         state_dict = load_by_checkpoint_names(self, state_dict, prepared_names(self))
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 

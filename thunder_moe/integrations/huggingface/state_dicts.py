@@ -64,7 +64,7 @@ def load_by_checkpoint_names(
     """
     own = dict(chain(model.named_parameters(remove_duplicate=False), _buffers(model)))
     own |= stored_adapters(model)  # with the records, which are neither
-    if all(name in own for name in state_dict):
+    if all(name in own or name.endswith(".lora_merged") for name in state_dict):
         return state_dict
     left = {name: tensor for name, tensor in state_dict.items() if name not in own}
     new: dict[str, Any] = {}
