@@ -1,5 +1,5 @@
 """Times the kernels of training and whole expert blocks: forward, backward and gradients of weights, beside torch's.
-Called by `python -m benchmarks training`; calls kernels.training, GroupedMLP, both compilers and benchmarks/harness.
+Called by `python -m benchmarks training`; calls kernels.select, GroupedMLP, both compilers and benchmarks/harness.
 
     dgrad, wgrad   the gradients of an expert GEMM of bf16 rows, beside torch._grouped_mm(dy, w) and (dy.t(), x)
     main_grad      the weight's gradient added to a float32 tensor, beside that of torch and add_
@@ -38,7 +38,7 @@ from benchmarks.harness.report import (
 from benchmarks.harness.shapes import MoEShape
 from benchmarks.harness.timing import measure
 from thunder_moe.activations import SWIGLU
-from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.progress import progress_bar
 
 STEM = "training"

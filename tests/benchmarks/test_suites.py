@@ -20,8 +20,7 @@ from benchmarks.harness.report import writable_file
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.timing import describe, machine_name
 from benchmarks.suites import linear, load, router
-from thunder_moe.kernels import dense, reference
-from thunder_moe.kernels.training import reference as training_reference
+from thunder_moe.kernels import dense, reference, training_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = machine_name(torch.device("cpu"))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, quantize_, simulate_w4a4
-from thunder_moe.kernels import reference
+from thunder_moe.kernels import reference, training_reference
 from thunder_moe.kernels import select as module
 from thunder_moe.kernels.cpu import backend as cpu
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import nvrtc
-from thunder_moe.kernels.select import preferred_layout, resolve_layout, select, use_backend
+from thunder_moe.kernels.cuda import nvrtc, training
+from thunder_moe.kernels.select import preferred_layout, resolve_layout, select, training_kernels, use_backend
 
 CPU = torch.device("cpu")
 
@@ -99,6 +99,21 @@ def test_nothing_is_preferred_to_linear_where_our_kernels_cannot_run(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: "NVRTC is missing")
     assert preferred_layout(torch.device("cuda", 0), 128, 192) == "linear"
+
+
+def test_kernels_of_training(monkeypatch):
+    """They are those of the device whatever backend is asked for, except the reference."""
+    gpu, reason = torch.device("cuda", 0), [None]
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device=None: reason[0])
+    assert (training_kernels(gpu), training_kernels(CPU)) == (training, training_reference)
+    for name in ("cpu", "cuda", "w4a4"):
+        with use_backend(name):
+            assert (training_kernels(gpu), training_kernels(CPU)) == (training, training_reference)
+    with use_backend("reference"):
+        assert (training_kernels(gpu), training_kernels(CPU)) == (training_reference, training_reference)
+    module._load.cache_clear()
+    reason[0] = "NVRTC is missing"
+    assert training_kernels(gpu) is training_reference
 
 
 def test_refuses():

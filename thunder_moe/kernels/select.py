@@ -1,7 +1,7 @@
 """Chooses: which backend runs a grouped GEMM on a device with weights in a number format, which layout of
 weights it reads best, and what quantizes them.
 Called by ops, nn, weight_cache, quantization and integrations; calls kernels.cpu, .cuda, .reference (plain torch, for
-any device) and .w4a4.
+any device), .training_reference and .w4a4.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = [
     "runs_on_cuda",
     "select",
     "simulate_w4a4",
+    "training_kernels",
     "use_backend",
 ]
 
@@ -93,6 +94,17 @@ def _formats_of(module: ModuleType) -> tuple[str, ...]:
     """The number formats of weights that a backend takes, its `FORMATS`."""
     formats: tuple[str, ...] = getattr(module, "FORMATS", (NVFP4.name,))
     return formats
+
+
+def training_kernels(device: torch.device) -> ModuleType:
+    """The module of the kernels of training, and of `combine_rows`, for operands on a device.
+
+    Returns:
+        `kernels.cuda.training` where the CUDA kernels can run, unless `use_backend` asks for "reference"; else
+        `kernels.training_reference`, which has the same functions in plain torch.
+    """
+    cuda = chosen_backend() != "reference" and runs_on_cuda(device)
+    return importlib.import_module(f"thunder_moe.kernels.{'cuda.training' if cuda else 'training_reference'}")
 
 
 def has_chains(device: torch.device) -> bool:

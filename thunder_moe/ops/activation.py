@@ -1,6 +1,6 @@
 """The operator thunder_moe::scaled_activation, times a factor per row; and thunder_moe::activated_grouped_linear, which
 runs it on the rows of an expert linear and recomputes it in the backward.
-Called by nn and compilers; calls kernels.training and the operators of ops.grouped_linear.
+Called by nn and compilers; calls kernels.select and the operators of ops.grouped_linear.
 
     scaled_activation         (M, D) -> activation -> times scales (M,) -> (M, I), rounded once
     activated_grouped_linear  that, then rows x weight + bias * scales; keeps its input, not the rows of the GEMM
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers the operators)
 from thunder_moe.ops.grouped_linear import (
     check_offsets,

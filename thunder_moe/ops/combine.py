@@ -1,5 +1,5 @@
 """The operator thunder_moe::moe_combine: rows of experts -> the sum of each token's rows, in float32, in a fixed order.
-Called by ops.experts_lora and integrations; calls kernels.combine.
+Called by ops.experts_lora and integrations; calls kernels.select.
 
 Legend: T tokens, A = top_k, M rows sorted by expert, E experts, N features.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.combine import combine_rows
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.checks import check_index_values, check_offset_values
 from thunder_moe.ops.operator import operator
 
@@ -74,4 +74,5 @@ def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
         ValueError: an operand has the wrong rank, dtype or device; on a CPU also rows in slot_row below -1 or past the
             experts' rows.
     """
-    return combine_rows(rows, offsets, slot_row)
+    out: Tensor = training_kernels(rows.device).combine_rows(rows, offsets, slot_row)
+    return out

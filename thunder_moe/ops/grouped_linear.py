@@ -1,5 +1,5 @@
 """The operators of 16-bit expert linears: thunder_moe::grouped_linear with its gradients, biases, writes into buffers.
-Called by nn and compilers; calls kernels.training.
+Called by nn and compilers; calls kernels.select.
 
     grouped_linear             rows x weight + bias * bias_scale    grouped_linear_out     the same into a buffer
     grouped_linear_dgrad       gradient of the rows                 ..._dgrad_out   the same into a buffer
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.checks import check_offset_values
 from thunder_moe.ops.operator import define
 

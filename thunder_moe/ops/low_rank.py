@@ -1,5 +1,5 @@
 """The operators of a LoRA adapter beside 4-bit weights, where one kernel does more than one step.
-Called by ops.experts_lora; calls kernels.training.
+Called by ops.experts_lora; calls kernels.select.
 
     grouped_mm_low_rank, grouped_mm_low_rank_dgrad   the GEMM of a 4-bit weight plus that of its adapter
     moe_gather_low_rank                              rows of tokens, and their product with A or B
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.kernels.training.select import training_kernels
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.grouped_linear import int32_offsets, register_training_operator
 from thunder_moe.ops.grouped_mm import weight_from_operands as _weight
 

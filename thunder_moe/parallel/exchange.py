@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_moe.formats.checks import require
-from thunder_moe.kernels.combine import combine_rows
+from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops import combine, route  # noqa: F401  (registers the operators)
 from thunder_moe.ops.operator import is_plain_eager
 
@@ -274,6 +274,7 @@ class SymmetricMemory(AllGather):
     def send_rows_back(self, rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
         tokens = slot_row.shape[0] // self.ranks
         parts = rows.new_empty(slot_row.shape[0], rows.shape[1])
+        combine_rows = training_kernels(rows.device).combine_rows
 
         def add_up(rank: int, out: Tensor) -> None:
             combine_rows(rows, offsets, slot_row[rank * tokens : (rank + 1) * tokens], out)

@@ -318,6 +318,16 @@ def test_gemms(device, monkeypatch, capability, dtype, n, k):
     assert training.wgrad(x, grad, wild).shape == weight.shape
 
 
+def test_sums_of_rows(device):
+    """Of rows at any address; those of float32 in plain torch."""
+    offsets, slot_row = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([2, 6], [[0, 5], [-1, 2]]))
+    for dtype, tolerance in TOLERANCE.items():
+        rows = torch.randn(6 * 40 + 1, device=device).to(dtype)[1:].view(6, 40)
+        out, wide = rows.new_empty(2, 40), rows.double()
+        assert training.combine_rows(rows, offsets, slot_row, out) is out
+        assert error(out, torch.stack([wide[0] + wide[5], wide[2]])) < tolerance
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused(emulated, dtype):
     x, weight, offsets = torch.zeros(4, 8).to(dtype), torch.zeros(1, 8, 8).to(dtype), torch.tensor([4])

@@ -1,5 +1,5 @@
 """The kernels of training on CUDA: grouped GEMMs with zeros past the end and their gradients, biases, activations.
-Called through kernels/training/select.py, with the functions of kernels/training/reference.py; calls the launches of
+Called through kernels/select.py, with the functions of kernels/training_reference.py; calls the launches of
 backend.py for src/activation.cu and src/bias.cu, linear.py and wgrad.py beside it, and torch._grouped_mm.
 
 Nothing synchronizes with the host: torch's grouped GEMM does in float16 and float32, and on some devices, where it is
@@ -20,6 +20,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.weight import NVFP4Weight
+from thunder_moe.kernels import training_reference
 from thunder_moe.kernels.arguments import DTYPE_CODES, dtype_code, floats, pointer
 from thunder_moe.kernels.cuda import backend, low_rank
 from thunder_moe.kernels.cuda import linear as linears
@@ -29,7 +30,7 @@ from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
 from thunder_moe.kernels.cuda.operands import target
-from thunder_moe.kernels.select import chosen_backend, select
+from thunder_moe.kernels.select import select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
 
@@ -37,6 +38,7 @@ __all__ = [
     "add_bias",
     "bias_grad",
     "bias_scale_grad",
+    "combine_rows",
     "dgrad",
     "gather_low_rank",
     "gathered_wgrad",
@@ -96,24 +98,18 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
 
 def grouped_mm_low_rank(rows: Tensor, weight: NVFP4Weight, offsets: Tensor, inner: Tensor, b: Tensor) -> Tensor:
     """Rows (M, K) x a 4-bit weight (E, N, K) + inner (M, R) x b (E, N, R) -> (M, N), undefined past the end."""
-    out = None
-    if chosen_backend() in (None, "cuda"):
-        out = low_rank.grouped_mm(rows, weight, offsets, inner, b)
-    if out is not None:
-        return out
-    product: Tensor = select(rows.device).grouped_mm(rows, weight, offsets)
-    return product.add_(grouped_mm(inner, b, offsets))
+    kernels = select(rows.device)
+    out = low_rank.grouped_mm(rows, weight, offsets, inner, b) if kernels is backend else None
+    return kernels.grouped_mm(rows, weight, offsets).add_(grouped_mm(inner, b, offsets)) if out is None else out
 
 
 def grouped_mm_low_rank_dgrad(grad: Tensor, weight: NVFP4Weight, offsets: Tensor, outer: Tensor, a: Tensor) -> Tensor:
     """Grad (M, N) x a 4-bit weight (E, N, K) + outer (M, R) x a (E, R, K) -> (M, K); likewise."""
-    out = None
-    if chosen_backend() in (None, "cuda"):
-        out = low_rank.dgrad(grad, weight, offsets, outer, a)
-    if out is not None:
-        return out
-    product: Tensor = select(grad.device).grouped_mm_dgrad(grad, weight, offsets)
-    return product.add_(grouped_mm(outer, a.mT, offsets))
+    kernels = select(grad.device)
+    out = low_rank.dgrad(grad, weight, offsets, outer, a) if kernels is backend else None
+    if out is None:
+        out = kernels.grouped_mm_dgrad(grad, weight, offsets).add_(grouped_mm(outer, a.mT, offsets))
+    return out
 
 
 def gather_low_rank(tokens: Tensor, row_slot: Tensor, weight: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,6 +236,14 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     kernel = f"bias_scale_grad<{DTYPE_CODES[grad.dtype]}, {dtype_code(bias)}, {_vectors(n, grad, bias)}>"
     _by_rows(BIAS, kernel, rows, argument, grad.device)
     return out
+
+
+def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows (M, N), slot_row int32 (T, A) -> (T, N), as `training_reference.combine_rows`, by which other dtypes than
+    bfloat16 and float16 run."""
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return training_reference.combine_rows(rows, offsets, slot_row, out)
+    return backend.combine(rows, slot_row, None, out=out)
 
 
 def scaled_swiglu(

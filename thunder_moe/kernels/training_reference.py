@@ -1,5 +1,5 @@
 """The kernels of training in plain torch: their definition, what a CPU runs, and what tests compare others with.
-Called by kernels.training.select; calls activations, routing and, for products of 4-bit weights, kernels.select.
+Called through kernels.select; calls activations, routing and, for products of 4-bit weights, kernels.select.
 
 Every function takes operands of any strides and gives contiguous results, as the operators' fakes say. Rows past the
 last row end may hold anything: they contribute nothing, and results are zero there, or, in a buffer of the caller's,
@@ -17,12 +17,13 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.weight import NVFP4Weight
 from thunder_moe.kernels.select import select
-from thunder_moe.routing import expert_of_row, gather_rows, live_rows, row_groups
+from thunder_moe.routing import combine, expert_of_row, gather_rows, live_rows, row_groups
 
 __all__ = [
     "add_bias",
     "bias_grad",
     "bias_scale_grad",
+    "combine_rows",
     "dgrad",
     "gather_low_rank",
     "gathered_wgrad",
@@ -138,6 +139,13 @@ def bias_scale_grad(grad: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     """Gradient (M, N) of the output, bias (E, N) -> float32 (M,): the product of each row with its expert's bias."""
     of_row = bias[expert_of_row(offsets, grad.shape[0])].float()
     return torch.where(live_rows(offsets, grad.shape[0]), grad.float() * of_row, 0).sum(-1)
+
+
+def combine_rows(rows: Tensor, offsets: Tensor, slot_row: Tensor, out: Tensor | None = None) -> Tensor:
+    """Rows (M, N), slot_row int32 (T, A) -> (T, N) in the rows' dtype, contiguous and in `out` where it is given,
+    summed in float32; -1: no row."""
+    sums = combine(rows, offsets, slot_row, None, None)
+    return sums if out is None else out.copy_(sums)
 
 
 def scaled_swiglu(
