@@ -3,9 +3,21 @@
 import json
 
 import pytest
+import torch
 
+from thunder_moe.activations import SWIGLU
 from thunder_moe.kernels.cuda import configs as cuda_configs
 from thunder_moe.kernels.cuda.configs import GemmConfig, Point, candidates, choose_config, dense_candidates
+from thunder_moe.kernels.specs import GemmSpec, Target, WeightSpec
+
+
+def choose(rows, experts, features, k, swiglu=False, capability=(9, 0), layout="tiled_64x64"):
+    """The configuration for a shape on a device of 132 multiprocessors."""
+    n, target = features * (1 + swiglu), Target(torch.device("cuda", 0), 132, capability)
+    activation = SWIGLU if swiglu else None
+    return choose_config(
+        GemmSpec(rows, experts, n, k, torch.bfloat16, WeightSpec(layout), target, activation=activation)
+    )
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
@@ -30,7 +42,7 @@ def test_configurations_fit_the_device(capability):
                 layouts = cuda_configs.LAYOUTS if k % 64 == 0 and capability == (9, 0) else ("linear",)
                 for layout in layouts:
                     found = candidates(point, swiglu, capability, layout)
-                    chosen = choose_config(rows, experts, features, k, swiglu, 132, capability, layout)
+                    chosen = choose(rows, experts, features, k, swiglu, capability, layout)
                     for config in (chosen, *found):
                         assert config.layout == layout
                         assert config.kernel != "wgmma" or capability == (9, 0)
@@ -50,17 +62,16 @@ def test_configurations_fit_the_device(capability):
 
 def test_one_weight_alone_takes_clusters():
     """Groups do not, not even a single row, which is one group's; nor a K that its warpgroups cannot share."""
-    shape = dict(features=5120, swiglu=False, multiprocessors=132, capability=(9, 0), layout="tiled_64x64")
     for rows in (1, 8, 64, 96, 128, 256):
-        config = choose_config(rows, 1, k=2048, **shape)
+        config = choose(rows, 1, 5120, 2048)
         assert config.kernel == "tiled_cluster"
         assert config in dense_candidates(rows, 5120, 2048, (9, 0), "tiled_64x64")
-        assert choose_config(rows, 1, k=64, **shape).serves(1, 64)
-        assert choose_config(rows, 128, k=2048, **shape).kernel != "tiled_cluster"
-        assert choose_config(rows, 1, k=2048, **dict(shape, swiglu=True)).kernel != "tiled_cluster"
+        assert choose(rows, 1, 5120, 64).serves(1, 64)
+        assert choose(rows, 128, 5120, 2048).kernel != "tiled_cluster"
+        assert choose(rows, 1, 5120, 2048, swiglu=True).kernel != "tiled_cluster"
     # 600 rows would be 160 clusters of the configuration that was the fastest at 512, of which 132 run at once.
-    assert choose_config(512, 1, k=2048, **shape).kernel == "tiled_cluster"
-    assert choose_config(600, 1, k=2048, **shape).kernel == "tiled_wgmma"
+    assert choose(512, 1, 5120, 2048).kernel == "tiled_cluster"
+    assert choose(600, 1, 5120, 2048).kernel == "tiled_wgmma"
     assert not any(config.kernel == "tiled_cluster" for config in candidates(Point(1, 1.0, 5120, 2048), False, (9, 0)))
 
 
@@ -69,14 +80,14 @@ def test_blocks_of_a_weight_that_was_not_measured_run_at_once(n, k):
     measured = cuda_configs._measured((9, 0), False, "tiled_64x64")
     assert not any((at.features, at.k) == (n, k) for at, config in measured if config.kernel == "tiled_cluster")
     for rows in (1, 16, 60, 100, 250):
-        config = choose_config(rows, 1, n, k, False, 132, (9, 0), "tiled_64x64")
+        config = choose(rows, 1, n, k)
         tiles = -(-rows // (8 * config.token_blocks)) * -(-n // config.tile_features(False))
         assert config.kernel == "tiled_cluster"
         assert tiles <= cuda_configs._CLUSTERS[config.splits - 1]
         assert tiles * config.splits >= min(60, n // 64 * 6)
     # More tiles than that, and many rows, take what was measured of other kernels.
-    assert choose_config(64, 1, 64 * 1000, k, False, 132, (9, 0), "tiled_64x64").kernel != "tiled_cluster"
-    assert choose_config(4096, 1, n, k, False, 132, (9, 0), "tiled_64x64").kernel == "tiled_wgmma"
+    assert choose(64, 1, 64 * 1000, k).kernel != "tiled_cluster"
+    assert choose(4096, 1, n, k).kernel == "tiled_wgmma"
 
 
 def test_a_configuration_is_fitted_to_k():
@@ -105,11 +116,11 @@ def test_the_nearest_measured_point_decides(tmp_path, monkeypatch):
     file.write_text(json.dumps(dict(entries=entries)))
     monkeypatch.setattr(cuda_configs, "MEASURED", file)
     cuda_configs._measured.cache_clear()
-    shape = dict(features=1536, k=2048, swiglu=False, multiprocessors=132, capability=(9, 0))
-    assert choose_config(8, 128, **shape) == GemmConfig(*few)
-    assert choose_config(128 * 40, 128, **shape) == GemmConfig(*many)
-    assert choose_config(8 * 8, 8, **shape) == GemmConfig(*few)
-    assert choose_config(8 * 9, 8, **shape) == GemmConfig(*many)  # nearer to `few`, which would take two tiles
-    assert choose_config(8, 128, **{**shape, "k": 128}) == GemmConfig(*many)  # `few` has two warps along K
-    assert choose_config(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
+    shape = dict(features=1536, k=2048, layout="linear")
+    assert choose(8, 128, **shape) == GemmConfig(*few)
+    assert choose(128 * 40, 128, **shape) == GemmConfig(*many)
+    assert choose(8 * 8, 8, **shape) == GemmConfig(*few)
+    assert choose(8 * 9, 8, **shape) == GemmConfig(*many)  # nearer to `few`, which would take two tiles
+    assert choose(8, 128, **{**shape, "k": 128}) == GemmConfig(*many)  # `few` has two warps along K
+    assert choose(8, 128, **{**shape, "capability": (8, 0)}).kernel == "split"  # by rule
     cuda_configs._measured.cache_clear()

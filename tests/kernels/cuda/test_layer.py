@@ -122,7 +122,7 @@ def test_rows_of_no_expert_are_not_gathered(hopper, layout):
 def test_a_hint_of_few_rows_chooses_the_configurations(hopper, monkeypatch):
     call = ExpertsCall(*make_layer(40, 64, 64, TILED)[:5], expert_ranks=3)
     asked, choose = [], operators.choose_config
-    monkeypatch.setattr(operators, "choose_config", lambda rows, *rest: asked.append(rows) or choose(rows, *rest))
+    monkeypatch.setattr(operators, "choose_config", lambda spec: asked.append(spec.rows) or choose(spec))
     out = torch.empty_like(call.hidden_states)
     version = out._version
     assert cuda.moe_experts(call, out=out) is out

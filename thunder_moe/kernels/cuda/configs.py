@@ -20,6 +20,7 @@ import torch
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.layouts import TILED_64X64 as TILED
 from thunder_moe.kernels.cuda.arguments import GemmArguments, TmaGemmArguments
+from thunder_moe.kernels.specs import GemmSpec
 
 __all__ = [
     "BLOCK_BYTES",
@@ -264,33 +265,15 @@ class Point(NamedTuple):
         return ratios[0] ** 2 + 4 * ratios[1] ** 2 + ratios[2] ** 2 + ratios[3] ** 2
 
 
-def choose_config(
-    rows: int,
-    num_experts: int,
-    features: int,
-    k: int,
-    swiglu: bool,
-    multiprocessors: int,
-    capability: tuple[int, int],
-    layout: str = LINEAR,
-    format: str = "nvfp4",
-) -> GemmConfig:
-    """The configuration for a shape: that of the nearest measured point, or by rule on devices without any.
+def choose_config(spec: GemmSpec) -> GemmConfig:
+    """Return the configuration of the nearest measured point, or one by rule on devices without any.
 
     One weight of a shape that was not measured takes clusters by an estimate: how many of its tiles run at once
     decides, which a near shape may not have in common.
-
-    Args:
-        rows: M, of all experts together.
-        num_experts: E.
-        features: output features, I for SwiGLU.
-        k: K.
-        swiglu: whether the activation is fused.
-        multiprocessors: of the device.
-        capability: of the device, such as (9, 0).
-        layout: of the weight, one of `LAYOUTS`.
-        format: of the weight, one of `FORMATS`.
     """
+    rows, num_experts, features, k = spec.rows, spec.num_experts, spec.features, spec.k
+    swiglu, capability = spec.activation is not None, spec.target.capability
+    layout, format = spec.weight.layout, spec.weight.format
     live = max(min(rows, num_experts), 1)
     point = Point(live, max(rows, 1) / live, features, k)
     measured = [entry for entry in _measured(capability, swiglu, layout, format) if entry[1].serves(num_experts, k)]
@@ -319,7 +302,7 @@ def choose_config(
         return min(order, key=lambda entry: entry[:2])[2].fitted(k)
     if layout == TILED:
         return replace(_by_rule_tiled(point), format=format).fitted(k)
-    return replace(_by_rule(point, swiglu, multiprocessors, capability), format=format)
+    return replace(_by_rule(point, swiglu, spec.target.multiprocessors, capability), format=format)
 
 
 def most_shared_bytes(capability: tuple[int, int]) -> int:

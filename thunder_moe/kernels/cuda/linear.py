@@ -101,10 +101,10 @@ def append_linear(
         sources, argument, threads = WGMMA, TmaLinearArguments, 384
         stages = STAGES[tile]
         name, shared = f"linear_wgmma<{bf16}, {flipped}, {tile}, {stages}>", 1024 + stages * 128 * (128 + tile)
-        maps = _maps(weight, x, rows, experts, n, k, transposed, tile)
+        maps = _maps(spec, weight, x, k, tile)
         if adapter is not None:
             argument, name = LowRankLinearArguments, f"low_rank_{name}"
-            maps += _maps(adapter[1], adapter[0], rows, experts, n, spec.rank, transposed, tile)
+            maps += _maps(spec, adapter[1], adapter[0], spec.rank, tile)
     elif kernel == "mma":
         name, shared = f"linear_mma<{bf16}, {flipped}, {tile}>", 4 * 64 * (tile + _COLUMNS)
     else:
@@ -154,12 +154,10 @@ def append_packed_linear(
     chain.launch(PACKED, name, 512, shared, tiles, PackedLinearArguments, fields, spec.target.multiprocessors)
 
 
-def _maps(
-    weight: Address, x: Address, rows: int, experts: int, n: int, k: int, transposed: bool, tile: int
-) -> tuple[TensorMap, TensorMap]:
-    """The maps of a weight and of rows."""
-    height, width = (experts * k, n) if transposed else (experts * n, k)
-    return TensorMap(weight, height, width, 64), TensorMap(x, rows, k, tile)
+def _maps(spec: LinearSpec, weight: Address, x: Address, k: int, tile: int) -> tuple[TensorMap, TensorMap]:
+    """The maps of a weight and of rows (M, k)."""
+    height, width = (k, spec.n) if spec.transposed else (spec.n, k)
+    return TensorMap(weight, spec.num_experts * height, width, 64), TensorMap(x, spec.rows, k, tile)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -389,7 +389,10 @@ def _moe_experts(
     for gemm, config in zip(gemms, configs, strict=True):
         _require_served(gemm, 0 if config else live_rows)
     if expert_ranks > 1:
-        configs = configs[0] or _best_config(gemms[0], live_rows), configs[1] or _best_config(gemms[1], live_rows)
+        best = [
+            config or choose_config(replace(gemm, rows=live_rows)) for gemm, config in zip(gemms, configs, strict=True)
+        ]
+        configs = best[0], best[1]
     plans = plan_gemm(gemms[0], configs[0]), plan_gemm(gemms[1], configs[1])
     layouts = tuple(plan.config.layout for plan in plans)
     _require(layouts == (gate_up_layout, down_layout), "a weight is converted to another layout first")
@@ -398,15 +401,6 @@ def _moe_experts(
     operands = ExpertsOperands(x_place, ids_place, scores_place, gate_up, down, places[0], places[1], rows_order)
     out = _result(call, 14, (spec.tokens if summed else spec.rows, hidden_size), spec.dtype)
     prepared.append_experts(call.chain, spec, plans, operands, out)
-
-
-def _best_config(gemm: GemmSpec, rows: int) -> GemmConfig:
-    """The best configuration for so many rows."""
-    weight, where = gemm.weight, gemm.target
-    return choose_config(
-        rows, gemm.num_experts, gemm.features, gemm.k, gemm.activation is not None, where.multiprocessors,
-        where.capability, weight.layout, weight.format,
-    )  # fmt: skip
 
 
 def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Finish | None:

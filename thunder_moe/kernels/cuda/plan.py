@@ -66,11 +66,8 @@ def plan_gemm(spec: GemmSpec, config: GemmConfig | None = None) -> GemmPlan:
     rows, num_experts, n, k, features = spec.rows, spec.num_experts, spec.n, spec.k, spec.features
     swiglu, gathered, scaled = spec.activation is not None, spec.top_k is not None, spec.slot_scale is not None
     multiprocessors, capability = spec.target.multiprocessors, spec.target.capability
-    layout, format = spec.weight.layout, spec.weight.format
-    if config is None:
-        config = choose_config(rows, num_experts, features, k, swiglu, multiprocessors, capability, layout, format)
-    else:
-        config = replace(config, format=format).fitted(k)
+    format = spec.weight.format
+    config = choose_config(spec) if config is None else replace(config, format=format).fitted(k)
     if config.layout == TILED and capability != (9, 0):
         raise ValueError(
             f"layout: {TILED!r} is for devices of compute capability (9, 0), this one has {capability};"
