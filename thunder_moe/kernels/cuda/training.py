@@ -12,6 +12,7 @@ Legend: M rows sorted by expert, E experts, N out_features, K in_features, I fea
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -255,7 +256,7 @@ def scaled_swiglu(
     interleave: int | None = None,
 ) -> Tensor:
     """(M, 2I) -> (M, I) in y's dtype: the activation, times scales (M,); float32 inside, rounded once."""
-    return _forward(y, scales, offsets, form, interleave, y.shape[1] // 2)
+    return _forward(_Input(y, scales, offsets, form, interleave))
 
 
 def scaled_swiglu_gradient(
@@ -270,7 +271,7 @@ def scaled_swiglu_gradient(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradient (M, I) of `scaled_swiglu`'s output -> those that `needs` asks for: of y, in its dtype, and of scales
     (M,), in theirs: sums in an order that depends on I alone."""
-    return _backward(grad, y, scales, offsets, form, interleave, y.shape[1] // 2, needs)
+    return _backward(grad, _Input(y, scales, offsets, form, interleave), needs)
 
 
 def swiglu_gradient_and_value(
@@ -278,14 +279,14 @@ def swiglu_gradient_and_value(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """What `scaled_swiglu_gradient` gives for both, or y alone, and what `scaled_swiglu` gives, in one pass."""
     value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
-    of_y, of_scales = _backward(grad, y, scales, offsets, form, None, y.shape[1] // 2, (True, needs_scales), value)
+    of_y, of_scales = _backward(grad, _Input(y, scales, offsets, form), (True, needs_scales), value)
     assert of_y is not None
     return of_y, of_scales, value
 
 
 def scaled_srelu(y: Tensor, scales: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """(M, I) -> (M, I): ``relu(y)**2``, times scales (M,); float32 inside, rounded once."""
-    return _forward(y, scales, offsets, None, None, y.shape[1])
+    return _forward(_Input(y, scales, offsets))
 
 
 def scaled_srelu_gradient(
@@ -297,7 +298,7 @@ def scaled_srelu_gradient(
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradient (M, I) of `scaled_srelu`'s output -> those that `needs` asks for of y and of scales (M,)."""
-    return _backward(grad, y, scales, offsets, None, None, y.shape[1], needs)
+    return _backward(grad, _Input(y, scales, offsets), needs)
 
 
 def _check_dtype(rows: Tensor) -> None:
@@ -346,32 +347,45 @@ def _ends(offsets: Tensor, rows: int) -> Tensor:
     return backend.row_starts(offsets.to(torch.int32), rows)[1:]
 
 
-def _forward(
-    y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: GLU | None, interleave: int | None, features: int
-) -> Tensor:
-    out = y.new_empty(y.shape[0], features)
+class _Input(NamedTuple):
+    """What an activation reads: y (M, 2I) with a form of SwiGLU, (M, I) without; the rest as in `scaled_swiglu`."""
+
+    y: Tensor
+    scales: Tensor | None
+    offsets: Tensor | None
+    form: GLU | None = None
+    interleave: int | None = None
+
+    @property
+    def features(self) -> int:
+        """I."""
+        return self.y.shape[1] // (1 if self.form is None else 2)
+
+
+def _forward(of: _Input) -> Tensor:
+    out = of.y.new_empty(of.y.shape[0], of.features)
     if out.numel() > 0:
-        _activation("activation_forward", y, scales, offsets, None, out, None, form, interleave, features)
+        _activation("activation_forward", of, out)
     return out
 
 
 def _backward(
-    grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, form: GLU | None, interleave: int | None,
-    features: int, needs: tuple[bool, bool], value: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, of: _Input, needs: tuple[bool, bool], value: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    y, scales = of.y, of.scales
     out = y.new_empty(y.shape) if needs[0] else None
     of_scales = torch.zeros(len(y), dtype=scales.dtype, device=y.device) if needs[1] and scales is not None else None
     if y.numel() > 0 and (out is not None or of_scales is not None):
-        grad = grad.to(y.dtype)
-        _activation("activation_backward", y, scales, offsets, grad, out, of_scales, form, interleave, features, value)
+        _activation("activation_backward", of, out, grad.to(y.dtype), of_scales, value)
     return out, of_scales
 
 
 def _activation(
-    kernel: str, y: Tensor, scales: Tensor | None, offsets: Tensor | None, grad: Tensor | None, out: Tensor | None,
-    of_scales: Tensor | None, form: GLU | None, interleave: int | None, features: int, value: Tensor | None = None,
+    kernel: str, of: _Input, out: Tensor | None, grad: Tensor | None = None, of_scales: Tensor | None = None,
+    value: Tensor | None = None,
 ) -> None:  # fmt: skip
-    y, scales = y.detach().contiguous(), floats(scales)
+    y, scales, offsets, form, interleave = of
+    y, scales, features = y.detach().contiguous(), floats(scales), of.features
     offsets = None if offsets is None else offsets.contiguous()
     grad = None if grad is None else grad.detach().contiguous()
     run, pack = interleave or features, -1  # see load_gate_up
