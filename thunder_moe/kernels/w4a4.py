@@ -118,11 +118,9 @@ def grouped_mm_combine(
     slot_row: torch.Tensor,
     slot_weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    *,
-    amax: float | None = None,
 ) -> torch.Tensor:
     """(M, K) -> (T, N): each slot's row, plus bias (E, N), times slot_weight (T, A), summed per token."""
-    return combine(grouped_mm(activation, weight, offsets, amax=amax), offsets, slot_row, slot_weight, bias)
+    return combine(grouped_mm(activation, weight, offsets), offsets, slot_row, slot_weight, bias)
 
 
 def moe_experts(call: ExpertsCall) -> torch.Tensor:
