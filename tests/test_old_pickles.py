@@ -2,7 +2,6 @@
 Called by pytest; reads tests/data/model_0_1.pt, which version 0.1 wrote as `HOW` says.
 """
 
-import dataclasses
 import importlib
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from thunder_moe import GroupedSwiGLU, Llama4MoE, Llama4MoEConfig, NVFP4GroupedLinear, NVFP4GroupedSwiGLU
-from thunder_moe.activations import GLU
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.formats.weight import NVFP4Weight
 
@@ -69,8 +67,6 @@ def test_old_names_are_the_new_classes(old):
 ALL = {
     "nvfp4": "BLOCK_SIZE LAYOUTS WEIGHT_DTYPES NVFP4Weight dequantize quantize require scale_shape",
     "nvfp4_modules": "MODULE_LAYOUTS NVFP4GroupedLinear NVFP4GroupedSwiGLU calls_only_its_class weights_to_fuse",
-    "kernels.epilogues": "PLAIN_SWIGLU SwiGLU combine expert_of_row gather_rows live_rows pre_activation route"
-    " row_groups scale_of_rows swiglu token_of_slot",
     "integrations.experts_form": "ExpertsForm apply_gate form_of halves has_experts interleave not_plain_experts"
     " require_form stored_weights",
     "integrations.hf_quantizer": "METHOD NVFP4CheckpointConfig NVFP4CheckpointQuantizer register",
@@ -112,13 +108,6 @@ def test_old_functions_that_were_renamed_do_what_they_did():
     layer.experts.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="experts: cannot replace this Llama4TextExperts: .*hook"):
         check_place(layer, layer.experts)
-
-
-def test_the_gated_activation_has_its_old_name_and_fields():
-    old = importlib.import_module("thunder_moe.kernels.epilogues").SwiGLU
-    assert old is GLU
-    # What a pickle of version 0.1 puts into it.
-    assert {field.name for field in dataclasses.fields(old)} == {"alpha", "limit", "up_shift"}
 
 
 @pytest.mark.parametrize("old", MOVED_WITH_TRANSFORMERS)
