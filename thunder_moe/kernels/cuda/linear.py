@@ -36,6 +36,7 @@ __all__ = [
     "kernel_for",
     "packed_is_faster",
     "prepare_linear",
+    "reads_eight",
     "serves_rank",
     "torch_is_faster",
 ]
@@ -187,14 +188,19 @@ def prepare_linear(spec: LinearSpec, kernel: str, tile: int | None = None) -> Ch
 
 def kernel_for(dtype: torch.dtype, n: int, k: int, capability: tuple[int, int], addresses: int) -> str:
     """The fastest of `KERNELS` that serves operands; addresses: of them all, bits joined by or."""
-    if dtype == torch.float32 or n % 8 or k % 8 or addresses % 16:
+    if not reads_eight(dtype, n, k) or addresses % 16:
         return "any"
     return "wgmma" if capability == (9, 0) else "mma"
 
 
+def reads_eight(dtype: torch.dtype, *sizes: int) -> bool:
+    """True if the kernels of 16-bit numbers, which read eight at once, serve operands of these sizes."""
+    return dtype != torch.float32 and not any(size % 8 for size in sizes)
+
+
 def serves_rank(dtype: torch.dtype, n: int, k: int, rank: int) -> bool:
     """Whether the kernels of a LoRA adapter take its operands; n and k: of the weight beside it."""
-    return dtype != torch.float32 and not (n % 8 or k % 8 or rank % 8) and 0 < rank <= MAX_RANK
+    return reads_eight(dtype, n, k, rank) and 0 < rank <= MAX_RANK
 
 
 def torch_is_faster(

@@ -51,9 +51,8 @@ def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capabi
 
 
 def multiply(rows: Tensor, weight: Tensor, offsets: Tensor, target: Target) -> Tensor:
-    """Contiguous 16-bit rows (M, K), weight (E, N, K) and offsets (E,) -> (M, N)."""
+    """16-bit rows (M, K), `backend.aligned`; contiguous weight (E, N, K) and offsets (E,) -> (M, N)."""
     experts, n, k = weight.shape
-    rows = rows if rows.data_ptr() % 16 == 0 else rows.clone()
     kernel = kernel_for(rows.dtype, n, k, target.capability, 0)
     run = prepare_linear(LinearSpec(rows.shape[0], experts, n, k, rows.dtype, target), kernel)
     out: Tensor = launched(run, rows, weight, offsets)

@@ -386,21 +386,19 @@ def _moe_experts(
     )  # fmt: skip
     live_rows = -(-spec.rows // expert_ranks)
     gemms = spec.gate_up_gemm, spec.down_gemm
+    plans = []
     for gemm, config in zip(gemms, configs, strict=True):
         _require_served(gemm, 0 if config else live_rows)
-    if expert_ranks > 1:
-        best = [
-            config or choose_config(replace(gemm, rows=live_rows)) for gemm, config in zip(gemms, configs, strict=True)
-        ]
-        configs = best[0], best[1]
-    plans = plan_gemm(gemms[0], configs[0]), plan_gemm(gemms[1], configs[1])
+        if config is None and expert_ranks > 1:
+            config = choose_config(replace(gemm, rows=live_rows))
+        plans.append(plan_gemm(gemm, config))
     layouts = tuple(plan.config.layout for plan in plans)
     _require(layouts == (gate_up_layout, down_layout), "a weight is converted to another layout first")
     x_place, ids_place, scores_place = call.places[:3]
     rows_order = Order(*places[2:]) if spec.sorted else None
     operands = ExpertsOperands(x_place, ids_place, scores_place, gate_up, down, places[0], places[1], rows_order)
     out = _result(call, 14, (spec.tokens if summed else spec.rows, hidden_size), spec.dtype)
-    prepared.append_experts(call.chain, spec, plans, operands, out)
+    prepared.append_experts(call.chain, spec, (plans[0], plans[1]), operands, out)
 
 
 def _scaled_grouped_mm_dgrad(call: _Call, *, layout: str = LINEAR) -> Finish | None:

@@ -30,7 +30,7 @@ from thunder_moe.kernels.cuda.arguments import ActivationArguments, BiasArgument
 from thunder_moe.kernels.cuda.chain import launched
 from thunder_moe.kernels.cuda.configs import COMMON
 from thunder_moe.kernels.cuda.launch import launch
-from thunder_moe.kernels.cuda.operands import target
+from thunder_moe.kernels.cuda.operands import aligned, target
 from thunder_moe.kernels.select import select
 from thunder_moe.kernels.specs import LinearSpec
 from thunder_moe.routing import gather_rows
@@ -80,10 +80,10 @@ def grouped_mm(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None
     if m == 0 or n == 0 or k == 0 or experts == 0:
         return rows.new_zeros(m, n) if out is None else out
     rows, weight, offsets = rows.detach(), weight.detach(), offsets.contiguous()
-    padded = rows.dtype != torch.float32 and (n % 8 != 0 or k % 8 != 0)
+    padded = rows.dtype != torch.float32 and not linears.reads_eight(rows.dtype, n, k)
     if padded:
         rows, weight = F.pad(rows, (0, -k % 8)), F.pad(weight, (0, -k % 8, 0, -n % 8))
-    few = not padded and linears.serves_rank(rows.dtype, n, k, n)
+    few = linears.serves_rank(rows.dtype, n, k, n)
     if not few and linears.torch_is_faster(rows.dtype, target(rows.device).capability, m / experts):
         product = _multiply(rows, weight, offsets)
     else:
@@ -159,12 +159,12 @@ def wgrad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor | None = None
         return wgrads.rank_wgrad(grad, rows, offsets, False)
     if linears.serves_rank(rows.dtype, n, k, k):
         return wgrads.rank_wgrad(rows, grad, offsets, True)
-    if rows.dtype != torch.float32 and (n % 8 or k % 8):
+    if rows.dtype != torch.float32 and not linears.reads_eight(rows.dtype, n, k):
         rows, grad = (F.pad(each, (0, -each.shape[1] % 8)) for each in (rows, grad))
     capability = target(rows.device).capability
     least = _TORCHS_ROWS_OF_WGRAD if k % 256 == 0 else 0
     if linears.torch_is_faster(rows.dtype, capability, m / experts, least):
-        result = torch._grouped_mm(_contiguous(grad).t(), _contiguous(rows), offs=_ends(offsets, m))
+        result = torch._grouped_mm(aligned(grad).t(), aligned(rows), offs=_ends(offsets, m))
     else:
         result = rows.new_empty(experts, grad.shape[1], rows.shape[1])
         wgrads.wgrad(rows, grad, offsets, result, False)
@@ -311,8 +311,8 @@ def _linear(rows: Tensor, weight: Tensor, offsets: Tensor, out: Tensor | None) -
     transposed = not weight.is_contiguous() and weight.mT.is_contiguous()
     weight = weight.mT if transposed else weight.contiguous()
     (m, k), experts, n = rows.shape, offsets.shape[0], weight.shape[2 if transposed else 1]
-    if rows.dtype != torch.float32 and n % 8 == 0 and k % 8 == 0:
-        rows, weight = (_contiguous(operand) for operand in (rows, weight))
+    if linears.reads_eight(rows.dtype, n, k):
+        rows, weight = aligned(rows), aligned(weight)
     addresses = rows.data_ptr() | weight.data_ptr() | (0 if out is None else out.data_ptr())
     where, wide = target(rows.device), _is_wide(offsets)
     kernel = linears.kernel_for(rows.dtype, n, k, where.capability, addresses)
@@ -326,7 +326,8 @@ def _multiply(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """(M, K) x (E, N, K) -> (M, N) by torch, whose rows are multiples of 16 bytes; rows past the end are undefined."""
     if weight.stride(2) != 1 and weight.stride(1) != 1:
         weight = weight.contiguous()
-    product: Tensor = torch._grouped_mm(_contiguous(rows), weight.transpose(1, 2), offs=_ends(offsets, rows.shape[0]))
+    ends = _ends(offsets, rows.shape[0])
+    product: Tensor = torch._grouped_mm(aligned(rows), weight.transpose(1, 2), offs=ends)
     return product
 
 
@@ -407,11 +408,6 @@ def _by_rows(sources: tuple[Path, ...], kernel: str, rows: int, argument: BiasAr
     """Launches a kernel of which a warp takes a row."""
     blocks = min(-(-rows // (_THREADS // 32)), _MOST_BLOCKS)
     launch(sources, kernel, _THREADS, 0, blocks, argument, device)
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _is_wide(offsets: Tensor) -> bool:

@@ -1,5 +1,5 @@
 """The gradient of experts' weights, added to a float32 tensor or written, by the kernels of src/wgrad_*.cu.
-Called by kernels/cuda/training.py; calls launch.py beside it.
+Called by kernels/cuda/training.py; calls launch.py and linear.py beside it.
 
 Legend: M rows sorted by expert, E experts, N out_features, K in_features.
 """
@@ -17,7 +17,8 @@ from thunder_moe.kernels.arguments import DTYPE_CODES, pointer
 from thunder_moe.kernels.cuda.arguments import RankWgradArguments, TmaWgradArguments, WgradArguments
 from thunder_moe.kernels.cuda.configs import COMMON, most_shared_bytes
 from thunder_moe.kernels.cuda.launch import launch, tensor_map
-from thunder_moe.kernels.cuda.operands import target
+from thunder_moe.kernels.cuda.linear import KERNELS, kernel_for, reads_eight
+from thunder_moe.kernels.cuda.operands import aligned, target
 from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["KERNELS", "MMA", "RANK", "WGMMA", "rank_wgrad", "wgrad"]
@@ -27,7 +28,6 @@ _WGMMA = (COMMON.with_name("wgmma.cuh"), COMMON.with_name("wgmma_shared.cuh"))
 WGMMA = (COMMON, _PTX, *_WGMMA, _WGRAD, COMMON.with_name("wgrad_wgmma.cu"))
 MMA = (COMMON, _PTX, _WGRAD, COMMON.with_name("wgrad_mma.cu"))
 RANK = (COMMON, _PTX, _WGRAD, COMMON.with_name("rank_wgrad.cu"))
-KERNELS = ("wgmma", "mma", "any")
 MAX_EXPERTS = 1024  # kMostExperts
 _WGMMA_TILE, _STAGE_ROWS = 128, 64  # kTileN, kStageRows
 _STAGES = {256: 4, 192: 5, 128: 6}  # of a tile of so many columns of K
@@ -59,7 +59,7 @@ def wgrad(
     where = target(x.device)
     kernel = kernel or _kernel(x, grad, out, where.capability)
     if kernel != "any":
-        x, grad = _aligned(x), _aligned(grad)
+        x, grad = aligned(x), aligned(grad)
     (rows, k), n = x.shape, grad.shape[1]
     tile_n = tile_k = _ANY_TILE
     bf16, threads, shared = str(x.dtype == torch.bfloat16).lower(), 256, 0
@@ -96,7 +96,7 @@ def rank_wgrad(
         offsets: int32 or int64 row ends.
         row_slot: int32 (M,): `wide` has tokens (T, K), of M // T slots each.
     """
-    narrow, wide = _aligned(narrow.detach().contiguous()), _aligned(wide.detach().contiguous())
+    narrow, wide = aligned(narrow.detach()), aligned(wide.detach())
     offsets = offsets.contiguous()
     (rows, rank), k, experts = narrow.shape, wide.shape[1], offsets.shape[0]
     out = narrow.new_empty(experts, *((k, rank) if wide_first else (rank, k)))
@@ -122,25 +122,18 @@ def rank_wgrad(
 
 def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -> str:
     k, n = x.shape[1], grad.shape[1]
-    if x.dtype == torch.float32 or k % 8 or n % 8 or out.data_ptr() % 16:
-        if x.dtype != torch.float32:
-            what, remedy = (
-                f"a weight of out_features {n} and in_features {k}, which are no multiples of 8",
-                "pad the weight",
-            )
-            if not (k % 8 or n % 8):
-                what, remedy = "a weight whose main_grad lies at no multiple of 16 bytes", "align it"
-            warn_once(("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: {remedy}")
-        return "any"
-    return "wgmma" if capability == (9, 0) else "mma"
+    kernel = kernel_for(x.dtype, n, k, capability, out.data_ptr())
+    if kernel == "any" and x.dtype != torch.float32:
+        what, remedy = "a weight whose main_grad lies at no multiple of 16 bytes", "align it"
+        if not reads_eight(x.dtype, n, k):
+            what = f"a weight of out_features {n} and in_features {k}, which are no multiples of 8"
+            remedy = "pad the weight"
+        warn_once(("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: {remedy}")
+    return kernel
 
 
 def _map(rows: Tensor) -> Any:
     return _Map.from_buffer_copy(tensor_map(rows.data_ptr(), rows.shape[0], rows.shape[1], _STAGE_ROWS))
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _columns(k: int, rows_per_expert: float, dtype: torch.dtype) -> int:
