@@ -250,9 +250,6 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat([tensor.view(torch.uint8) for tensor in tensors], dim).view(first.dtype)
 
 
-QDATA_DTYPES = NVFP4.code_dtypes
-
-
 def check_weight(
     qdata: Tensor,
     scale: Tensor,
