@@ -1,5 +1,5 @@
 """Recognizes routers written in torch's operations: the `moe_router` that computes what they do.
-Called by dynamo/routers.py and thunder/routers.py, each with its own program as a `RouterGraph`; calls nothing.
+Called by dynamo/routers.py and thunder/routers.py, each with its program as a `RouterGraph`; reads the kernels' limits.
 
     scores = softmax(logits) or sigmoid(logits)
     choice = scores [+ bias]                                  of the top_groups best groups of experts alone:
@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["RouterGraph", "RouterMatch", "limits_of_kernels", "match_router"]
+from thunder_moe.kernels.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from thunder_moe.ops.checks import ACTIVATION_DTYPES as ROUTER_DTYPES
 
-ROUTER_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+__all__ = ["ROUTER_DTYPES", "RouterGraph", "RouterMatch", "limits_of_kernels", "match_router"]
+
 _SCORES = ("softmax", "sigmoid")
-_MAX_EXPERTS, _MAX_TOP_K, _MAX_GROUPS = 512, 32, 32  # of the CUDA kernels
 _LAST = (-1, 1)
 
 
@@ -126,10 +127,10 @@ def limits_of_kernels(logits: Any, options: dict[str, Any]) -> str | None:
     """
     experts, top_k = logits.shape[1], options["top_k"]
     groups, kept = options.get("num_groups", 1), options.get("top_groups", 1)
-    if experts > _MAX_EXPERTS or top_k > _MAX_TOP_K:
-        return f"it chooses {top_k} of {experts}; the kernels, up to {_MAX_TOP_K} of {_MAX_EXPERTS}"
-    if groups > _MAX_GROUPS:
-        return f"it has {groups} groups; the kernels, up to {_MAX_GROUPS}"
+    if experts > MAX_EXPERTS or top_k > MAX_TOP_K:
+        return f"it chooses {top_k} of {experts}; the kernels, up to {MAX_TOP_K} of {MAX_EXPERTS}"
+    if groups > MAX_GROUPS:
+        return f"it has {groups} groups; the kernels, up to {MAX_GROUPS}"
     if not 1 <= kept <= groups:
         return f"it takes {kept} of {groups} groups"
     if not 1 <= top_k <= experts // groups * kept:

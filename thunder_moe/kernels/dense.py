@@ -10,7 +10,7 @@ import torch
 
 from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.layouts import TILED_64X64
-from thunder_moe.kernels.select import BACKENDS, preferred_layout, select
+from thunder_moe.kernels.select import preferred_layout, select
 
 __all__ = ["SlowerFrom", "slower_from", "why_slower"]
 
@@ -40,7 +40,6 @@ _SLOWER_FROM = {
     (NVFP4.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 12)), (1 << 62, SlowerFrom(256, 9))),
     (MXFP8.name, TILED_64X64): ((1 << 24, SlowerFrom(128, 17)), (1 << 62, SlowerFrom(128, 16))),
 }
-_KERNELS = tuple(module for name, module in (("cpu", "cpu"), ("cuda", "cuda")) if name in BACKENDS)
 
 
 def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
@@ -53,7 +52,7 @@ def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str 
         k: in_features.
     """
     kind = device.type
-    if kind not in _KERNELS or select(device).__name__.endswith(".reference"):
+    if kind not in _LEAST_WEIGHTS or select(device).__name__.endswith(".reference"):
         return f"no kernel multiplies by 4-bit weights on {device}"
     if kind == "cuda" and dtype == torch.float32:
         return "no CUDA kernel takes activations in float32"

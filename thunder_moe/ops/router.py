@@ -15,12 +15,12 @@ from torch import Tensor
 
 from thunder_moe.formats.checks import require
 from thunder_moe.kernels.select import select
+from thunder_moe.ops.checks import ACTIVATION_DTYPES
 from thunder_moe.ops.operator import operator
 from thunder_moe.routing import RouterForm, router_gradient
 
 __all__ = ["moe_linear_router", "moe_router"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCORES = ("softmax", "sigmoid")
 
 
@@ -37,7 +37,7 @@ def _check(
     logits: Tensor, bias: Tensor | None = None, *, top_k: int, scores_dtype: torch.dtype | None = None, **options: Any
 ) -> None:
     require(logits.ndim == 2, "logits", logits, "shape (tokens, experts)")
-    require(logits.dtype in _DTYPES, "logits", logits, "dtype bfloat16, float16 or float32")
+    require(logits.dtype in ACTIVATION_DTYPES, "logits", logits, "dtype bfloat16, float16 or float32")
     _check_form(logits.shape[1], bias, logits.device, top_k, scores_dtype, options)
 
 
@@ -51,9 +51,9 @@ def _check_form(
 ) -> None:
     """The bias and the options of a choice among so many experts."""
     if bias is not None:
-        ok = bias.shape == (experts,) and bias.dtype in _DTYPES and bias.device == device
+        ok = bias.shape == (experts,) and bias.dtype in ACTIVATION_DTYPES and bias.device == device
         require(ok, "bias", bias, f"shape ({experts},), dtype bfloat16, float16 or float32, on {device}")
-    if scores_dtype is not None and scores_dtype not in _DTYPES:
+    if scores_dtype is not None and scores_dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"scores_dtype: got {scores_dtype}, wanted bfloat16, float16 or float32, or None")
     form = RouterForm(top_k, **options)
     if form.score not in _SCORES:
@@ -186,7 +186,7 @@ def _check_linear(
 ) -> None:
     dtype, device = hidden_states.dtype, hidden_states.device
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
-    require(dtype in _DTYPES, "hidden_states", hidden_states, "dtype bfloat16, float16 or float32")
+    require(dtype in ACTIVATION_DTYPES, "hidden_states", hidden_states, "dtype bfloat16, float16 or float32")
     fits = weight.ndim == 2 and weight.shape[1] == hidden_states.shape[1]
     ok = fits and weight.dtype == dtype and weight.device == device
     require(ok, "weight", weight, f"shape (experts, {hidden_states.shape[1]}), dtype {dtype}, on {device}")
