@@ -1,5 +1,5 @@
 """The checks that operators of packed weights share: operands, values of offsets and indices, absent gradients.
-Called by the other files of ops; calls formats.
+Called by the other files of ops, by parallel, compilers and integrations.vllm; calls formats.
 
 Legend: M rows (tokens * top_k), E experts, N output features, K input features.
 """

@@ -1,5 +1,5 @@
 """The operator thunder_moe::moe_combine: rows of experts -> the sum of each token's rows, in float32, in a fixed order.
-Called by ops.experts_lora and integrations; calls kernels.select.
+Called by ops.experts_lora, parallel and integrations; calls kernels.select.
 
 Legend: T tokens, A = top_k, M rows sorted by expert, E experts, N features.
 """

@@ -1,5 +1,5 @@
 """The CUDA kernels' argument structs as ctypes: each has the name and the fields of a C++ struct in src/.
-Called by kernels/cuda/backend.py and configs.py; nvrtc.py asserts that both agree whenever it compiles a kernel.
+Called by the other modules of kernels/cuda; nvrtc.py asserts that both agree whenever it compiles a kernel.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Grouped GEMMs of 16-bit and float32 weights, or their transposes, by the kernels of src/linear_*.cu.
-Called by kernels/cuda/training.py and prepared.py; calls chain.py beside it.
+Called by training.py, wgrad.py, low_rank.py, many_rows.py and prepared.py beside it; calls chain.py.
 
 Legend: M rows sorted by expert, E experts, N columns of the result, K what is summed over.
 """

@@ -1,5 +1,5 @@
 """Many rows per expert and weights in layout "linear" on SM90: the weights are converted at each call, then multiplied.
-Called by kernels/cuda/backend.py; calls linear.py beside it.
+Called by backend.py and operators.py beside it; calls linear.py.
 
 The kernels of "linear" weights decode them again for each tile of rows. With many tiles it takes less time to write the
 weights once in an order, or a format, whose kernels multiply faster; that needs memory for one weight more.
