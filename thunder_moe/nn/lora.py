@@ -244,11 +244,10 @@ class LoRALinear(nn.Module):
         linear = linear_operator(x)
         return linear(linear(x, pair[0], offsets, None, None), pair[1], offsets, None, None)
 
-    def lora_repr(self) -> str:
-        """The adapters, for `extra_repr`."""
+    def extra_repr(self) -> str:
         named = (f"{name} (rank {spec.rank})" for name, spec in self.lora_specs.items())
         state = f", merged={list(self.lora_merged)}" if self.lora_merged else ""
-        return f"lora: {', '.join(named)}, active={list(self.lora_active)}{state}"
+        return f"{super().extra_repr()}, lora: {', '.join(named)}, active={list(self.lora_active)}{state}"
 
 
 class LoRAGroupedLinear(LoRALinear, GroupedLinear):
@@ -276,9 +275,6 @@ class LoRAGroupedLinear(LoRALinear, GroupedLinear):
         y = GroupedLinear.forward(self, x, offsets, bias_scale)
         return self.plus_lora(y, x, offsets)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.lora_repr()}"
-
 
 class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
     """`NVFP4GroupedLinear` with adapters, as `thunder_moe.add_lora_` makes it."""
@@ -298,9 +294,6 @@ class NVFP4LoRAGroupedLinear(LoRALinear, NVFP4GroupedLinear):
         total = dequantize(self.packed_weight.to_layout("linear"), torch.float32) + self.lora_delta(self.lora_active)
         parts = zip(total.chunk(len(self.weight_dtypes), 1), self.weight_dtypes, strict=True)
         return [part.to(dtype).contiguous() for part, dtype in parts]
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.lora_repr()}"
 
 
 class LoRADense(LoRALinear):
@@ -330,9 +323,6 @@ class NVFP4LoRALinear(LoRADense, NVFP4Linear):
         """As `NVFP4Linear.forward`, plus the active adapters."""
         return self.plus_dense(NVFP4Linear.forward(self, x), x)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.lora_repr()}"
-
 
 class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
     """`NVFP4LinearPart` with adapters, as `thunder_moe.add_lora_` makes it."""
@@ -350,6 +340,3 @@ class NVFP4LoRALinearPart(LoRADense, NVFP4LinearPart):
         # Not by the base class: the stack looks at who calls `part`, by the frames between.
         y = self.stack.part(x, self.index, shared=not (self._forward_hooks or self._forward_pre_hooks))
         return self.plus_dense(y, x)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.lora_repr()}"
