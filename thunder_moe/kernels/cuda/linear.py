@@ -129,8 +129,6 @@ def append_packed_linear(
     offsets: Address,
     out: Address,
     adapter: tuple[Any, ...] | None = None,
-    *,
-    tile: int | None = None,
 ) -> None:
     """Append rows times NVFP4 weights in tiles, (M, N) x (E, N, K) -> (M, K), on compute capability 9.0.
 
@@ -139,10 +137,9 @@ def append_packed_linear(
         spec: of the gradient, of at most `MAX_EXPERTS` experts.
         x, weight, offsets, out: operands and result.
         adapter: (inner, b, ...) with the spec's rank: rows (M, R) times b (E, R, K) are added.
-        tile: as in `append_linear`.
     """
     rows, experts, n, k, rank = spec.rows, spec.num_experts, spec.n, spec.k, spec.rank
-    tile = tile or _packed_tile(rows / experts)
+    tile = _packed_tile(rows / experts)
     bf16, per_row, stages = spec.dtype == torch.bfloat16, spec.weight.per_row_scale, PACKED_STAGES[tile]
     name = f"packed_linear_wgmma<{str(bf16).lower()}, {str(per_row).lower()}, {tile}, {stages}>"
     live = min(rows, experts)
