@@ -50,6 +50,7 @@ def test_a_model_of_version_0_1_computes_the_same():
     assert type(block) is GroupedSwiGLU
     assert type(layer) is Llama4MoE
     assert type(layer.routed_experts) is NVFP4GroupedSwiGLU
+    assert layer.config == Llama4MoEConfig(16, 16, num_experts=2, top_k=2)
     assert type(saved["model"].weight) is NVFP4Weight
     torch.testing.assert_close(block(saved["x"][0], saved["offsets"]), saved["block"])
     torch.testing.assert_close(layer(saved["x"]), saved["layer"])

@@ -2,7 +2,10 @@
 Called by pytest; judged by tests/oracle.py and by transformers itself.
 """
 
+import copy
+import dataclasses
 import io
+import pickle
 
 import pytest
 import torch
@@ -290,6 +293,33 @@ def test_state_dicts_that_do_not_fit_leave_the_module_as_it_was(layout):
             other.load_state_dict({**state, "scale": wrong}, assign=True)
     assert other.layout == layout
     assert_same_bits(other.state_dict(), linear.state_dict())
+
+
+def test_the_old_name_of_num_experts_stays_valid():
+    old = Llama4MoEConfig(hidden_size=64, intermediate_size=32, num_routed_experts=8, top_k=2)
+    assert old == Llama4MoEConfig(64, 32, 8, top_k=2)
+    assert hash(old) == hash(Llama4MoEConfig(64, 32, 8, top_k=2))
+    assert (old.num_experts, old.num_routed_experts, old.num_shared_experts) == (8, 8, 1)
+    assert repr(old) == (
+        "Llama4MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, num_shared_experts=1, top_k=2)"
+    )
+    assert [field.name for field in dataclasses.fields(old)] == [*dataclasses.asdict(old)]
+    assert dataclasses.replace(old, num_experts=4).num_routed_experts == 4
+    assert dataclasses.replace(old, top_k=1) == Llama4MoEConfig(64, 32, 8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        old.num_experts = 4
+    with pytest.raises(ValueError, match="num_experts: got 4 and num_routed_experts=8, wanted num_experts alone"):
+        Llama4MoEConfig(64, 32, 4, num_routed_experts=8)
+    with pytest.raises(TypeError, match="num_experts: got none"):
+        Llama4MoEConfig(64, 32)
+    with pytest.raises(ValueError, match="top_k: got 2, wanted at most num_experts = 1"):
+        Llama4MoEConfig(64, 32, num_routed_experts=1, top_k=2)
+    assert copy.deepcopy(old) == pickle.loads(pickle.dumps(old)) == old
+    pickled = Llama4MoEConfig.__new__(Llama4MoEConfig)  # as pickle restores one of version 0.1
+    pickled.__setstate__(
+        dict(hidden_size=64, intermediate_size=32, num_routed_experts=8, num_shared_experts=1, top_k=2)
+    )
+    assert pickled == old
 
 
 def test_refuses():

@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 __all__ = ["Llama4MoE", "Llama4MoEConfig"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Llama4MoEConfig:
     """Sizes of a `Llama4MoE`.
 
     Attributes:
         hidden_size: H.
         intermediate_size: I of each routed expert, and of each shared one.
-        num_experts: E, the routed experts.
+        num_experts: E, the routed experts. `num_routed_experts`, its name in version 0.1, stays valid as a keyword of
+            the constructor and as an attribute; `dataclasses.replace` takes num_experts alone.
         num_shared_experts: experts that see every token, run as one of num_shared_experts * I; 0 for none.
         top_k: routed experts per token.
 
     Raises:
-        ValueError: a size is not positive, or top_k exceeds num_experts.
+        TypeError: num_experts is missing.
+        ValueError: a size is not positive, top_k exceeds num_experts, or num_experts is given by both names.
     """
 
     hidden_size: int
@@ -47,11 +49,42 @@ class Llama4MoEConfig:
     num_shared_experts: int = 1
     top_k: int = 1
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            require_at_least(int(field.name != "num_shared_experts"), field.name, getattr(self, field.name))
-        if self.top_k > self.num_experts:
-            raise ValueError(f"top_k: got {self.top_k}, wanted at most num_experts = {self.num_experts}")
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int | None = None,
+        num_shared_experts: int = 1,
+        top_k: int = 1,
+        *,
+        num_routed_experts: int | None = None,
+    ) -> None:
+        if num_experts is not None and num_routed_experts is not None:
+            raise ValueError(
+                f"num_experts: got {num_experts} and num_routed_experts={num_routed_experts}, wanted num_experts alone:"
+                " num_routed_experts is its old name"
+            )
+        experts = num_routed_experts if num_experts is None else num_experts
+        if experts is None:
+            raise TypeError("num_experts: got none, wanted the number of routed experts")
+        sizes = (hidden_size, intermediate_size, experts, num_shared_experts, top_k)
+        for field, size in zip(fields(self), sizes, strict=True):
+            require_at_least(int(field.name != "num_shared_experts"), field.name, size)
+            object.__setattr__(self, field.name, size)
+        if top_k > experts:
+            raise ValueError(f"top_k: got {top_k}, wanted at most num_experts = {experts}")
+
+    @property
+    def num_routed_experts(self) -> int:
+        """`num_experts`, by its name in version 0.1."""
+        return self.num_experts
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of version 0.1 have num_routed_experts.
+        state = dict(state)
+        if "num_routed_experts" in state:
+            state["num_experts"] = state.pop("num_routed_experts")
+        self.__dict__.update(state)
 
 
 class Llama4MoE(nn.Module):
