@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
@@ -99,14 +99,14 @@ def has_chains(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any], format: str = NVFP4.name) -> Any:
+def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str = NVFP4.name) -> Any:
     """The chain of kernels of an operator for all arguments of the kind of these: `kernels.cuda.operators.prepare`.
 
     None where there is none: on other devices, or where operands have to be converted at every call.
 
     Args:
         name: of the operator.
-        args: the operator's, which have passed its checks.
+        args: the arguments of its description, which have passed its checks: weights are `WeightOperands`.
         options: likewise.
         format: of the operator's weights.
     """

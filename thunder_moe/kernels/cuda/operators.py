@@ -16,6 +16,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import backend, many_rows, prepared, router
 from thunder_moe.kernels.cuda.chain import Address, ChainBuilder
@@ -55,7 +56,7 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Ca
 
     Args:
         name: of the operator.
-        args: its positional arguments, which have passed its checks.
+        args: its positional arguments, which have passed its checks; weights as `WeightOperands`.
         options: its keyword arguments.
 
     Returns:
@@ -63,18 +64,18 @@ def prepare(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Ca
         gives, or None for arguments of another kind.
     """
     of_mxfp8 = name.replace(MXFP8.name, NVFP4.name)
-    description = _OPERATORS.get(of_mxfp8)
-    if description is None:
+    describe = _OPERATORS.get(of_mxfp8)
+    if describe is None:
         return None, "the operator has no chain"
-    describe, global_scales = description
     chain = ChainBuilder(args[0].device)
-    places = [chain.like(argument, align=_alignment(argument)) for argument in args]
-    samples = list(args)
+    samples: list[Any] = []
+    places: list[Any] = []
+    for argument in args:
+        weight = isinstance(argument, WeightOperands)
+        given = argument[:3] if weight else (argument,)
+        samples += given
+        places += [None if weight and each is None else chain.like(each, align=_alignment(each)) for each in given]
     chain.options(options)
-    if of_mxfp8 != name:
-        for place in global_scales:
-            samples.insert(place, None)
-            places.insert(place, None)
     call = _Call(chain, samples, places, NVFP4 if of_mxfp8 == name else MXFP8)
     try:
         finish = describe(call, **options)
@@ -353,15 +354,15 @@ def _moe_linear_router(
     router.append_linear_router(call.chain, spec, *places)
 
 
-# By the operator's name in NVFP4: what describes its chain, and the positions of global scales, which MXFP8 lacks.
-_OPERATORS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "f16a_nvfp4weight_scaled_grouped_mm": (_scaled_grouped_mm, (3,)),
-    "f16a_nvfp4weight_grouped_swiglu": (_grouped_swiglu, (3,)),
-    "f16a_nvfp4weight_grouped_mm_combine": (_grouped_mm_combine, (3,)),
-    "f16a_nvfp4weight_moe_experts": (_moe_experts, (5, 8)),
-    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": (_scaled_grouped_mm_dgrad, (3,)),
-    "f16a_nvfp4weight_scaled_mm": (_scaled_mm, (3,)),
-    "moe_linear_router": (_moe_linear_router, ()),
-    "moe_route": (_moe_route, ()),
-    "moe_router": (_moe_router, ()),
+# By the operator's name in NVFP4: what describes its chain.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,
+    "f16a_nvfp4weight_grouped_swiglu": _grouped_swiglu,
+    "f16a_nvfp4weight_grouped_mm_combine": _grouped_mm_combine,
+    "f16a_nvfp4weight_moe_experts": _moe_experts,
+    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _scaled_grouped_mm_dgrad,
+    "f16a_nvfp4weight_scaled_mm": _scaled_mm,
+    "moe_linear_router": _moe_linear_router,
+    "moe_route": _moe_route,
+    "moe_router": _moe_router,
 }
