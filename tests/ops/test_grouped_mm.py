@@ -12,7 +12,8 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.formats.layouts import layouts_of
 from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.formats.registry import FORMATS
-from thunder_moe.ops.grouped_mm import operands, weight_from_operands
+from thunder_moe.formats.weight import WeightOperands
+from thunder_moe.ops.grouped_mm import operands
 
 DTYPES = list(KERNEL_TOLERANCE)
 EVEN = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
@@ -122,8 +123,7 @@ def test_compiles_without_a_graph_break(format, backend):
 @pytest.mark.parametrize("format", FORMATS)
 def test_weight_survives_the_operands(format):
     weight = FORMATS[format].quantize(torch.randn(4, 32, 64))
-    packed, scale, *global_scale = operands(weight)
-    back = weight_from_operands(packed, scale, *global_scale or [None], "linear")
+    back = WeightOperands(*operands(weight), format=weight.format).packed("linear")
     assert torch.equal(back.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
     assert back.qdata.is_contiguous()
 

@@ -38,6 +38,10 @@ class BlockFormat:
         """Bytes of codes that share one byte of scale."""
         return self.block_size // self.codes_per_byte
 
+    def operand_names(self, argument: str) -> tuple[str, ...]:
+        """Return what an operator calls the tensors of a weight, by the weight's name: `operands` for "weight"."""
+        return self.operands if argument == "weight" else (argument, *(f"{argument}_{n}" for n in self.fields[1:]))
+
     @property
     def packed_features(self) -> str:
         """The dimension of K in qdata, in words."""

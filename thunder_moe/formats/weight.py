@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from thunder_moe.formats.layouts import LINEAR, block_shapes, find_layout
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "check_weight", "joined"]
+__all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "WeightOperands", "check_weight", "joined"]
 
 
 class PackedWeight:
@@ -240,6 +240,44 @@ class MXFP8Weight(PackedWeight):
 
 Weight = TypeVar("Weight", bound=PackedWeight)
 WEIGHTS: dict[str, Any] = {NVFP4.name: NVFP4Weight, MXFP8.name: MXFP8Weight}
+
+
+class WeightOperands(NamedTuple):
+    """The arguments of an operator that are the tensors of one packed weight, unchecked.
+
+    Attributes:
+        codes: qdata transposed, (E, K // codes_per_byte, N); without E for a dense layer, as the other tensors.
+        scale: as in the packed weight.
+        global_scale: likewise; None where the format has none.
+        format: the number format.
+        names: of the arguments, for messages.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    global_scale: Tensor | None = None
+    format: BlockFormat = NVFP4
+    names: tuple[str, ...] = NVFP4.operands
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The arguments, in the order of `format.fields`."""
+        codes, scale, global_scale, *_ = self
+        return (codes, scale) if global_scale is None else (codes, scale, global_scale)
+
+    def check(self, layout: str) -> None:
+        """Check the tensors of a weight with experts, as `check_weight` does."""
+        codes, scale, global_scale, format, names = self
+        check_weight(codes, scale, global_scale, layout, format=format, names=names, transposed=True)
+
+    def packed(self, layout: str) -> Any:
+        """Return the packed weight (E, N, K), where checks have passed; E is 1 for a dense layer."""
+        tensors, dtype = self.tensors, self.format.code_dtypes[0]
+        if self.codes.ndim == 2:
+            tensors = tuple(tensor[None] for tensor in tensors)
+        qdata = tensors[0].mT
+        qdata = qdata if qdata.dtype == dtype else qdata.view(dtype)
+        return WEIGHTS[self.format.name].unchecked(qdata, *tensors[1:], layout)
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, TypeVar
@@ -112,12 +112,12 @@ def has_chains(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare(name: str, args: tuple[Any, ...], options: dict[str, Any], format: str, kind: Hashable) -> None:
+def prepare(name: str, args: Sequence[Any], options: dict[str, Any], format: str, kind: Hashable) -> None:
     """Prepare the chain of kernels of an operator for all arguments of a kind, for `chains.find`.
 
     Args:
         name: of the operator.
-        args: the operator's, which have passed its checks.
+        args: the arguments of its description, which have passed its checks: weights are `WeightOperands`.
         options: likewise.
         format: of the operator's weights.
         kind: `chains.kind_of` these.

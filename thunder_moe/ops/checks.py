@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
-from thunder_moe.formats.weight import check_weight
+from thunder_moe.formats.weight import WeightOperands
 
 __all__ = [
     "ACTIVATION_DTYPES",
-    "WEIGHT_NAMES",
     "check_index_values",
     "check_offset_values",
     "check_operands",
@@ -30,45 +28,27 @@ __all__ = [
 ]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WEIGHT_NAMES = NVFP4.operands
 
 
-def check_operands(
-    activation: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    layout: str,
-    format: BlockFormat = NVFP4,
-) -> None:
+def check_operands(activation: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
     """Checks everything that can be checked without data.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
     """
     require(activation.ndim == 2, "activation", activation, "shape (rows, in_features)")
-    k, name = activation.shape[1], format.operands[0]
+    k, format, codes, name = activation.shape[1], weight.format, weight.codes, weight.names[0]
     if k % format.block_size or k == 0:
         raise mismatch("activation", activation, f"in_features a positive multiple of {format.block_size}")
-    if packed.ndim != 3:
-        raise mismatch(name, packed, f"shape (experts, {format.packed_features}, out_features)")
-    if format.codes_per_byte * packed.shape[1] != k:
+    if codes.ndim != 3:
+        raise mismatch(name, codes, f"shape (experts, {format.packed_features}, out_features)")
+    if format.codes_per_byte * codes.shape[1] != k:
         wanted = f"{format.packed_features} = {k // format.codes_per_byte} in dim 1, by the activation"
-        raise mismatch(name, packed, wanted)
-    check_rows_and_weight("activation", activation, packed, scale, global_scale, offsets, layout, format)
+        raise mismatch(name, codes, wanted)
+    check_rows_and_weight("activation", activation, weight, offsets, layout)
 
 
-def check_rows_and_weight(
-    name: str,
-    rows: Tensor,
-    packed: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    offsets: Tensor,
-    layout: str,
-    format: BlockFormat = NVFP4,
-) -> None:
+def check_rows_and_weight(name: str, rows: Tensor, weight: WeightOperands, offsets: Tensor, layout: str) -> None:
     """`check_operands` but for the columns of the rows; `name` is what the operator calls the rows.
 
     Raises:
@@ -76,12 +56,12 @@ def check_rows_and_weight(
     """
     if rows.dtype not in ACTIVATION_DTYPES:
         raise mismatch(name, rows, f"a dtype of {ACTIVATION_DTYPES}")
-    check_weight(packed, scale, global_scale, layout, format=format, names=format.operands, transposed=True)
-    experts = packed.shape[0]
+    weight.check(layout)
+    experts = weight.codes.shape[0]
     require(offsets.dtype == torch.int32, "offsets", offsets, "dtype int32")
     if offsets.shape != (experts,):
         raise mismatch("offsets", offsets, f"shape ({experts},), one row end per expert")
-    for other, tensor in ((format.operands[0], packed), ("offsets", offsets)):
+    for other, tensor in ((weight.names[0], weight.codes), ("offsets", offsets)):
         if tensor.device != rows.device:
             raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
 

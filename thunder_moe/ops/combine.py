@@ -56,7 +56,6 @@ def _gradient(grad: Tensor, rows: Tensor, offsets: Tensor, slot_row: Tensor, *, 
     check_values=_check_values,
     gradient=_gradient,
     differentiable=("rows",),
-    frozen=(),
 )
 def moe_combine(rows: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
     """``out[t] = sum over a of rows[slot_row[t, a]]``, added in float32 in the order of a, rounded once.

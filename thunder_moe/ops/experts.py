@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LAYOUTS, LINEAR
-from thunder_moe.formats.weight import PackedWeight, check_weight
+from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import gradients
 from thunder_moe.kernels.experts import ExpertsCall, Order
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_mm_combine, grouped_swiglu, route, router  # noqa: F401  (registers the operators)
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_index_values, check_offset_values, check_optional
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands, weight_from_operands
-from thunder_moe.ops.operator import in_format, operator, operator_for
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
+from thunder_moe.ops.operator import OPERATORS, operator_for, weight_operator
 
 __all__ = [
     "check_experts",
@@ -33,8 +32,6 @@ __all__ = [
     "moe_experts",
 ]
 
-GATE_UP_NAMES = ("gate_up", "gate_up_scale", "gate_up_global_scale")
-DOWN_NAMES = ("down", "down_scale", "down_global_scale")
 ORDER_NAMES = ("row_slot", "offsets", "slot_row")
 
 
@@ -43,28 +40,24 @@ def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]
 
 
 def check_experts(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None,
-    format: BlockFormat = NVFP4, expert_ranks: int = 1, **_: Any,
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, first: WeightOperands, second: WeightOperands,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, *given: Tensor | None,
+    gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, expert_ranks: int = 1,
+    **_: Any,
 ) -> None:  # fmt: skip
     """What can be checked without data of the arguments of `f16a_nvfp4weight_moe_experts`.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.
     """
-    first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
-    count = len(format.fields)
     for name, layout in (("gate_up_layout", gate_up_layout), ("down_layout", down_layout)):
         if layout not in LAYOUTS:
             raise ValueError(f"{name}: got {layout!r}, wanted one of {LAYOUTS}")
-    check_weight(*first, gate_up_layout, format=format, names=GATE_UP_NAMES[:count], transposed=True)
-    check_weight(*second, down_layout, format=format, names=DOWN_NAMES[:count], transposed=True)
+    first.check(gate_up_layout)
+    second.check(down_layout)
+    gate_up, down, per_byte = first.codes, second.codes, first.format.codes_per_byte
     require(hidden_states.ndim == 2, "hidden_states", hidden_states, "shape (tokens, hidden_size)")
-    (experts, codes, features), per_byte = gate_up.shape, format.codes_per_byte
+    experts, codes, features = gate_up.shape
     tokens, hidden_size, device = hidden_states.shape[0], per_byte * codes, hidden_states.device
     if hidden_states.shape[1] != hidden_size:
         require(False, "hidden_states", hidden_states, f"{hidden_size} in dim 1, by gate_up")
@@ -74,7 +67,7 @@ def check_experts(
         wanted = f"shape ({tokens}, top_k), {tokens} being the tokens of hidden_states"
         require(False, "expert_ids", expert_ids, wanted)
     require(expert_ids.dtype in (torch.int32, torch.int64), "expert_ids", expert_ids, "dtype int32 or int64")
-    order = dict(zip(ORDER_NAMES, (row_slot, offsets, slot_row), strict=True))
+    order = dict(zip(ORDER_NAMES, (*given, None, None, None), strict=False))
     for name, tensor in dict(expert_ids=expert_ids, gate_up=gate_up, down=down, **order).items():
         if tensor is not None and tensor.device != device:
             require(False, name, tensor, f"device {device}, that of hidden_states")
@@ -105,7 +98,7 @@ def check_experts(
 
 
 def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor | None, **_: Any) -> None:
-    check_order(expert_ids, (*arguments[9:12], None, None, None)[:3])
+    check_order(expert_ids, (*arguments[5:8], None, None, None)[:3])
 
 
 def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
@@ -125,42 +118,34 @@ def check_order(expert_ids: Tensor, order: tuple[Tensor | None, ...]) -> None:
 
 
 def _gradient(
-    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands,
+    down: WeightOperands, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
     *, needs: gradients.Needs, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    format: BlockFormat = NVFP4, expert_ranks: int = 1, **form: Any,
+    expert_ranks: int = 1, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
     if row_slot is None or offsets is None or slot_row is None:
-        row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.shape[0])
+        row_slot, offsets, slot_row = torch.ops.thunder_moe.moe_route(expert_ids, gate_up.codes.shape[0])
     return gradients.moe_experts(
         grad, hidden_states, expert_weights, gate_up_bias, down_bias, (row_slot, offsets, slot_row),
         weight_on_input=weight_on_input, form=GLU(**form), needs=needs,
-        gate_up=gemm_and_dgrad(gate_up, gate_up_scale, gate_up_global_scale, offsets, gate_up_layout, format),
-        down=gemm_and_dgrad(down, down_scale, down_global_scale, offsets, down_layout, format),
+        gate_up=gemm_and_dgrad(gate_up, offsets, gate_up_layout), down=gemm_and_dgrad(down, offsets, down_layout),
     )  # fmt: skip
 
 
-@operator(
+@weight_operator(
     shapes=_shapes,
     check=check_experts,
     check_values=_check_values,
     gradient=_gradient,
     differentiable=("hidden_states", "expert_weights", "gate_up_bias", "down_bias"),
-    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
 )
 def f16a_nvfp4weight_moe_experts(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global_scale: Tensor,
+    gate_up: WeightOperands,
+    down: WeightOperands,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     row_slot: Tensor | None = None,
@@ -214,18 +199,16 @@ def f16a_nvfp4weight_moe_experts(
         ValueError: an operand has the wrong rank, shape, dtype or device, or a part of the order is missing; on a CPU
             also for an order whose values are out of range. The message names the argument.
     """
-    first = weight_from_operands(gate_up, gate_up_scale, gate_up_global_scale, gate_up_layout)
-    second = weight_from_operands(down, down_scale, down_global_scale, down_layout)
     order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
     call = ExpertsCall(
-        hidden_states, expert_ids, expert_weights, first, second, gate_up_bias, down_bias, order, weight_on_input,
-        GLU(alpha, limit, up_shift), expert_ranks,
+        hidden_states, expert_ids, expert_weights, gate_up.packed(gate_up_layout), down.packed(down_layout),
+        gate_up_bias, down_bias, order, weight_on_input, GLU(alpha, limit, up_shift), expert_ranks,
     )  # fmt: skip
-    out: Tensor = select(hidden_states.device, format=first.format.name).moe_experts(call)
+    out: Tensor = select(hidden_states.device, format=gate_up.format.name).moe_experts(call)
     return out
 
 
-f16a_mxfp8weight_moe_experts = in_format(f16a_nvfp4weight_moe_experts, MXFP8)
+f16a_mxfp8weight_moe_experts = OPERATORS["f16a_mxfp8weight_moe_experts"].public
 
 
 def moe_experts(

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
-from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.ops import activation, combine, low_rank, route  # noqa: F401  (registers the operators)
-from thunder_moe.ops.experts import DOWN_NAMES, GATE_UP_NAMES, check_experts, check_order
-from thunder_moe.ops.grouped_mm import operands
-from thunder_moe.ops.operator import OPERATORS, in_format, name_in, operator
+from thunder_moe.ops.experts import check_experts, check_order
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad, operands
+from thunder_moe.ops.operator import OPERATORS, Operator, name_in, weight_operator
 from thunder_moe.routing import gather_rows, scale_of_rows
 
 __all__ = ["f16a_mxfp8weight_moe_experts_lora", "f16a_nvfp4weight_moe_experts_lora", "moe_experts_lora"]
@@ -39,20 +39,12 @@ def _shapes(hidden_states: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, int]]
 
 
 def _check(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    **options: Any,
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands, down: WeightOperands,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_b: Tensor | None = None, *rest: Tensor | None, **options: Any,
 ) -> None:  # fmt: skip
-    check_experts(
-        hidden_states, expert_ids, expert_weights, gate_up, gate_up_scale, gate_up_global_scale,
-        down, down_scale, down_global_scale, gate_up_bias, down_bias, row_slot, offsets, slot_row, **options,
-    )  # fmt: skip
-    experts, features, hidden_size = gate_up.shape[0], gate_up.shape[2], hidden_states.shape[1]
+    check_experts(hidden_states, expert_ids, expert_weights, gate_up, down, *rest, **options)
+    (experts, _, features), hidden_size = gate_up.codes.shape, hidden_states.shape[1]
     pairs = zip(LORA_NAMES[::2], (gate_up_a, down_a), LORA_NAMES[1::2], (gate_up_b, down_b), strict=True)
     for (name_a, a, name_b, b), n, k in zip(pairs, (features, hidden_size), (hidden_size, features // 2), strict=True):
         if (a is None) != (b is None):
@@ -70,20 +62,21 @@ def _check(
 
 
 def _check_values(hidden_states: Tensor, expert_ids: Tensor, *arguments: Tensor | None, **_: Any) -> None:
-    check_order(expert_ids, (*arguments[13:16], None, None, None)[:3])
+    check_order(expert_ids, (*arguments[9:12], None, None, None)[:3])
 
 
-def _gemm(rows: Tensor, weight: Any, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor) -> Tensor:
+def _gemm(
+    rows: Tensor, weight: WeightOperands, layout: str, inner: Tensor | None, b: Tensor | None, offsets: Tensor
+) -> Tensor:
     """The GEMM of a packed weight plus inner x b, (M, N); inner: (M, R), rows x a."""
-    ops = torch.ops.thunder_moe
+    ops, (gemm, _) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
+    if inner is None or b is None:
+        return gemm(rows)
     out: Tensor
-    if weight[2] is None:
-        out = ops.f16a_mxfp8weight_scaled_grouped_mm(rows, *weight[:2], offsets, layout=layout)
-        out = out if inner is None or b is None else out + ops.grouped_linear(inner, b, offsets)
-    elif inner is None or b is None:
-        out = ops.f16a_nvfp4weight_scaled_grouped_mm(rows, *weight, offsets, layout=layout)
+    if weight.format is NVFP4:
+        out = ops.grouped_mm_low_rank(rows, *weight.tensors, offsets, inner, b, layout=layout)
     else:
-        out = ops.grouped_mm_low_rank(rows, *weight, offsets, inner, b, layout=layout)
+        out = gemm(rows) + ops.grouped_linear(inner, b, offsets)
     return out
 
 
@@ -97,23 +90,24 @@ def _gather(
     return rows, product
 
 
-def _dgrad(grad: Tensor, weight: Any, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor) -> Tensor:
+def _dgrad(
+    grad: Tensor, weight: WeightOperands, layout: str, a: Tensor | None, outer: Tensor | None, offsets: Tensor
+) -> Tensor:
     """The gradient (M, K) of the rows of `_gemm`; outer: (M, R), that of rows x a."""
-    ops = torch.ops.thunder_moe
+    ops, (_, dgrad) = torch.ops.thunder_moe, gemm_and_dgrad(weight, offsets, layout)
+    if a is None or outer is None:
+        return dgrad(grad)
     out: Tensor
-    if weight[2] is None:
-        out = ops.f16a_mxfp8weight_scaled_grouped_mm_dgrad(grad, *weight[:2], offsets, layout=layout)
-        out = out if a is None or outer is None else out + ops.grouped_linear_dgrad(outer, a, offsets)
-    elif a is None or outer is None:
-        out = ops.f16a_nvfp4weight_scaled_grouped_mm_dgrad(grad, *weight, offsets, layout=layout)
+    if weight.format is NVFP4:
+        out = ops.grouped_mm_low_rank_dgrad(grad, *weight.tensors, offsets, outer, a, layout=layout)
     else:
-        out = ops.grouped_mm_low_rank_dgrad(grad, *weight, offsets, outer, a, layout=layout)
+        out = dgrad(grad) + ops.grouped_linear_dgrad(outer, a, offsets)
     return out
 
 
 def _before_down(
-    hidden: Tensor, factors: Tensor, order: Any, weight: Any, layout: str, a: Tensor | None, b: Tensor | None,
-    bias: Tensor | None, weight_on_input: bool,
+    hidden: Tensor, factors: Tensor, order: Any, weight: WeightOperands, layout: str, a: Tensor | None,
+    b: Tensor | None, bias: Tensor | None, weight_on_input: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gate and up (M, 2I), and the rows' product with gate_up_a."""
     ops, (row_slot, offsets, _) = torch.ops.thunder_moe, order
@@ -126,27 +120,23 @@ def _before_down(
 
 
 def _gradient(
-    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor,
-    gate_up: Tensor, gate_up_scale: Tensor, gate_up_global_scale: Tensor | None,
-    down: Tensor, down_scale: Tensor, down_global_scale: Tensor | None,
-    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    row_slot: Tensor | None = None, offsets: Tensor | None = None, slot_row: Tensor | None = None,
-    *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR, down_layout: str = LINEAR,
-    kept: Kept | None = None, format: BlockFormat = NVFP4, **form: Any,
+    grad: Tensor, hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands,
+    down: WeightOperands, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, row_slot: Tensor | None = None, offsets: Tensor | None = None,
+    slot_row: Tensor | None = None, *, needs: Any, weight_on_input: bool = False, gate_up_layout: str = LINEAR,
+    down_layout: str = LINEAR, kept: Kept | None = None, **form: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """`kept`: what the forward has kept."""
     ops = torch.ops.thunder_moe
     if row_slot is None or offsets is None or slot_row is None:
-        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.shape[0])
-    first, second = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
+        row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
     of_hidden, of_weights, of_gate_up_a, of_gate_up_b, of_down_a, of_down_b, of_gate_up_bias, of_down_bias = needs
     of_rows = scale_of_rows(expert_weights, row_slot)
     assert of_rows is not None
     if kept is None:
         pre, inner = _before_down(
-            hidden_states, of_rows, (row_slot, offsets, slot_row), first, gate_up_layout, gate_up_a, gate_up_b,
+            hidden_states, of_rows, (row_slot, offsets, slot_row), gate_up, gate_up_layout, gate_up_a, gate_up_b,
             gate_up_bias, weight_on_input,
         )  # fmt: skip
         of_activated = None
@@ -160,7 +150,7 @@ def _gradient(
     before = of_hidden or of_gate_up_a or of_gate_up_b or of_gate_up_bias or of_weights
     of_scales, activated = of_weights and factors is not None, None
     if before:
-        grad_rows = _dgrad(grad_out, second, down_layout, down_a, outer, offsets)
+        grad_rows = _dgrad(grad_out, down, down_layout, down_a, outer, offsets)
         if of_down_a or (of_down_b and of_activated is None):
             grad_pre, grad_factors, activated = ops.swiglu_backward_and_value(
                 grad_rows, pre, factors, offsets, of_scales, **form
@@ -201,7 +191,7 @@ def _gradient(
             if of_gate_up_b:
                 grads["gate_up_b"] = ops.grouped_linear_wgrad(inner, grad_pre, offsets)
         if of_hidden or (of_weights and weight_on_input):
-            grad_rows = _dgrad(grad_pre, first, gate_up_layout, gate_up_a, outer, offsets)
+            grad_rows = _dgrad(grad_pre, gate_up, gate_up_layout, gate_up_a, outer, offsets)
             if weight_on_input:
                 if of_weights:
                     of_row = (grad_rows.float() * gather_rows(hidden_states, row_slot).float()).sum(-1)
@@ -220,24 +210,12 @@ def _of_slots(of_row: Tensor, offsets: Tensor, slot_row: Tensor) -> Tensor:
     return torch.where(live, picked, 0)
 
 
-@operator(
-    shapes=_shapes,
-    check=_check,
-    check_values=_check_values,
-    gradient=_gradient,
-    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
-    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
-)
-def f16a_nvfp4weight_moe_experts_lora(
+def _compute(
     hidden_states: Tensor,
     expert_ids: Tensor,
     expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global_scale: Tensor,
+    gate_up: WeightOperands,
+    down: WeightOperands,
     gate_up_a: Tensor | None = None,
     gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None,
@@ -254,7 +232,34 @@ def f16a_nvfp4weight_moe_experts_lora(
     alpha: float = 1.0,
     limit: float | None = None,
     up_shift: float = 0.0,
-) -> Tensor:
+) -> tuple[Tensor, Any, Kept]:
+    """Return the result, the order of rows, and what `_gradient` can use; its parameters are those of the operators."""
+    ops, order = torch.ops.thunder_moe, (row_slot, offsets, slot_row)
+    if row_slot is None or offsets is None or slot_row is None:
+        order = row_slot, offsets, slot_row = ops.moe_route(expert_ids, gate_up.codes.shape[0])
+    factors = scale_of_rows(expert_weights, row_slot)
+    assert factors is not None
+    pre, inner = _before_down(
+        hidden_states, factors, order, gate_up, gate_up_layout, gate_up_a, gate_up_b, gate_up_bias, weight_on_input
+    )
+    after = None if weight_on_input else factors
+    activated = ops.scaled_activation(pre, after, offsets, alpha=alpha, limit=limit, up_shift=up_shift)
+    of_activated = None if down_a is None else ops.grouped_linear(activated, down_a, offsets)
+    out = _gemm(activated, down, down_layout, of_activated, down_b, offsets)
+    if down_bias is not None:
+        out = ops.grouped_bias(out, offsets, down_bias, after)
+    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner, of_activated)
+
+
+@weight_operator(
+    shapes=_shapes,
+    check=_check,
+    check_values=_check_values,
+    gradient=_gradient,
+    differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
+    signature_of=_compute,
+)
+def f16a_nvfp4weight_moe_experts_lora(*arguments: Any, **options: Any) -> Tensor:
     """`f16a_nvfp4weight_moe_experts` with a low-rank term beside each weight: ``W x + B (A x)``.
 
     Differentiable in hidden_states, expert_weights, the adapters and the biases. The arguments are those of
@@ -272,45 +277,16 @@ def f16a_nvfp4weight_moe_experts_lora(
     Raises:
         ValueError: an operand has the wrong rank, shape, dtype or device, or one of a pair is missing.
     """
-    form = dict(alpha=alpha, limit=limit, up_shift=up_shift)
-    order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
-    adapters = (gate_up_a, gate_up_b, down_a, down_b)
-    packed = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
-    layouts = gate_up_layout, down_layout
-    inputs = hidden_states, expert_ids, expert_weights
-    return _compute(inputs, packed, layouts, adapters, (gate_up_bias, down_bias), order, weight_on_input, form)[0]
-
-
-def _compute(
-    inputs: tuple[Tensor, Tensor, Tensor], packed: Any, layouts: tuple[str, str], adapters: tuple[Tensor | None, ...],
-    biases: tuple[Tensor | None, Tensor | None], order: Any, weight_on_input: bool, form: dict[str, Any],
-) -> tuple[Tensor, Any, Kept]:  # fmt: skip
-    """The result, the order of rows, and what `_gradient` can use."""
-    ops, (hidden_states, expert_ids, expert_weights) = torch.ops.thunder_moe, inputs
-    order = ops.moe_route(expert_ids, packed[0][0].shape[0]) if order is None else order
-    _, offsets, slot_row = order
-    gate_up_a, gate_up_b, down_a, down_b = adapters
-    factors = scale_of_rows(expert_weights, order[0])
-    assert factors is not None
-    pre, inner = _before_down(
-        hidden_states, factors, order, packed[0], layouts[0], gate_up_a, gate_up_b, biases[0], weight_on_input
-    )
-    after = None if weight_on_input else factors
-    activated = ops.scaled_activation(pre, after, offsets, **form)
-    of_activated = None if down_a is None else ops.grouped_linear(activated, down_a, offsets)
-    out = _gemm(activated, packed[1], layouts[1], of_activated, down_b, offsets)
-    if biases[1] is not None:
-        out = ops.grouped_bias(out, offsets, biases[1], after)
-    return ops.moe_combine(out, offsets, slot_row), order, (pre, inner, of_activated)
+    return _compute(*arguments, **options)[0]
 
 
 def _kept_shapes(
-    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, *rest: Any, **_: Any
+    hidden_states: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: WeightOperands, *rest: Any, **_: Any
 ) -> tuple[tuple[int, ...], ...]:
-    ranks = [0 if a is None else a.shape[1] for a in (*rest, *(None,) * 8)[5:9:2]]
+    ranks = [0 if a is None else a.shape[1] for a in (*rest, *(None,) * 8)[1:5:2]]
     rows = expert_ids.shape[0] * expert_ids.shape[1]
     products = ((rows if rank else 0, rank) for rank in ranks)
-    return tuple(hidden_states.shape), (rows, gate_up.shape[2]), *products
+    return tuple(hidden_states.shape), (rows, gate_up.codes.shape[2]), *products
 
 
 def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tuple[Tensor | None, ...]:
@@ -318,87 +294,45 @@ def _kept_gradient(grad: Tensor, *saved: Any, needs: Any, **options: Any) -> tup
     return _gradient(grad, *args, needs=needs, kept=(pre, inner, of_activated), **options)
 
 
-@operator(
+@weight_operator(
     shapes=_kept_shapes,
     check=_check,
     check_values=_check_values,
     gradient=_kept_gradient,
     differentiable=("hidden_states", "expert_weights", *LORA_NAMES, "gate_up_bias", "down_bias"),
     saved_results=slice(1, 4),
-    frozen=(*GATE_UP_NAMES, *DOWN_NAMES),
+    signature_of=_compute,
 )
-def f16a_nvfp4weight_moe_experts_lora_kept(
-    hidden_states: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_global_scale: Tensor,
-    down: Tensor,
-    down_scale: Tensor,
-    down_global_scale: Tensor,
-    gate_up_a: Tensor | None = None,
-    gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    row_slot: Tensor | None = None,
-    offsets: Tensor | None = None,
-    slot_row: Tensor | None = None,
-    *,
-    weight_on_input: bool = False,
-    gate_up_layout: str = LINEAR,
-    down_layout: str = LINEAR,
-    alpha: float = 1.0,
-    limit: float | None = None,
-    up_shift: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def f16a_nvfp4weight_moe_experts_lora_kept(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`f16a_nvfp4weight_moe_experts_lora`, and what its backward uses: gate and up (M, 2I), and the products of the
     rows with gate_up_a and of the activation with down_a (M, R).
 
     For compiled graphs, which keep these; the last two are empty without adapters. Only the first has a gradient.
     """
-    order = None if row_slot is None or offsets is None or slot_row is None else (row_slot, offsets, slot_row)
-    packed = (gate_up, gate_up_scale, gate_up_global_scale), (down, down_scale, down_global_scale)
-    inputs, adapters = (hidden_states, expert_ids, expert_weights), (gate_up_a, gate_up_b, down_a, down_b)
-    layouts, form = (gate_up_layout, down_layout), dict(alpha=alpha, limit=limit, up_shift=up_shift)
-    biases = gate_up_bias, down_bias
-    out, _, (pre, *inner) = _compute(inputs, packed, layouts, adapters, biases, order, weight_on_input, form)
-    first, second = (hidden_states.new_empty(0, 0) if each is None else each for each in inner)
+    out, _, (pre, *inner) = _compute(*arguments, **options)
+    first, second = (out.new_empty(0, 0) if each is None else each for each in inner)
     return out, pre, first, second
 
 
 class _Keeping(torch.autograd.Function):
-    """The operator's autograd where gate and up are kept: (options, *arguments of the operator) -> its result."""
+    """An operator's autograd where gate and up are kept: (the operator, options, *its arguments) -> its result."""
 
     @staticmethod
-    def forward(ctx: Any, options: dict[str, Any], *args: Any) -> Tensor:
-        form = {name: value for name, value in options.items() if name in ("alpha", "limit", "up_shift")}
-        order = None if args[15] is None else args[15:18]
-        layouts = options["gate_up_layout"], options["down_layout"]
-        out, order, kept = _compute(
-            args[:3], (args[3:6], args[6:9]), layouts, args[9:13], args[13:15], order, options["weight_on_input"], form
-        )
-        ctx.save_for_backward(*args[:15], *order, *kept)
-        ctx.options = options
+    def forward(ctx: Any, operator: Operator, options: dict[str, Any], *args: Any) -> Tensor:
+        out, order, kept = _compute(*operator.described(args), **options)
+        ctx.save_for_backward(*args[:-3], *order, *kept)
+        ctx.operator, ctx.options = operator, options
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *args, pre, inner, of_activated = ctx.saved_tensors
-        needs = [ctx.needs_input_grad[1 + position] for position in _OPERATOR.positions]
-        grads = _gradient(grad, *args, needs=needs, kept=(pre, inner, of_activated), **ctx.options)
-        of: list[Tensor | None] = [None] * 18
-        for position, each in zip(_OPERATOR.positions, grads, strict=True):
-            of[position] = each
-        return None, *of
+        needs = [ctx.needs_input_grad[2 + position] for position in ctx.operator.positions]
+        grads = _kept_gradient(grad, *ctx.operator.described(ctx.saved_tensors), needs=needs, **ctx.options)
+        of = dict(zip(ctx.operator.positions, grads, strict=True))
+        return None, None, *(of.get(position) for position in range(len(ctx.saved_tensors) - 3))
 
 
-f16a_mxfp8weight_moe_experts_lora = in_format(f16a_nvfp4weight_moe_experts_lora, MXFP8)
-in_format(f16a_nvfp4weight_moe_experts_lora_kept, MXFP8)
-_NAME = "f16a_nvfp4weight_moe_experts_lora"
-_OPERATOR = OPERATORS[_NAME]
+f16a_mxfp8weight_moe_experts_lora = OPERATORS["f16a_mxfp8weight_moe_experts_lora"].public
 
 
 def moe_experts_lora(
@@ -418,7 +352,7 @@ def moe_experts_lora(
         **options: the operator's, without the layouts.
     """
     options |= dict(gate_up_layout=gate_up.layout, down_layout=down.layout)
-    name = name_in(_NAME, gate_up.format)
+    name = name_in("f16a_nvfp4weight_moe_experts_lora", gate_up.format)
     adapters_and_biases, order = rest[:6], rest[6:]
     if keep and torch.is_grad_enabled() and torch.compiler.is_compiling():
         if order[0] is None:  # the backward reads it, too
@@ -430,13 +364,8 @@ def moe_experts_lora(
         return kept[0]
     args = *inputs, *operands(gate_up), *operands(down), *adapters_and_biases, *order
     if keep and torch.is_grad_enabled():
-        OPERATORS[name].check(*args, **options)
-        OPERATORS[name].check_values(*args, **options)
-        packed = ((*operands(weight), None)[:3] for weight in (gate_up, down))
-        first, second = packed
-        out: Tensor = _Keeping.apply(  # type: ignore[no-untyped-call]
-            options, *inputs, *first, *second, *adapters_and_biases, *order
-        )
-        return out
-    out = getattr(torch.ops.thunder_moe, name)(*args, **options)
+        _check_values(*OPERATORS[name].check(*args, **options))
+        kept_out: Tensor = _Keeping.apply(OPERATORS[name], options, *args)  # type: ignore[no-untyped-call]
+        return kept_out
+    out: Tensor = getattr(torch.ops.thunder_moe, name)(*args, **options)
     return out

@@ -12,59 +12,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import gradients
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias_grad)
 from thunder_moe.ops.checks import check_index_values, check_offset_values, check_operands, check_optional
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad, weight_from_operands
-from thunder_moe.ops.operator import in_format, operator
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad
+from thunder_moe.ops.operator import OPERATORS, weight_operator
 
 __all__ = ["f16a_mxfp8weight_grouped_mm_combine", "f16a_nvfp4weight_grouped_mm_combine"]
 
 
 def _shapes(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
-    *_: Any, **__: Any,
-) -> tuple[tuple[int, int]]:  # fmt: skip
-    return ((slot_row.shape[0], packed.shape[2]),)
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, slot_row: Tensor, *_: Any, **__: Any
+) -> tuple[tuple[int, int]]:
+    return ((slot_row.shape[0], weight.codes.shape[2]),)
 
 
 def _check(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
-    slot_weight: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR,
-    format: BlockFormat = NVFP4,
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, slot_row: Tensor, slot_weight: Tensor | None = None,
+    bias: Tensor | None = None, *, layout: str = LINEAR,
 ) -> None:  # fmt: skip
-    check_operands(activation, packed, scale, global_scale, offsets, layout, format)
+    check_operands(activation, weight, offsets, layout)
+    experts, _, features = weight.codes.shape
     require(slot_row.ndim == 2, "slot_row", slot_row, "shape (tokens, top_k)")
     require(slot_row.dtype == torch.int32, "slot_row", slot_row, "dtype int32")
     if slot_row.device != activation.device:
         raise mismatch("slot_row", slot_row, f"device {activation.device}")
     check_optional("slot_weight", slot_weight, tuple(slot_row.shape), activation)
-    check_optional("bias", bias, (packed.shape[0], packed.shape[2]), activation)
+    check_optional("bias", bias, (experts, features), activation)
 
 
 def _check_values(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor, slot_row: Tensor,
-    *_: Any, **__: Any,
-) -> None:  # fmt: skip
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, slot_row: Tensor, *_: Any, **__: Any
+) -> None:
     check_offset_values(offsets, activation.shape[0])
     if offsets.device.type == "cpu":
         check_index_values("slot_row", slot_row, -1, int(offsets[-1]), "the rows of the experts, or -1 for none")
 
 
 def _gradient(
-    grad: Tensor, activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    slot_row: Tensor, *weights: Tensor | None, needs: gradients.Needs, layout: str = LINEAR,
-    format: BlockFormat = NVFP4,
+    grad: Tensor, activation: Tensor, weight: WeightOperands, offsets: Tensor, slot_row: Tensor,
+    *weights: Tensor | None, needs: gradients.Needs, layout: str = LINEAR,
 ) -> gradients.Gradients:  # fmt: skip
-    gemms = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
+    gemms = gemm_and_dgrad(weight, offsets, layout)
     return gradients.grouped_mm_combine(grad, activation, offsets, slot_row, *weights, gemms=gemms, needs=needs)
 
 
-@operator(
+@weight_operator(
     shapes=_shapes,
     check=_check,
     check_values=_check_values,
@@ -73,9 +70,7 @@ def _gradient(
 )
 def f16a_nvfp4weight_grouped_mm_combine(
     activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
+    weight: WeightOperands,
     offsets: Tensor,
     slot_row: Tensor,
     slot_weight: Tensor | None = None,
@@ -106,10 +101,9 @@ def f16a_nvfp4weight_grouped_mm_combine(
             dtype or device; on a CPU also for rows in slot_row below -1 or past the experts' rows. Elsewhere slots
             without a row of the activation count nothing.
     """
-    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
     kernel = select(activation.device, format=weight.format.name).grouped_mm_combine
-    out: Tensor = kernel(activation, weight, offsets, slot_row, slot_weight, bias)
+    out: Tensor = kernel(activation, weight.packed(layout), offsets, slot_row, slot_weight, bias)
     return out
 
 
-f16a_mxfp8weight_grouped_mm_combine = in_format(f16a_nvfp4weight_grouped_mm_combine, MXFP8)
+f16a_mxfp8weight_grouped_mm_combine = OPERATORS["f16a_mxfp8weight_grouped_mm_combine"].public

@@ -13,35 +13,35 @@ import torch
 from torch import Tensor
 
 from thunder_moe.activations import GLU
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import gradients
 from thunder_moe.kernels.select import select
 from thunder_moe.ops import grouped_linear  # noqa: F401  (registers grouped_bias_grad)
 from thunder_moe.ops.checks import check_index_values, check_offset_values, check_operands, check_optional
-from thunder_moe.ops.grouped_mm import gemm_and_dgrad, weight_from_operands
-from thunder_moe.ops.operator import in_format, operator
+from thunder_moe.ops.grouped_mm import gemm_and_dgrad
+from thunder_moe.ops.operator import OPERATORS, weight_operator
 
 __all__ = ["f16a_mxfp8weight_grouped_swiglu", "f16a_nvfp4weight_grouped_swiglu"]
 
 
 def _shapes(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    row_slot: Tensor | None = None, *_: Any, **__: Any,
-) -> tuple[tuple[int, int]]:  # fmt: skip
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, row_slot: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[tuple[int, int]]:
     rows = (activation if row_slot is None else row_slot).shape[0]
-    return ((rows, packed.shape[2] // 2),)
+    return ((rows, weight.codes.shape[2] // 2),)
 
 
 def _check(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    row_slot: Tensor | None = None, slot_scale: Tensor | None = None, bias: Tensor | None = None,
-    *, layout: str = LINEAR, limit: float | None = None, format: BlockFormat = NVFP4, **_: Any,
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, row_slot: Tensor | None = None,
+    slot_scale: Tensor | None = None, bias: Tensor | None = None, *, layout: str = LINEAR, limit: float | None = None,
+    **_: Any,
 ) -> None:  # fmt: skip
-    check_operands(activation, packed, scale, global_scale, offsets, layout, format)
-    require(packed.shape[2] % 2 == 0, format.operands[0], packed, "an even out_features: gate rows, then up rows")
-    check_optional("bias", bias, (packed.shape[0], packed.shape[2]), activation)
+    check_operands(activation, weight, offsets, layout)
+    codes = weight.codes
+    require(codes.shape[2] % 2 == 0, weight.names[0], codes, "an even out_features: gate rows, then up rows")
+    check_optional("bias", bias, (codes.shape[0], codes.shape[2]), activation)
     tokens = activation.shape[0]
     if row_slot is None:
         check_optional("slot_scale", slot_scale, (tokens,), activation)
@@ -64,9 +64,8 @@ def _token_multiple(slots: int, tokens: int) -> bool:
 
 
 def _check_values(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    row_slot: Tensor | None = None, *_: Any, **__: Any,
-) -> None:  # fmt: skip
+    activation: Tensor, weight: WeightOperands, offsets: Tensor, row_slot: Tensor | None = None, *_: Any, **__: Any
+) -> None:
     if row_slot is None:
         check_offset_values(offsets, activation.shape[0])
     else:
@@ -75,14 +74,14 @@ def _check_values(
 
 
 def _gradient(
-    grad: Tensor, activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, offsets: Tensor,
-    *routing: Tensor | None, needs: gradients.Needs, layout: str = LINEAR, format: BlockFormat = NVFP4, **form: Any,
+    grad: Tensor, activation: Tensor, weight: WeightOperands, offsets: Tensor, *routing: Tensor | None,
+    needs: gradients.Needs, layout: str = LINEAR, **form: Any,
 ) -> gradients.Gradients:  # fmt: skip
-    gemms = gemm_and_dgrad(packed, scale, global_scale, offsets, layout, format)
+    gemms = gemm_and_dgrad(weight, offsets, layout)
     return gradients.grouped_swiglu(grad, activation, offsets, *routing, form=GLU(**form), gemms=gemms, needs=needs)
 
 
-@operator(
+@weight_operator(
     shapes=_shapes,
     check=_check,
     check_values=_check_values,
@@ -91,9 +90,7 @@ def _gradient(
 )
 def f16a_nvfp4weight_grouped_swiglu(
     activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
+    weight: WeightOperands,
     offsets: Tensor,
     row_slot: Tensor | None = None,
     slot_scale: Tensor | None = None,
@@ -132,10 +129,9 @@ def f16a_nvfp4weight_grouped_swiglu(
             row_slot, slot_scale, bias or limit that do not fit; on a CPU also for slots in row_slot outside of [0, M).
             Elsewhere the output of their rows is undefined, and their gradients are zero.
     """
-    weight = weight_from_operands(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
     kernel, form = select(activation.device, format=weight.format.name).grouped_swiglu, GLU(alpha, limit, up_shift)
-    out: Tensor = kernel(activation, weight, offsets, row_slot, slot_scale, bias, form)
+    out: Tensor = kernel(activation, weight.packed(layout), offsets, row_slot, slot_scale, bias, form)
     return out
 
 
-f16a_mxfp8weight_grouped_swiglu = in_format(f16a_nvfp4weight_grouped_swiglu, MXFP8)
+f16a_mxfp8weight_grouped_swiglu = OPERATORS["f16a_mxfp8weight_grouped_swiglu"].public

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels.select import training_kernels
 from thunder_moe.ops.grouped_linear import int32_offsets, register_training_operator
-from thunder_moe.ops.grouped_mm import weight_from_operands as _weight
 
 __all__: list[str] = []
 
@@ -31,7 +31,8 @@ def _grouped_mm_low_rank(
     layout: str = LINEAR,
 ) -> Tensor:  # fmt: skip
     """(M, K), inner (M, R), b (E, N, R) -> (M, N)."""
-    weight, ends = _weight(fp4_weight, scale, global_scale, layout), int32_offsets(offsets, rows.shape[0])
+    weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
+    ends = int32_offsets(offsets, rows.shape[0])
     out: Tensor = training_kernels(rows.device).grouped_mm_low_rank(rows, weight, ends, inner, b)
     return out
 
@@ -48,7 +49,8 @@ def _grouped_mm_low_rank_dgrad(
     layout: str = LINEAR,
 ) -> Tensor:  # fmt: skip
     """(M, N), outer (M, R), a (E, R, K) -> (M, K)."""
-    weight, ends = _weight(fp4_weight, scale, global_scale, layout), int32_offsets(offsets, grad.shape[0], "grad")
+    weight = WeightOperands(fp4_weight, scale, global_scale).packed(layout)
+    ends = int32_offsets(offsets, grad.shape[0], "grad")
     out: Tensor = training_kernels(grad.device).grouped_mm_low_rank_dgrad(grad, weight, ends, outer, a)
     return out
 

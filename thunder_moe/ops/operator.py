@@ -10,14 +10,15 @@ Host time is what a call costs on a fast device, so the registration is torch.li
 transform) leave the dispatcher out: `Operator.__call__`. On CUDA they then run a chain of kernels, past the checks,
 that an earlier call with arguments of the same shapes, strides, dtypes and devices has prepared (cuda/chain.py).
 
-Operators of weights are described for NVFP4; `in_format` makes those of another number format of the same description.
+A description has each packed weight as one argument, `WeightOperands`. `weight_operator` registers an operator for
+each number format, whose schema has the tensors of the format's weights in its place.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import update_wrapper, wraps
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,27 +30,23 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from thunder_moe.formats.block_format import NVFP4, BlockFormat
+from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.select import chosen_backend, has_chains, prepare
-from thunder_moe.ops.checks import (
-    WEIGHT_NAMES,
-    refuse_forward_ad,
-    refuse_transformed_gradients,
-    refuse_weight_gradients,
-)
+from thunder_moe.ops.checks import refuse_forward_ad, refuse_transformed_gradients, refuse_weight_gradients
 
 __all__ = [
     "OPERATORS",
     "Operator",
     "define",
-    "in_format",
     "is_eager",
     "is_plain_eager",
     "name_in",
     "operator",
     "operator_for",
+    "weight_operator",
 ]
 
 P = ParamSpec("P")
@@ -70,11 +67,18 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
+def _no_values(*args: Any, **options: Any) -> None:
+    """For operators without checks of data."""
+
+
 class Operator:
     """An operator of the namespace thunder_moe.
 
+    The functions of the description take the operator's arguments with the tensors of each weight as one argument.
+
     Args:
-        function: runs the kernel; its signature is the schema.
+        function: runs the kernel; its signature is the schema, with the tensors of a weight in place of each argument
+            that is annotated as `WeightOperands`.
         shapes: the arguments -> the shapes of the results. It reads shapes alone, so that it serves tensors, fake
             tensors and the proxies of Thunder.
         check: raises ValueError for arguments that do not fit; reads no data.
@@ -83,15 +87,17 @@ class Operator:
         gradient: (grad of the first result, *saved arguments, *saved results, needs=, **options) -> the gradients of
             `differentiable`, those that `needs` asks for. None: the results are integers. It may raise instead.
         differentiable: the names of arguments that get a gradient.
-        saved: the positions of the arguments that the gradient reads.
+        saved: the positions of the function's arguments that the gradient reads.
         saved_results: the positions of the results that it reads.
-        frozen: the names of arguments, where it has them, that may not require a gradient when a gradient is recorded.
+        signature_of: the function whose parameters it has, where `function` is written for any.
+        of_nvfp4: the names of optional arguments that operators of other formats do not have.
         format: of its weights, if it has any.
 
     Attributes:
-        name: of the operator, without the namespace.
-        signature: of the function.
+        name: of the operator, without the namespace; the function's name has NVFP4's in it.
+        signature: of the operator.
         positions: of `differentiable` among the arguments.
+        public: a function that calls the operator.
     """
 
     def __init__(
@@ -100,19 +106,38 @@ class Operator:
         *,
         shapes: Callable[..., tuple[Shape, ...]],
         check: Callable[..., None],
-        check_values: Callable[..., None],
-        dtype: torch.dtype | Dtypes | None,
-        gradient: Callable[..., Gradients] | None,
-        differentiable: Sequence[str],
-        saved: slice,
-        saved_results: slice,
-        frozen: Sequence[str],
+        check_values: Callable[..., None] = _no_values,
+        dtype: torch.dtype | Dtypes | None = None,
+        gradient: Callable[..., Gradients] | None = None,
+        differentiable: Sequence[str] = (),
+        saved: slice = slice(None),
+        saved_results: slice = slice(0),
+        signature_of: Callable[..., Any] | None = None,
+        of_nvfp4: Sequence[str] = (),
         format: BlockFormat = NVFP4,
     ) -> None:
-        self.name, self.signature, self.format = function.__name__, inspect.signature(function), format
-        self.shapes, self._check, self.check_values, self._dtype = shapes, check, check_values, dtype
+        self.name, self.format = name_in(function.__name__, format), format
+        self._shapes, self._check, self._check_values, self._dtype = shapes, check, check_values, dtype
         self.differentiable, self._gradient, self._function = differentiable, gradient, function
         self._saved, self._saved_results = saved, saved_results
+        described = inspect.signature(signature_of or function)
+        flat: list[inspect.Parameter] = []
+        places: list[int] = []  # of the described arguments among the operator's
+        self._weights: list[tuple[slice, Callable[..., WeightOperands]]] = []  # by their places, the last one first
+        self._frozen: list[tuple[str, int]] = []
+        for value in described.parameters.values():
+            if value.kind is not value.KEYWORD_ONLY:
+                places.append(len(flat))
+            if value.annotation in (WeightOperands, "WeightOperands"):
+                names = format.operand_names(value.name)
+                tensors = slice(len(flat), len(flat) + len(names))
+                self._weights.insert(0, (tensors, partial(WeightOperands, format=format, names=names)))
+                self._frozen += [(name, len(flat) + index) for index, name in enumerate(names)]
+                flat += [value.replace(name=name, annotation="Tensor") for name in names]
+            elif format is NVFP4 or value.name not in of_nvfp4:
+                flat.append(value)
+        returned = inspect.signature(function).return_annotation
+        self.signature = described.replace(parameters=flat, return_annotation=returned)
         parameters = self.signature.parameters
         self._positional = [name for name, value in parameters.items() if value.kind is not value.KEYWORD_ONLY]
         defaults = {name: None if value.default is value.empty else value.default for name, value in parameters.items()}
@@ -120,10 +145,13 @@ class Operator:
         self._defaults = tuple(defaults[name] for name in self._positional)
         self._options = {name: value for name, value in defaults.items() if name not in self._positional}
         self.positions = tuple(map(self._positional.index, differentiable))
-        self._frozen = [(name, self._positional.index(name)) for name in frozen if name in self._positional]
+        start, stop, _ = saved.indices(len(places))
+        places.append(len(self._positional))
+        self._saved_places = slice(places[start], places[stop])
         self._least = sum(parameters[name].default is inspect.Parameter.empty for name in self._positional)
         self._recent: tuple[Any, ...] = ()
-        schema = torch.library.infer_schema(function, mutates_args=())
+        self.public = self._public()
+        schema = torch.library.infer_schema(self.public, mutates_args=())
         library, self._overload = define(self.name, schema, self._run, self._fake)
         for key in ("CPU", "CUDA"):
             library.impl(self.name, self._run_plain, key)
@@ -135,13 +163,46 @@ class Operator:
         if gradient is not None:
             self._differentiably = _autograd_function(self).apply
             library.impl(self.name, self._dispatch, "Autograd", with_keyset=True)
+        OPERATORS[self.name] = self
 
-    def check(self, *args: Any, **options: Any) -> None:
-        """Raises the error of arguments that do not fit, as far as it can be told without data."""
+    def _public(self) -> Callable[..., Any]:
+        @wraps(self._function)
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                return self._packet(*args, **options) if torch.compiler.is_compiling() else self(*args, **options)
+            except RuntimeError:
+                self.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
+                raise
+
+        call.__name__ = call.__qualname__ = self.name
+        call.__signature__ = self.signature  # type: ignore[attr-defined]
+        if self.format is not NVFP4:
+            call.__doc__ = _documentation(self._function, self.format)
+        return call
+
+    def described(self, args: Sequence[Any]) -> list[Any]:
+        """Return arguments as the functions of the description take them: the tensors of a weight as one argument."""
+        described = list(args)
+        for places, weight in self._weights:
+            described[places] = [weight(*args[places])]
+        return described
+
+    def check(self, *args: Any, **options: Any) -> list[Any]:
+        """Raise the error of arguments that do not fit, as far as it can be told without data.
+
+        Returns:
+            The arguments, `described`.
+        """
         for name, value, required in zip(self._positional, args, self._required, strict=False):
             if value is None and required:  # which torch takes for an undefined tensor
                 raise TypeError(f"{name}: got None, wanted a tensor")
-        self._check(*args, **options)
+        described = self.described(args)
+        self._check(*described, **options)
+        return described
+
+    def shapes(self, *args: Any, **options: Any) -> tuple[Shape, ...]:
+        """Return the shapes of the results."""
+        return self._shapes(*self.described(args), **options)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
         """Of the results; None for that of the first argument."""
@@ -156,12 +217,12 @@ class Operator:
             ValueError: as the operator, and for a grad that is not of its result's shape.
         """
         assert self._gradient is not None
-        self.check(*args, **options)
-        self.check_values(*args, **options)
-        (shape,) = self.shapes(*args, **options)
+        described = self.check(*args, **options)
+        self._check_values(*described, **options)
+        (shape,) = self._shapes(*described, **options)
         require(tuple(grad.shape) == shape, "grad", grad, f"shape {shape}")
         needs = (True,) * len(self.positions) if needs is None else needs
-        return self._gradient(grad, *args[self._saved], needs=needs, **options)
+        return self._gradient(grad, *described[self._saved], needs=needs, **options)
 
     def _dispatch(self, keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         """The kernel of the autograd key: the shortest way where there is no gradient and nothing else to dispatch."""
@@ -222,20 +283,21 @@ class Operator:
         chain = chains.find(kind)
         if chain is chains.UNKNOWN:
             result = self._run(*args, **options)
-            prepare(self.name, args, options, self.format.name, kind)
+            prepare(self.name, self.described(args), options, self.format.name, kind)
             return result
         if chain is None:
-            return self._compute(*args, **options)
+            return self._compute(*self.described(args), **options)
         self._recent = (chain, *[other for other in self._recent if other is not chain][: _MAX_RECENT - 1])
         result = chain(*args, **options)
-        return self._compute(*args, **options) if result is None else result  # of another alignment, say
+        # None for another alignment, say.
+        return self._compute(*self.described(args), **options) if result is None else result
 
     def _run(self, *args: Any, **options: Any) -> Any:
         if self._differentiably is not None:
             refuse_forward_ad()
-        self.check(*args, **options)
-        self.check_values(*args, **options)
-        return self._compute(*args, **options)
+        described = self.check(*args, **options)
+        self._check_values(*described, **options)
+        return self._compute(*described, **options)
 
     def _compute(self, *args: Any, **options: Any) -> Any:
         """The results of the function, none of them a view: autograd lets nobody change views of a kernel's tensors."""
@@ -243,8 +305,8 @@ class Operator:
         return tuple(map(_no_view, results)) if isinstance(results, tuple) else _no_view(results)
 
     def _fake(self, *args: Any, **options: Any) -> Any:
-        self.check(*args, **options)
-        described = zip(self.shapes(*args, **options), self.dtypes(*args, **options), strict=True)
+        shapes = self._shapes(*self.check(*args, **options), **options)
+        described = zip(shapes, self.dtypes(*args, **options), strict=True)
         results = tuple(args[0].new_empty(shape, dtype=dtype) for shape, dtype in described)
         return results if len(results) > 1 else results[0]
 
@@ -253,7 +315,7 @@ class Operator:
         args = args + self._defaults[len(args) :]
         refuse_weight_gradients((name, args[position]) for name, position in self._frozen)
         results = results[self._saved_results] if isinstance(results, tuple) else ()
-        saved = *args[self._saved], *results
+        saved = *args[self._saved_places], *results
         ctx.save_for_backward(*saved)
         ctx.saves, ctx.options = bool(saved), self._options | options
 
@@ -263,7 +325,8 @@ class Operator:
         needs = tuple(any(needs_grad[position : position + 1]) for position in self.positions)
         # Reading them is an error in a second backward, which one that saves nothing can do: of a cached weight, say.
         saved = ctx.saved_tensors if ctx.saves else ()
-        grads = self._gradient(grad, *saved, needs=needs, **ctx.options)
+        described = self.described((*(None,) * self._saved_places.start, *saved))[self._saved.start :]
+        grads = self._gradient(grad, *described, needs=needs, **ctx.options)
         result: list[Tensor | None] = [None] * len(self._positional)
         for position, of_argument in zip(self.positions, grads, strict=True):
             result[position] = of_argument
@@ -390,56 +453,29 @@ def _no_view(result: Tensor) -> Any:
     return torch.ops.aten._unsafe_view.default(result, result.shape) if result._is_view() else result
 
 
-def _no_values(*args: Any, **options: Any) -> None:
-    """For operators without checks of data."""
-
-
-def operator(
-    *,
-    shapes: Callable[..., tuple[Shape, ...]],
-    check: Callable[..., None],
-    check_values: Callable[..., None] = _no_values,
-    dtype: torch.dtype | Dtypes | None = None,
-    gradient: Callable[..., Gradients] | None = None,
-    differentiable: Sequence[str] = (),
-    saved: slice = slice(None),
-    saved_results: slice = slice(0),
-    frozen: Sequence[str] = WEIGHT_NAMES,
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates the function of an operator: registers it, and gives a function that calls the operator.
+def operator(**description: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate the function of an operator: register it, and give a function that calls the operator.
 
     The arguments are those of `Operator`.
     """
-    description = dict(
-        shapes=shapes, check=check, check_values=check_values, dtype=dtype, gradient=gradient,
-        differentiable=differentiable, saved=saved, saved_results=saved_results, frozen=frozen,
-    )  # fmt: skip
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
-        _DESCRIPTIONS[function.__name__] = function, description
-        return _registered(function, description)
+        return Operator(function, **description).public
 
     return register
 
 
-def _registered(function: Callable[P, R], description: dict[str, Any]) -> Callable[P, R]:
-    described = OPERATORS[function.__name__] = Operator(function, **description)
-    registered = getattr(torch.ops.thunder_moe, described.name)
+def weight_operator(**description: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Decorate the function of the operators of packed weights: register one for each number format.
 
-    @wraps(function)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        try:
-            result: R = registered(*args, **options) if torch.compiler.is_compiling() else described(*args, **options)
-        except RuntimeError:
-            described.signature.bind(*args, **options)  # a TypeError for arguments that are missing or unknown
-            raise
-        return result
+    The arguments are those of `Operator`. The function that is given calls the operator for NVFP4.
+    """
 
-    return call
+    def register(function: Callable[..., R]) -> Callable[..., R]:
+        of_nvfp4, *_ = (Operator(function, format=format, **description) for format in BLOCK_FORMATS.values())
+        return of_nvfp4.public
 
-
-_DESCRIPTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {}  # by the operator's name, in NVFP4
-_OF_NVFUSER = ("blockscale_offsets", "problem_sizes")  # arguments of NVFP4 operators that its kernels alone read
+    return register
 
 
 def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
@@ -456,66 +492,14 @@ def name_in(name: str, format: BlockFormat) -> str:
     return name.replace(NVFP4.name, format.name)
 
 
-def in_format(call: Callable[..., R], format: BlockFormat) -> Callable[..., R]:
-    """Registers what `operator` has registered for NVFP4 for weights of another number format, too.
-
-    The operator has the arguments of NVFP4's without those that the format's weights do not have. The functions of its
-    description get None for them, and the format as their option `format`.
-
-    Args:
-        call: what `operator` has made of a function.
-        format: of the weights.
-
-    Returns:
-        A function that calls the operator.
-    """
-    function, of_nvfp4 = _DESCRIPTIONS[call.__name__]
-    signature = inspect.signature(function)
-    parameters = list(signature.parameters.values())
-    # By what their names end with: weights that share an operator have names of their own.
-    without = tuple(field for field in NVFP4.fields if field not in format.fields)
-    dropped = [value.name.endswith(without) or value.name in _OF_NVFUSER for value in parameters]
-    absent = [place for place, drop in enumerate(dropped) if drop]
-    renamed = dict(zip(NVFP4.operands, format.operands, strict=False))
-    kept = [
-        value.replace(name=renamed.get(value.name, value.name))
-        for value, drop in zip(parameters, dropped, strict=True)
-        if not drop
-    ]
-    saved = of_nvfp4["saved"]
-    start, stop, _ = saved.indices(len(parameters))
-    lacking = [place for place in absent if start <= place < stop]
-    if saved.stop is not None:
-        saved = slice(saved.start, saved.stop - sum(place < stop for place in absent))
-
-    def adapted(given: Callable[..., Any], absent: Sequence[int], **options: Any) -> Callable[..., Any]:
-        def run(*args: Any, **more: Any) -> Any:
-            args_in_nvfp4 = list(args)
-            for place in absent:
-                if place <= len(args_in_nvfp4):
-                    args_in_nvfp4.insert(place, None)
-            return given(*args_in_nvfp4, **more, **options)
-
-        return run
-
-    description = {
-        name: adapted(value, absent, format=format) if name in ("shapes", "check", "check_values") else value
-        for name, value in of_nvfp4.items()
-    }
-    description["frozen"] = [renamed.get(name, name) for name in of_nvfp4["frozen"]]
-    description["gradient"] = adapted(of_nvfp4["gradient"], [1 + place - start for place in lacking], format=format)
-    description |= dict(saved=saved, format=format)
-    body = adapted(function, absent)
-    update_wrapper(body, function)
-    body.__name__ = body.__qualname__ = name_in(function.__name__, format)
-    body.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+def _documentation(function: Callable[..., Any], format: BlockFormat) -> str:
+    """Return the docstring of an operator that is not for NVFP4, by which its function is documented."""
     summary = (function.__doc__ or "").partition("\n")[0].replace("NVFP4", format.name.upper())
-    body.__doc__ = (
+    return (
         f"{summary}\n\n    As `{function.__name__}`, for weights in {format.name.upper()}: {format.operands[0]} is the"
         f" transposed view of qdata, {_plain(format.code_dtypes[0])},\n    the block scales are"
         f" {_plain(format.scale_dtype)}, one for {format.block_size} weights along K, and there are no global scales.\n"
     )
-    return _registered(body, description)
 
 
 def _plain(dtype: torch.dtype) -> str:

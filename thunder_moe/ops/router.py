@@ -214,7 +214,6 @@ def _no_gradient(*_: Any, **__: Any) -> tuple[()]:
     check_values=_check_linear_values,
     gradient=_no_gradient,
     saved=slice(0),
-    frozen=(),
 )
 def moe_linear_router(
     hidden_states: Tensor,

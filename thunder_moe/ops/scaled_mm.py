@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.block_format import MXFP8, NVFP4
 from thunder_moe.formats.checks import mismatch, require
 from thunder_moe.formats.layouts import LINEAR, find_layout
-from thunder_moe.formats.weight import MXFP8Weight, NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.select import select
 from thunder_moe.ops.checks import ACTIVATION_DTYPES, check_optional
-from thunder_moe.ops.operator import in_format, name_in, operator
+from thunder_moe.ops.operator import OPERATORS, name_in, weight_operator
 
 __all__ = [
     "dense_operands",
@@ -35,19 +35,10 @@ def dense_operands(weight: PackedWeight) -> tuple[Tensor, ...]:
     return qdata[0].t(), *(tensor[0] for tensor in others)
 
 
-def _weight(packed: Tensor, scale: Tensor, global_scale: Tensor | None, layout: str) -> PackedWeight:
-    """The inverse of `dense_operands`, for operands that `_check_operands` has passed."""
-    if global_scale is None:
-        return MXFP8Weight.unchecked(packed.t()[None], scale[None], layout)
-    return NVFP4Weight.unchecked(packed.view(torch.uint8).t()[None], scale[None], global_scale[None], layout)
-
-
-def _check_operands(
-    name: str, rows: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, layout: str, columns: str,
-    format: BlockFormat,
-) -> None:  # fmt: skip
+def _check_operands(name: str, rows: Tensor, weight: WeightOperands, layout: str, columns: str) -> None:
     """Checks everything that can be checked without data; `columns` is what the last dimension of `rows` has to be."""
-    known, of_weight = find_layout(layout, format), format.operands[0]
+    packed, scale, global_scale, format, (of_weight, *_) = weight
+    known = find_layout(layout, format)
     require(rows.dtype in ACTIVATION_DTYPES, name, rows, f"a dtype of {ACTIVATION_DTYPES}")
     require(rows.ndim > 0, name, rows, f"shape (..., {columns})")
     if packed.dtype not in format.code_dtypes:
@@ -70,43 +61,37 @@ def _check_operands(
     scales = known.scale_shape(1, n, k)[1:]
     if scale.shape != scales:
         raise mismatch("weight_scaling_factor", scale, f"shape {scales} in layout {layout!r}")
-    others = [(of_weight, packed), ("weight_scaling_factor", scale)]
     if global_scale is not None:
         require(global_scale.dtype == torch.float32, "weight_global_scale", global_scale, "dtype float32")
         if global_scale.shape not in ((), (n,)):
             raise mismatch("weight_global_scale", global_scale, f"a shape of {((), (n,))}")
-        others.append(("weight_global_scale", global_scale))
-    for other, tensor in others:
+    for other, tensor in zip(weight.names, weight.tensors, strict=True):
         if tensor.device != rows.device:
             raise mismatch(other, tensor, f"device {rows.device}, that of {name}")
 
 
-def _shapes(activation: Tensor, packed: Tensor, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
-    return ((*activation.shape[:-1], packed.shape[1]),)
+def _shapes(activation: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
+    return ((*activation.shape[:-1], weight.codes.shape[1]),)
 
 
-def _check(
-    activation: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
-    layout: str = LINEAR, format: BlockFormat = NVFP4,
-) -> None:  # fmt: skip
-    _check_operands("activation", activation, packed, scale, global_scale, layout, "in_features", format)
-    check_optional("bias", bias, (packed.shape[1],), activation)
+def _check(activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR) -> None:
+    _check_operands("activation", activation, weight, layout, "in_features")
+    check_optional("bias", bias, (weight.codes.shape[1],), activation)
 
 
-def _run(name: str, rows: Tensor, *weight: Tensor | None, layout: str, format: BlockFormat) -> Tensor:
-    """Calls the operator of a name, in a format, with the tensors of a weight that there are."""
-    given = (tensor for tensor in weight if tensor is not None)
-    out: Tensor = getattr(torch.ops.thunder_moe, name_in(name, format))(rows, *given, layout=layout)
+def _run(name: str, rows: Tensor, weight: WeightOperands, layout: str) -> Tensor:
+    """Calls the operator of a name in the weight's format."""
+    operator = getattr(torch.ops.thunder_moe, name_in(name, weight.format))
+    out: Tensor = operator(rows, *weight.tensors, layout=layout)
     return out
 
 
 def _gradient(
-    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None = None, *,
-    needs: Any, layout: str = LINEAR, format: BlockFormat = NVFP4,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, needs: Any, layout: str = LINEAR
+) -> tuple[Tensor | None, Tensor | None]:
     of_activation = of_bias = None
     if needs[0]:
-        of_activation = _run(f"{_NAME}_dgrad", grad, packed, scale, global_scale, layout=layout, format=format)
+        of_activation = _run(f"{_NAME}_dgrad", grad, weight, layout)
     if needs[1] and bias is not None:
         of_bias = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
     return of_activation, of_bias
@@ -115,21 +100,15 @@ def _gradient(
 _NAME = "f16a_nvfp4weight_scaled_mm"
 
 
-@operator(
+@weight_operator(
     shapes=_shapes,
     check=_check,
     gradient=_gradient,
     differentiable=("activation", "bias"),
-    saved=slice(1, 5),
+    saved=slice(1, 3),
 )
 def f16a_nvfp4weight_scaled_mm(
-    activation: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    layout: str = LINEAR,
+    activation: Tensor, weight: WeightOperands, bias: Tensor | None = None, *, layout: str = LINEAR
 ) -> Tensor:
     """`torch.nn.functional.linear` of 16-bit activations with an NVFP4 weight: ``activation @ w.T + bias``.
 
@@ -151,59 +130,44 @@ def f16a_nvfp4weight_scaled_mm(
         ValueError: an operand has the wrong rank, shape, dtype or device. The message names the argument, what it was
             and what is wanted.
     """
-    weight = _weight(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
     rows = activation.reshape(-1, activation.shape[-1])
-    out: Tensor = select(activation.device, format=weight.format.name).mm(rows, weight, bias)
+    out: Tensor = select(activation.device, format=weight.format.name).mm(rows, weight.packed(layout), bias)
     return out.view(*activation.shape[:-1], out.shape[1])
 
 
-f16a_mxfp8weight_scaled_mm = in_format(f16a_nvfp4weight_scaled_mm, MXFP8)
+f16a_mxfp8weight_scaled_mm = OPERATORS["f16a_mxfp8weight_scaled_mm"].public
 
 
-def _dgrad_shapes(
-    grad: Tensor, packed: Tensor, *_: Any, format: BlockFormat = NVFP4, **__: Any
-) -> tuple[tuple[int, ...]]:
-    return ((*grad.shape[:-1], format.codes_per_byte * packed.shape[0]),)
+def _dgrad_shapes(grad: Tensor, weight: WeightOperands, *_: Any, **__: Any) -> tuple[tuple[int, ...]]:
+    return ((*grad.shape[:-1], weight.format.codes_per_byte * weight.codes.shape[0]),)
 
 
-def _check_dgrad(
-    grad: Tensor, packed: Tensor, scale: Tensor, global_scale: Tensor | None, *, layout: str = LINEAR,
-    format: BlockFormat = NVFP4,
-) -> None:  # fmt: skip
-    _check_operands("grad", grad, packed, scale, global_scale, layout, "out_features", format)
+def _check_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> None:
+    _check_operands("grad", grad, weight, layout, "out_features")
 
 
-def _dgrad_gradient(
-    grad: Tensor, *weight: Tensor | None, needs: Any, layout: str = LINEAR, format: BlockFormat = NVFP4
-) -> tuple[Tensor]:
-    return (_run(_NAME, grad, *weight, layout=layout, format=format),)
+def _dgrad_gradient(grad: Tensor, weight: WeightOperands, *, needs: Any, layout: str = LINEAR) -> tuple[Tensor]:
+    return (_run(_NAME, grad, weight, layout),)
 
 
-@operator(
+@weight_operator(
     shapes=_dgrad_shapes,
     check=_check_dgrad,
     gradient=_dgrad_gradient,
     differentiable=("grad",),
-    saved=slice(1, 4),
+    saved=slice(1, 2),
 )
-def f16a_nvfp4weight_scaled_mm_dgrad(
-    grad: Tensor,
-    fp4_weight: Tensor,
-    weight_scaling_factor: Tensor,
-    weight_global_scale: Tensor,
-    *,
-    layout: str = LINEAR,
-) -> Tensor:
+def f16a_nvfp4weight_scaled_mm_dgrad(grad: Tensor, weight: WeightOperands, *, layout: str = LINEAR) -> Tensor:
     """Gradient (..., N) of `f16a_nvfp4weight_scaled_mm`'s output -> gradient (..., K) of its activation.
 
     The arguments are as there. Differentiable in `grad`.
     """
-    weight = _weight(fp4_weight, weight_scaling_factor, weight_global_scale, layout)
-    out: Tensor = select(grad.device, format=weight.format.name).mm_dgrad(grad.reshape(-1, grad.shape[-1]), weight)
+    rows = grad.reshape(-1, grad.shape[-1])
+    out: Tensor = select(grad.device, format=weight.format.name).mm_dgrad(rows, weight.packed(layout))
     return out.view(*grad.shape[:-1], out.shape[1])
 
 
-f16a_mxfp8weight_scaled_mm_dgrad = in_format(f16a_nvfp4weight_scaled_mm_dgrad, MXFP8)
+f16a_mxfp8weight_scaled_mm_dgrad = OPERATORS["f16a_mxfp8weight_scaled_mm_dgrad"].public
 
 
 # ---- autocast: the activation is cast as torch.nn.functional.linear's is; the weight, its scales and the bias stay

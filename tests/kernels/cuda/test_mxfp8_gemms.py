@@ -19,6 +19,7 @@ from thunder_moe.kernels.cuda import many_rows, operators
 from thunder_moe.kernels.cuda.configs import GemmConfig
 from thunder_moe.kernels.experts import ExpertsCall
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.routing import gather_rows
 
 LINEAR = {
@@ -171,7 +172,8 @@ def test_many_rows_of_linear_weights_go_by_tiles(emulated, hopper, monkeypatch):
     assert seen == ["tiled_64x64"]
     assert max(errors(out, grouped_mm(rows, exact, offsets))) < KERNEL_TOLERANCE[torch.bfloat16]
     # What is prepared for operands of a kind would run the linear kernel.
-    chain, reason = operators.describe("f16a_mxfp8weight_scaled_grouped_mm", (rows, *operands(weight), offsets), {})
+    name = "f16a_mxfp8weight_scaled_grouped_mm"
+    chain, reason = operators.describe(name, OPERATORS[name].described((rows, *operands(weight), offsets)), {})
     assert chain is None
     assert "so many rows" in reason
 
@@ -187,5 +189,6 @@ def test_many_rows_of_odd_weights_go_in_16_bits(emulated, hopper, monkeypatch):
     out = cuda.moe_experts(ExpertsCall(*args, gate_up, down))
     expected = moe_experts(*args, decoded(gate_up), decoded(down))
     assert relative_error(out, expected) < 2 * KERNEL_TOLERANCE[torch.bfloat16]
-    packed = *operands(gate_up), *operands(down)
-    assert operators.prepare("f16a_mxfp8weight_moe_experts", (*args, *packed), {}) is None
+    name = "f16a_mxfp8weight_moe_experts"
+    described = OPERATORS[name].described((*args, *operands(gate_up), *operands(down)))
+    assert operators.prepare(name, described, {}) is None

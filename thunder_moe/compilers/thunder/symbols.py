@@ -261,28 +261,26 @@ def _gemm_gradient(symbol: Symbol, dgrad: Symbol, operands: int) -> Callable[...
 
 def moe_of_format(format: str) -> Callable[..., TensorProxy]:
     """The operator moe_experts of a number format in a trace: its parts, which reports show and nvFuser may take."""
-    count, symbols = len(BLOCK_FORMATS[format].fields), SYMBOLS[format]
-    signature = OPERATORS[f"f16a_{format}weight_moe_experts"].signature
+    operator, symbols = OPERATORS[f"f16a_{format}weight_moe_experts"], SYMBOLS[format]
 
     def experts(*given: Any, **options: Any) -> TensorProxy:
-        call = signature.bind(*given, **options)
+        call = operator.signature.bind(*given, **options)
         call.apply_defaults()
-        hidden_states, expert_ids, expert_weights, *args = call.args
-        gate_up, down = args[:count], args[count : 2 * count]
-        gate_up_bias, down_bias, row_slot, offsets, slot_row = args[2 * count :]
+        hidden_states, expert_ids, expert_weights, gate_up, down, *rest = operator.described(call.args)
+        gate_up_bias, down_bias, row_slot, offsets, slot_row = rest
         form = dict(call.kwargs)
         on_input, gate_up_layout, down_layout = (
             form.pop(name) for name in ("weight_on_input", "gate_up_layout", "down_layout")
         )
         form.pop("expert_ranks")  # for kernels of the whole chain
         if row_slot is None or offsets is None or slot_row is None:
-            row_slot, offsets, slot_row = moe_route(expert_ids, gate_up[0].shape[0])
+            row_slot, offsets, slot_row = moe_route(expert_ids, gate_up.codes.shape[0])
         of_input, of_output = (expert_weights, None) if on_input else (None, expert_weights)
         rows = symbols["grouped_swiglu"](
-            hidden_states, *gate_up, offsets, row_slot, of_input, gate_up_bias, layout=gate_up_layout, **form
+            hidden_states, *gate_up.tensors, offsets, row_slot, of_input, gate_up_bias, layout=gate_up_layout, **form
         )
         out: TensorProxy = symbols["grouped_mm_combine"](
-            rows, *down, offsets, slot_row, of_output, down_bias, layout=down_layout
+            rows, *down.tensors, offsets, slot_row, of_output, down_bias, layout=down_layout
         )
         return out
 

@@ -23,7 +23,7 @@ from thunder_moe.activations import GLU, SWIGLU
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.tiled_64x64 import scale_table
-from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels import reference
 from thunder_moe.kernels.arguments import dtype_code, pointer
 from thunder_moe.kernels.cuda import chain, configs, many_rows, nvrtc, operators, prepared
@@ -95,7 +95,7 @@ def grouped_mm(
     if config is None and _way(weight, rows) == many_rows.IN_16_BITS:
         values = dequantize(weight, activation.dtype)
         return many_rows.multiply(activation, values, offsets, target(activation.device))
-    return _run("scaled_grouped_mm", weight, config, activation, *operands_of(weight), offsets)
+    return _run("scaled_grouped_mm", weight, config, activation, operands_of(weight), offsets)
 
 
 def grouped_swiglu(
@@ -121,7 +121,7 @@ def grouped_swiglu(
         gate_up = grouped_mm(gather_rows(activation, row_slot), weight, offsets)
         return swiglu(gate_up, offsets, row_slot, slot_scale, bias, form)
     row_slot = None if row_slot is None else row_slot.contiguous()
-    operands = aligned(activation.detach()), *operands_of(weight), offsets.contiguous()
+    operands = aligned(activation.detach()), operands_of(weight), offsets.contiguous()
     return _run("grouped_swiglu", weight, config, *operands, row_slot, floats(slot_scale), floats(bias), form=form)
 
 
@@ -140,7 +140,7 @@ def grouped_mm_combine(
     if rows == 0 or n == 0 or slot_row.numel() == 0:
         return activation.new_zeros(slot_row.shape[0], n)
     weight, offsets = _for_rows(weight, rows), offsets.contiguous()
-    operands, bias = (aligned(activation.detach()), *operands_of(weight), offsets), floats(bias)
+    operands, bias = (aligned(activation.detach()), operands_of(weight), offsets), floats(bias)
     if n % 2 == 0 and (bias is not None or _way(weight, rows) != many_rows.IN_16_BITS):
         return _run("grouped_mm_combine", weight, None, *operands, slot_row.contiguous(), floats(slot_weight), bias)
     if bias is None:
@@ -172,17 +172,16 @@ def moe_experts(
         order = (None, None, None) if call.order is None else tuple(each.contiguous() for each in call.order)
         args = (
             aligned(call.hidden_states.detach()), call.expert_ids.contiguous(), floats(call.expert_weights),
-            *operands_of(call.gate_up), *operands_of(call.down), floats(call.gate_up_bias), floats(call.down_bias),
+            operands_of(call.gate_up), operands_of(call.down), floats(call.gate_up_bias), floats(call.down_bias),
             *order, out,
         )  # fmt: skip
         options = dict(
             weight_on_input=call.weight_on_input, gate_up_layout=call.gate_up.layout, down_layout=call.down.layout,
             expert_ranks=call.expert_ranks, summed=call.summed, configs=configs, **vars(call.form),
         )  # fmt: skip
-        run = operators.prepare(_name("moe_experts", call.gate_up), args, options)
-        if run is not None:
-            result: Tensor = chain.launched(run, *args, **options)
-            return result
+        fused: Tensor | None = operators.attempt(_name("moe_experts", call.gate_up), *args, **options)
+        if fused is not None:
+            return fused
     result = unfused(sys.modules[__name__], call)
     return result if out is None else out.copy_(result)
 
@@ -197,7 +196,7 @@ def grouped_mm_dgrad(grad: Tensor, weight: PackedWeight, offsets: Tensor) -> Ten
     _warn_of_odd_features(n)
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
     return _run(
-        "scaled_grouped_mm_dgrad", weight, None, aligned(grad.detach()), *operands_of(weight), offsets.contiguous()
+        "scaled_grouped_mm_dgrad", weight, None, aligned(grad.detach()), operands_of(weight), offsets.contiguous()
     )
 
 
@@ -220,8 +219,9 @@ def mm(
     if rows == 0 or n == 0:
         return activation.new_empty(rows, n)
     weight = _for_rows(weight, rows, config)
-    operands = [each[0] for each in operands_of(weight)]  # of the one group
-    return _run("scaled_mm", weight, config, aligned(activation.detach()), *operands, floats(bias))
+    codes, scale, global_scale, *_ = operands_of(weight)  # of the one group
+    operands = WeightOperands(codes[0], scale[0], None if global_scale is None else global_scale[0], weight.format)
+    return _run("scaled_mm", weight, config, aligned(activation.detach()), operands, floats(bias))
 
 
 def mm_dgrad(grad: Tensor, weight: PackedWeight) -> Tensor:

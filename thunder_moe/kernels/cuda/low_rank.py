@@ -55,7 +55,7 @@ def grouped_mm(
     config = config or for_adapter(plan.config, rank)
     rows, inner, b = (aligned(each.detach()) for each in (rows, inner, b))
     out: Tensor = operators.run(
-        _GEMM, rows, *operands_of(weight), offsets.contiguous(), inner, b, layout=TILED, config=config
+        _GEMM, rows, operands_of(weight), offsets.contiguous(), inner, b, layout=TILED, config=config
     )
     return out
 
@@ -72,7 +72,7 @@ def dgrad(
     served = target(grad.device).capability == (9, 0) and experts <= MAX_EXPERTS and packed.layout in (LINEAR, TILED)
     if m == 0 or k == 0 or not (served and serves_rank(grad.dtype, n, k, rank)):
         return None
-    operands = *operands_of(weight), offsets.contiguous()
+    operands = operands_of(weight), offsets.contiguous()
     in_registers = packed.layout == TILED and not packed.per_row_scale and (config or m / experts >= _ROWS_IN_REGISTERS)
     grad, outer, a = (aligned(each.detach()) for each in (grad, outer, a.mT if in_registers else a))
     if in_registers:

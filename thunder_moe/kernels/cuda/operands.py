@@ -10,7 +10,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.formats.weight import PackedWeight, WeightOperands
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.specs import Target, WeightSpec
 
@@ -37,10 +37,12 @@ def floats(tensor: Tensor | None) -> Tensor | None:
     return aligned(tensor if tensor.dtype in DTYPE_CODES else tensor.float())
 
 
-def operands_of(weight: PackedWeight) -> tuple[Tensor, ...]:
-    """Return the tensors of a weight as operators take them, aligned: the codes transposed, (E, K, N)."""
-    codes, *others = map(aligned, weight.tensors())
-    return codes.mT, *others
+def operands_of(weight: PackedWeight) -> WeightOperands:
+    """Return the tensors of a weight as operators take them, aligned."""
+    scale = weight.global_scale
+    return WeightOperands(
+        aligned(weight.qdata).mT, aligned(weight.scale), None if scale is None else aligned(scale), weight.format
+    )
 
 
 def weight_spec(weight: PackedWeight) -> WeightSpec:

@@ -19,6 +19,7 @@ from torch import Tensor
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
+from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.arguments import DTYPE_CODES
 from thunder_moe.kernels.cuda import many_rows, prepared, router
@@ -31,7 +32,7 @@ from thunder_moe.kernels.cuda.prepared import Adapter, ExpertsOperands, Order, W
 from thunder_moe.kernels.specs import CombineSpec, DgradSpec, ExpertsSpec, GemmSpec, RouterSpec, WeightSpec
 from thunder_moe.routing import RouterForm
 
-__all__ = ["describe", "explain", "prepare", "run", "unserved_reason"]
+__all__ = ["attempt", "describe", "explain", "prepare", "run", "unserved_reason"]
 
 _INTEGERS = (torch.int32, torch.int64)
 Finish = Callable[[Tensor, Any], Tensor]  # (the first operand, a chain's results) -> the result
@@ -70,7 +71,7 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
 
     Args:
         name: of the operator, or of a step that no operator has (`combine`, `f16a_nvfp4weight_grouped_mm_low_rank`).
-        args: its positional arguments, which have passed its checks.
+        args: its positional arguments, which have passed its checks; weights as `WeightOperands`.
         options: its keyword arguments, and those of `_OPERATORS` that the operator itself does not have.
 
     Returns:
@@ -80,17 +81,18 @@ def describe(name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[C
     of_mxfp8 = name.replace(MXFP8.name, NVFP4.name)
     if of_mxfp8 not in _OPERATORS:
         return None, "the operator has no chain"
-    function, global_scales = _OPERATORS[of_mxfp8]
     chain, defaults = ChainBuilder(args[0].device), _defaults(name)
-    places = [chain.like(argument, align=_alignment(argument)) for argument in args]
-    samples = list(args)
+    samples: list[Any] = []
+    places: list[Any] = []
+    for argument in args:
+        weight = isinstance(argument, WeightOperands)
+        given = argument[:3] if weight else (argument,)
+        samples += given
+        places += [None if weight and each is None else chain.like(each, align=_alignment(each)) for each in given]
     chain.options({**defaults, **options}, defaults)
-    if of_mxfp8 != name:
-        for place in global_scales:
-            samples.insert(place, None)
-            places.insert(place, None)
+    call = _Call(chain, samples, places, NVFP4 if of_mxfp8 == name else MXFP8)
     try:
-        finish = function(_Call(chain, samples, places, NVFP4 if of_mxfp8 == name else MXFP8), **options)
+        finish = _OPERATORS[of_mxfp8](call, **options)
     except _UnservedError as reason:
         return None, str(reason)
     return prepared.finished(chain.build(), finish), ""
@@ -105,7 +107,7 @@ def prepare(
         name, args, options: as there.
         kind: `chains.kind_of` them, where it is known.
     """
-    kind = chains.kind_of(name, args, options, _defaults(name)) if kind is None else kind
+    kind = chains.kind_of(name, _flat(args), options, _defaults(name)) if kind is None else kind
     chain = chains.find(kind)
     if chain is chains.UNKNOWN:
         last = max((place + 1 for place, argument in enumerate(args) if argument is not None), default=0)
@@ -115,22 +117,36 @@ def prepare(
     return found
 
 
+def attempt(name: str, *args: Any, **options: Any) -> Any:
+    """The result of an operator, by the chain for its arguments; None where no chain serves them."""
+    chain = prepare(name, args, options)
+    return None if chain is None else launched(chain, *_flat(args), **options)
+
+
 def run(name: str, *args: Any, **options: Any) -> Any:
     """The result of an operator, by the chain for its arguments.
 
     Raises:
         ValueError: no chain serves them.
     """
-    chain = prepare(name, args, options)
-    if chain is None:
+    result = attempt(name, *args, **options)
+    if result is None:
         raise ValueError(f"{name}: {describe(name, args, options)[1]}")
-    return launched(chain, *args, **options)
+    return result
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    """The arguments with the tensors of each weight in its place."""
+    flat: list[Any] = []
+    for argument in args:
+        flat += argument.tensors if isinstance(argument, WeightOperands) else (argument,)
+    return flat
 
 
 @functools.cache
 def _defaults(name: str) -> dict[str, Any]:
     """The defaults of the keyword arguments of an operator; a form's that it takes are its options."""
-    function, _ = _OPERATORS[name.replace(MXFP8.name, NVFP4.name)]
+    function = _OPERATORS[name.replace(MXFP8.name, NVFP4.name)]
     parameters = inspect.signature(function).parameters.values()
     found = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
     for each in parameters:
@@ -457,17 +473,17 @@ def _moe_linear_router(
     router.append_linear_router(call.chain, spec, *(call.address(place) for place in range(4)))
 
 
-# By the operator's name in NVFP4: what describes its chain, and the positions of global scales, which MXFP8 lacks.
-_OPERATORS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-    "combine": (_combine, ()),
-    "f16a_nvfp4weight_scaled_grouped_mm": (_scaled_grouped_mm, (3,)),
-    "f16a_nvfp4weight_grouped_swiglu": (_grouped_swiglu, (3,)),
-    "f16a_nvfp4weight_grouped_mm_combine": (_grouped_mm_combine, (3,)),
-    "f16a_nvfp4weight_grouped_mm_low_rank": (_grouped_mm_low_rank, (3,)),
-    "f16a_nvfp4weight_moe_experts": (_moe_experts, (5, 8)),
-    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": (_scaled_grouped_mm_dgrad, (3,)),
-    "f16a_nvfp4weight_scaled_mm": (_scaled_mm, (3,)),
-    "moe_linear_router": (_moe_linear_router, ()),
-    "moe_route": (_moe_route, ()),
-    "moe_router": (_moe_router, ()),
+# By the operator's name in NVFP4: what describes its chain.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "combine": _combine,
+    "f16a_nvfp4weight_scaled_grouped_mm": _scaled_grouped_mm,
+    "f16a_nvfp4weight_grouped_swiglu": _grouped_swiglu,
+    "f16a_nvfp4weight_grouped_mm_combine": _grouped_mm_combine,
+    "f16a_nvfp4weight_grouped_mm_low_rank": _grouped_mm_low_rank,
+    "f16a_nvfp4weight_moe_experts": _moe_experts,
+    "f16a_nvfp4weight_scaled_grouped_mm_dgrad": _scaled_grouped_mm_dgrad,
+    "f16a_nvfp4weight_scaled_mm": _scaled_mm,
+    "moe_linear_router": _moe_linear_router,
+    "moe_route": _moe_route,
+    "moe_router": _moe_router,
 }
