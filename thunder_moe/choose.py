@@ -105,7 +105,17 @@ def choose_modules(
     for name, module in model.named_modules():
         if name in dense.left:
             declined[module] = name, dense.left[name]
-    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears)
+    again = partial(
+        choose_modules,
+        model,
+        filter=filter,
+        ignore=ignore,
+        linears=linears,
+        format=format,
+        scale_search=scale_search,
+        layout=layout,
+    )
+    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears, again)
 
 
 def _check_patterns(
