@@ -94,7 +94,7 @@ def quantize_(
             them as for experts. From how many rows on the layers taken are slower, by measurements, the logger says at
             level INFO.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise; of the
-            weights in NVFP4.
+            weights in NVFP4, and an error where there are none.
         layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
             in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.

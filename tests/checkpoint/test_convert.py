@@ -236,8 +236,9 @@ def test_formats_that_are_none(tmp_path):
     ):
         with pytest.raises(error, match=message):
             convert(tmp_path / "source", tmp_path / "out", format=format)
-    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
-        convert(tmp_path / "source", tmp_path / "out", format="mxfp8", scale_search="mse")
+    for format in ("mxfp8", {"*": "mxfp8"}):
+        with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+            convert(tmp_path / "source", tmp_path / "out", format=format, scale_search="mse")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
