@@ -26,8 +26,20 @@ T = TypeVar("T")
 
 
 def compiler() -> list[str]:
-    """Return the command of the C++ compiler: the environment's CXX, by default c++."""
-    return shlex.split(os.environ.get("CXX") or "c++")
+    """Return the command of the C++ compiler: the environment's CXX, by default c++.
+
+    Raises:
+        ValueError: CXX has no word, or a quote without its end.
+    """
+    text, problem = os.environ.get("CXX") or "c++", "blanks alone"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, problem = [], str(error)
+    if not words:
+        wanted = "the command of a C++ compiler, such as 'g++' or 'ccache g++'; unset it for 'c++'"
+        raise ValueError(f"CXX: got {text!r} ({problem}) in the environment, wanted {wanted}")
+    return words
 
 
 def key_of(parts: Sequence[str]) -> str:
@@ -46,6 +58,7 @@ def load(what: str, parts: Sequence[str], compile: Callable[[], bytes], open: Ca
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message is the compiler's.
+        ValueError: the environment's CXX is no command.
     """
     key = key_of(parts)
     kept = code_cache.read(key, quiet=True)
