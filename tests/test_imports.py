@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "thunder_moe"
 LAYERS = {
     "thunder_moe.import_hooks": 0,  # imports nothing of ours
     "thunder_moe.progress": 0,
+    "thunder_moe.scratch": 0,
     "thunder_moe.families": 0,
     "thunder_moe.dense_names": 0,
     "thunder_moe.formats": 0,
@@ -183,7 +184,10 @@ def test_optional_packages_are_imported_in_one_place(package):
 
 def test_formats_and_checkpoint_stand_alone():
     for name in SOURCES:
-        for part, below in (("formats", ()), ("checkpoint", ("formats", "dense_names", "progress", "selection"))):
+        for part, below in (
+            ("formats", ()),
+            ("checkpoint", ("formats", "dense_names", "progress", "scratch", "selection")),
+        ):
             if name.startswith(f"thunder_moe.{part}"):
                 allowed = tuple(f"thunder_moe.{own}" for own in (part, *below))
                 assert all(t.startswith(allowed) or (name, t) in UPWARDS for t in ours(name)), name

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from thunder_moe.checkpoint.files import read_json
-from thunder_moe.checkpoint.scratch import lock
 from thunder_moe.checkpoint.writer import require_absent, shard_paths, write_json
+from thunder_moe.scratch import lock
 
 __all__ = ["PartialCheckpoint", "open_partial"]
 

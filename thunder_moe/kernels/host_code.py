@@ -1,5 +1,5 @@
 """Compiles C++ for this machine on first use and loads it from the checked cache of compiled kernels.
-Called by kernels/cpu/backend.py and kernels/cuda/chain.py; calls the C++ compiler and kernels/code_cache.py.
+Called by kernels/cpu/backend.py and kernels/cuda/chain.py; calls the C++ compiler, kernels/code_cache.py and scratch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from thunder_moe.kernels import code_cache
+from thunder_moe.scratch import remove_leftovers, scratch_directory
 
 __all__ = ["compile_library", "compiler", "key_of", "load"]
 
@@ -90,16 +91,26 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
     Raises:
         RuntimeError: the compiler failed; the message is the compiler's.
     """
-    with tempfile.TemporaryDirectory(prefix="thunder_moe_") as directory:
+    with _build_directory() as directory:
         objects = [f"{directory}/{source.stem}.o" for source in sources]
         pairs = zip(sources, objects, strict=True)
         commands = [[*compiler(), *options, "-c", str(source), "-o", made] for source, made in pairs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(_run, commands):
                 pass
-        library = Path(directory, "library.so")
+        library = directory / "library.so"
         _run([*compiler(), "-shared", *objects, *libraries, "-o", str(library)])
         return library.read_bytes()
+
+
+@contextlib.contextmanager
+def _build_directory() -> Iterator[Path]:
+    """Make a directory for one build, which is removed; remove those of this user's builds that were killed."""
+    place = Path(tempfile.gettempdir())
+    builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}"
+    remove_leftovers(builds, "build")
+    with scratch_directory(builds, place, "build") as directory:
+        yield directory
 
 
 def _run(command: list[str]) -> None:
@@ -120,7 +131,7 @@ def _open(library: bytes, open: Callable[[str], T]) -> T:
             except BaseException:
                 os.close(memory)
                 raise
-    with tempfile.NamedTemporaryFile(prefix="thunder_moe_", suffix=".so") as place:
-        place.write(library)
-        place.flush()
-        return open(place.name)
+    with _build_directory() as directory:
+        place = directory / "library.so"
+        place.write_bytes(library)
+        return open(str(place))
