@@ -487,7 +487,9 @@ def test_resumes(tmp_path, monkeypatch, format):
     # A part that was written after the last note of progress, and one that was not finished.
     (tmp_path / "out.partial" / "part-00099.unfinished").write_text("half")
     other = "mxfp8" if format == "nvfp4" else "nvfp4"
-    with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
+    with pytest.raises(
+        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
+    ):
         convert(tmp_path / "source", tmp_path / "out", format=other, max_shard_size="9KB")
     errors = convert(tmp_path / "source", tmp_path / "out", **options)
     total = 6 * 2 * EXPERTS
@@ -534,8 +536,14 @@ def test_another_job_is_not_resumed(tmp_path, monkeypatch):
         )
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
+    with pytest.raises(
+        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
+    ):
         convert(tmp_path / "source", tmp_path / "out", scale_search="mse")
+    with monkeypatch.context() as patch:
+        patch.setattr("thunder_moe.__version__", "0.0.1")
+        with pytest.raises(FileExistsError, match="or another version"):
+            convert(tmp_path / "source", tmp_path / "out")
     file = next((tmp_path / "source").glob("*.safetensors"))
     content = load_file(file)
     save_file({name: tensor.clone() * 2 for name, tensor in content.items()}, file)

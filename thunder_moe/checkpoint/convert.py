@@ -188,11 +188,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
-    """What must be the same for a conversion to resume an interrupted one."""
+    """What must be the same for a conversion to resume an interrupted one; another version might quantize otherwise."""
+    from thunder_moe import __version__
+
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     source = str(checkpoint.path.resolve())
     job: dict[str, Any] = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
+    job["version"] = __version__
     linears = sorted([*plan.kept, *(path for group in plan.groups.values() for path in group)])
     job |= {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
     others = {path: name for path, name in sorted(plan.formats.items()) if name != NVFP4.name}
