@@ -107,7 +107,8 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
 def _build_directory() -> Iterator[Path]:
     """Make a directory for one build, which is removed; remove those of this user's builds that were killed."""
     place = Path(tempfile.gettempdir())
-    builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}"
+    # Not every file system tells one machine of the locks of another.
+    builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}_{platform.node()}"
     remove_leftovers(builds, "build")
     with scratch_directory(builds, place, "build") as directory:
         yield directory
