@@ -294,6 +294,14 @@ def test_blocks_of_checkpoints_with_other_names():
         format_of_path({"a.1.experts": None, "b.1.experts": "nvfp4"}, "c.1.experts")
 
 
+def test_a_model_without_a_tokenizer(folder, tmp_path, capsys):
+    """transformers makes a tokenizer without a vocabulary of the files that are not there."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    assert main(arguments(tmp_path, "--no-plot")) == 1
+    assert "wanted the model's tokenizer files beside its weights" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
