@@ -5,6 +5,7 @@ measures what each number format costs a model. Called by the shell; calls check
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ _SENSITIVITY = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 after an error, 130 after an interruption."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that a log in ASCII cannot hold
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:

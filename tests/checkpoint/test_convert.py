@@ -2,6 +2,7 @@
 Called by pytest; judged by nvfp4.quantize of each expert, and by tests/oracle.py.
 """
 
+import io
 import json
 import shutil
 import subprocess
@@ -615,7 +616,7 @@ def test_what_cannot_be_converted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "source"]
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
     arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--scale-search", "mse"]
     assert main([*arguments, "--max-shard-size", "20KB"]) == 0
@@ -632,6 +633,9 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["exact", "exact"]
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "quiet"), "--quiet"]) == 0
     assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "größer")]) == 0
+    assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
 
 
 @pytest.mark.slow
