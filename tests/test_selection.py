@@ -310,6 +310,10 @@ def _add(model):
     model.layers.append(Layer().to(BF16))
 
 
+def _compile(model):
+    model.layers[2].q_proj = torch.compile(model.layers[2].q_proj)
+
+
 def _thaw(model):
     model.layers[3].o_proj._forward_hooks.clear()
 
@@ -324,6 +328,7 @@ def _thaw(model):
             "plan: the model has changed .*'layers.0.moe.routed_experts' has NaN or Inf in a weight of experts .1",
         ),
         (_add, "plan: 'layers.12.q_proj' has changed, it would be nvfp4, and 16-bit in the plan"),
+        (_compile, "plan: 'layers.2.q_proj' has changed, torch.compile wraps it"),
         (_thaw, "plan: 'layers.3.o_proj' has changed, it would be nvfp4, and 16-bit in the plan"),
     ],
 )

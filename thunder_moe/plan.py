@@ -133,18 +133,17 @@ class QuantizationPlan(Generic[Model]):
                 now = self._again()
             except ValueError as error:
                 raise ValueError(f"plan: the model has changed ({error}): make a plan again") from error
-            planned, chosen = self._formats(), now._formats()
-            for name in [*planned, *chosen]:
-                was, is_now = planned.get(name, "16-bit"), chosen.get(name, "16-bit")
-                if was != is_now:
-                    why = dict(now._left.values()).get(name, f"it would be {is_now}, and {was} in the plan")
-                    raise ValueError(f"plan: {name!r} has changed, {why}: make a plan again")
+            for module, place in {**now.chosen, **self.chosen}.items():
+                was, would = (
+                    chosen[module].format if module in chosen else "16-bit" for chosen in (self.chosen, now.chosen)
+                )
+                if was != would:
+                    _, why = now._left.get(module, ("", f"it would be {would}, and {was} in the plan"))
+                    raise ValueError(f"plan: {place.name!r} has changed, {why}: make a plan again")
+            del module, place  # each is freed once it is converted
             self.run, self.chosen = now.run, now.chosen
             self.quantize_modules()
             return self._model
-
-    def _formats(self) -> dict[str, str]:
-        return {place.name: place.format for place in self.chosen.values()}
 
     @torch.inference_mode(False)  # buffers of an inference mode could not be loaded into outside of it
     @torch.no_grad()
