@@ -260,6 +260,11 @@ def test_convert_takes_the_formats(folder, tmp_path, capsys):
     file = write_formats(tmp_path / "one.json", _1="nvfp4")
     assert main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", file]) == 1
     assert f"--formats: {file!r} has none for '{NAMES[0]}'" in capsys.readouterr().err
+    (tmp_path / "two.json").write_text('{"formats": {"model.layers.0.moe": "mxfp8", "model.layers.1.moe": "mxfp8"}}')
+    assert (
+        main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", str(tmp_path / "two.json")]) == 1
+    )
+    assert f"two.json' has none for '{NAMES[0]}'" in capsys.readouterr().err
 
 
 def test_convert_takes_both_formats(folder, tmp_path):
