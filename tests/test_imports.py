@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "thunder_moe"
 LAYERS = {
     "thunder_moe.import_hooks": 0,  # imports nothing of ours
     "thunder_moe.progress": 0,
+    "thunder_moe.scratch": 0,
     "thunder_moe.families": 0,
     "thunder_moe.dense_names": 0,
     "thunder_moe.formats": 0,
@@ -50,6 +51,7 @@ UPWARDS = {
         "Llama4MoE.from_transformers is a public constructor; its code knows transformers' classes"
     ),
     ("thunder_moe.checkpoint.writer", "thunder_moe"): "__version__, a constant, for the producer in the files",
+    ("thunder_moe.checkpoint.convert", "thunder_moe"): "__version__, a constant, of what a conversion resumes",
     ("thunder_moe.compilers.thunder.symbols", "thunder_moe"): "__version__, a constant, that of the executor",
     ("thunder_moe.integrations.vllm.graphs", "thunder_moe"): "__version__, a constant, for the key of compiled graphs",
 }
@@ -183,7 +185,10 @@ def test_optional_packages_are_imported_in_one_place(package):
 
 def test_formats_and_checkpoint_stand_alone():
     for name in SOURCES:
-        for part, below in (("formats", ()), ("checkpoint", ("formats", "dense_names", "progress", "selection"))):
+        for part, below in (
+            ("formats", ()),
+            ("checkpoint", ("formats", "dense_names", "progress", "scratch", "selection")),
+        ):
             if name.startswith(f"thunder_moe.{part}"):
                 allowed = tuple(f"thunder_moe.{own}" for own in (part, *below))
                 assert all(t.startswith(allowed) or (name, t) in UPWARDS for t in ours(name)), name

@@ -180,7 +180,10 @@ def test_refusals():
             r"format: got \[.mxfp8.\] for .swiglu., wanted one of",
         ),
         (dict(format=8), TypeError, "format: got 8, wanted one of"),
-        (dict(format="mxfp8", scale_search="mse"), ValueError, "scale_search: got 'mse', wanted None: MXFP8"),
+        *(
+            (dict(format=format, scale_search="mse"), ValueError, "scale_search: got 'mse', wanted None: MXFP8")
+            for format in ("mxfp8", {"*": "MXFP8"}, {"*": "mxfp8", "linear": "nvfp4"}, lambda module, name: "mxfp8")
+        ),
         (dict(format="mxfp8", layout="swizzled_128x4"), ValueError, "layout: got 'swizzled_128x4'"),
     ]
     for options, error, message in cases:

@@ -48,6 +48,12 @@ def test_a_log_gets_one_line_of_a_short_loop(log):
     assert re.fullmatch(r"training: 100%.* 2000/2000 .*loss=1999\]\n", text)
 
 
+def test_without_standard_error_there_is_no_bar(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert list(progress_bar(range(3), desc="training")) == [0, 1, 2]
+    progress_bar(total=2).update()
+
+
 def test_a_log_gets_a_line_every_half_minute(log, clock):
     for _ in progress_bar(range(100), mininterval=0, miniters=1):
         clock[0] += 1

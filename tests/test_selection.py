@@ -293,6 +293,55 @@ def test_a_plan_says_why_modules_stay():
     assert not formats(stale)
 
 
+def _tie_dense(model):
+    model.layers[0].q_proj.weight = model.layers[1].q_proj.weight
+
+
+def _tie_experts(model):
+    # The planned block shares a weight with a block that the options leave.
+    model.layers[5].moe.routed_experts.up_proj.weight = model.layers[0].moe.routed_experts.up_proj.weight
+
+
+def _spoil(model):
+    model.layers[0].moe.routed_experts.up_proj.weight.data[1, 2, 3] = torch.nan
+
+
+def _add(model):
+    model.layers.append(Layer().to(BF16))
+
+
+def _compile(model):
+    model.layers[2].q_proj = torch.compile(model.layers[2].q_proj)
+
+
+def _thaw(model):
+    model.layers[3].o_proj._forward_hooks.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_tie_dense, "plan: 'layers.0.q_proj' has changed, its weight is tied to that of layers.1.q_proj"),
+        (_tie_experts, "plan: the model has changed .* not 'layers.5.moe.routed_experts.up_proj', which is tied"),
+        (
+            _spoil,
+            "plan: the model has changed .*'layers.0.moe.routed_experts' has NaN or Inf in a weight of experts .1",
+        ),
+        (_add, "plan: 'layers.12.q_proj' has changed, it would be nvfp4, and 16-bit in the plan"),
+        (_compile, "plan: 'layers.2.q_proj' has changed, torch.compile wraps it"),
+        (_thaw, "plan: 'layers.3.o_proj' has changed, it would be nvfp4, and 16-bit in the plan"),
+    ],
+)
+def test_a_plan_is_applied_only_to_what_it_was_made_for(change, message):
+    model = make()
+    model.layers[3].o_proj.register_forward_hook(lambda *_: None)
+    plan = plan_quantization(model, linears="*", ignore="layers.5.moe")
+    change(model)
+    with pytest.raises(ValueError, match=message + ".*: make a plan again"):
+        plan.apply()
+    assert not formats(model)
+
+
 def test_a_tied_weight_counts_once_in_a_plan():
     model = make()
     for name in ("gate_proj", "up_proj", "down_proj"):

@@ -260,6 +260,11 @@ def test_convert_takes_the_formats(folder, tmp_path, capsys):
     file = write_formats(tmp_path / "one.json", _1="nvfp4")
     assert main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", file]) == 1
     assert f"--formats: {file!r} has none for '{NAMES[0]}'" in capsys.readouterr().err
+    (tmp_path / "two.json").write_text('{"formats": {"model.layers.0.moe": "mxfp8", "model.layers.1.moe": "mxfp8"}}')
+    assert (
+        main(["convert", str(folder / "model"), str(tmp_path / "other"), "--formats", str(tmp_path / "two.json")]) == 1
+    )
+    assert f"two.json' has none for '{NAMES[0]}'" in capsys.readouterr().err
 
 
 def test_convert_takes_both_formats(folder, tmp_path):
@@ -292,6 +297,14 @@ def test_blocks_of_checkpoints_with_other_names():
             format_of_path(formats, path)
     with pytest.raises(KeyError):
         format_of_path({"a.1.experts": None, "b.1.experts": "nvfp4"}, "c.1.experts")
+
+
+def test_a_model_without_a_tokenizer(folder, tmp_path, capsys):
+    """transformers makes a tokenizer without a vocabulary of the files that are not there."""
+    tiny_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text((folder / "text.txt").read_text())
+    assert main(arguments(tmp_path, "--no-plot")) == 1
+    assert "wanted the model's tokenizer files beside its weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

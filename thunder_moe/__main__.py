@@ -5,6 +5,7 @@ measures what each number format costs a model. Called by the shell; calls check
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ _SENSITIVITY = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, 1 after an error, 130 after an interruption."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files that a log in ASCII cannot hold
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING if options.quiet else logging.INFO)
     try:
@@ -80,10 +83,9 @@ def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str
     from thunder_moe.sensitivity.formats_file import format_of_path, read_formats
 
     formats = read_formats(file)
-    endings = {block.rpartition(".")[2] for block in formats}
 
     def format_of(module: nn.Module, path: str) -> str | None:
-        if path.rpartition(".")[2] not in endings:
+        if isinstance(module, nn.Linear):  # a dense layer
             return name
         try:
             return format_of_path(formats, path)

@@ -21,7 +21,7 @@ from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.checks import require_module
 from thunder_moe.formats.layouts import layout_fits
 from thunder_moe.formats.nvfp4 import WEIGHT_DTYPES
-from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.kernels.select import quantize, quantize_to
 from thunder_moe.nn import MODULE_LAYOUTS
 from thunder_moe.plan import Chosen, Left, Place, QuantizationPlan
@@ -82,11 +82,7 @@ def choose_modules(
     takes = linears if isinstance(linears, bool) else select("linears", linears, names)
     packs: dict[str, Callable[[Tensor], Any]] = {name: partial(quantize_to, name) for name in FORMATS}
     pack = packs[NVFP4.name] = partial(quantize, scale_search=scale_search)
-    # A wrong name is an error before any change.
-    pack(torch.zeros(1, 1, NVFP4.block_size, dtype=torch.float32, device="cpu"))
-    if isinstance(format, str) and scale_search is not None:
-        known = find_format(format)
-        known.check_quantizable(torch.zeros(1, 1, known.block_size), scale_search)
+    check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
     require_layout(layout)
     families: list[ExpertFamily] = families_of(model)
     if required:
@@ -97,6 +93,8 @@ def choose_modules(
     chosen, left, declined = _choose(model, selector, families, format_of)
     if chosen or left or required:
         _check_choice(model, chosen, left, families, loaded=device_of is None, required=required)
+    if required:
+        check_scale_search(scale_search, {place.format for place in chosen.values()})
     formats = {module: packs[place.format] for module, place in chosen.items() if place.format != NVFP4.name}
     run = Quantization(pack, layout, packs=WeakKeyDictionary(formats))
     for family in families:
@@ -105,7 +103,17 @@ def choose_modules(
     for name, module in model.named_modules():
         if name in dense.left:
             declined[module] = name, dense.left[name]
-    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears)
+    again = partial(
+        choose_modules,
+        model,
+        filter=filter,
+        ignore=ignore,
+        linears=linears,
+        format=format,
+        scale_search=scale_search,
+        layout=layout,
+    )
+    return QuantizationPlan(model, run, chosen, {**left, **declined}, linears, again)
 
 
 def _check_patterns(

@@ -21,7 +21,6 @@ from thunder_moe.families import ExpertFamily, Quantization, families_of
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
 from thunder_moe.formats.checks import require_module
 from thunder_moe.progress import progress_bar
-from thunder_moe.replaceable import wrapped
 
 __all__ = ["Chosen", "Left", "Place", "PlannedModule", "QuantizationPlan", "exclusive", "replace_module", "swap"]
 
@@ -77,9 +76,17 @@ class QuantizationPlan(Generic[Model]):
         bytes_after: the same once the plan is applied.
     """
 
-    def __init__(self, model: Model, run: Quantization, chosen: Chosen, left: Left, linears: object) -> None:
+    def __init__(
+        self,
+        model: Model,
+        run: Quantization,
+        chosen: Chosen,
+        left: Left,
+        linears: object,
+        again: Callable[[], QuantizationPlan[Model]],
+    ) -> None:
         self.run, self.chosen = run, chosen
-        self._model, self._left, self._linears = model, left, linears
+        self._model, self._left, self._linears, self._again = model, left, linears, again
         self.modules: tuple[PlannedModule, ...] = ()
         self.bytes_before = self.bytes_after = 0
 
@@ -108,21 +115,33 @@ class QuantizationPlan(Generic[Model]):
         self.modules = tuple(sorted(rows.values(), key=lambda row: order[row.name]))
         return self
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def apply(self) -> Model:
         """Replaces the modules, as `quantize_`, and returns the model.
 
+        The modules are chosen again by the same options, with all checks. Functions among the options are called again.
+
         Raises:
-            ValueError: the plan is applied already, the model has changed since, or another thread converts it.
+            ValueError: the plan is applied already, the model has changed since, so that the options choose other
+                modules or none, or another thread converts it.
         """
         with exclusive(self._model):
             if not self.chosen or not self.chosen.keys() <= set(self._model.modules()):
                 raise ValueError("plan: it is applied already, or the model has other modules now: make a plan again")
-            outside = wrapped(self._model)
-            for module, (name, family, _) in self.chosen.items():
-                reason = outside.get(module) or family.obstacle(module)
-                if reason is not None:
-                    raise ValueError(f"plan: {name!r} has changed, {reason}: make a plan again")
-            del outside, module  # each is freed once it is converted
+            try:
+                now = self._again()
+            except ValueError as error:
+                raise ValueError(f"plan: the model has changed ({error}): make a plan again") from error
+            for module, place in {**now.chosen, **self.chosen}.items():
+                was, would = (
+                    chosen[module].format if module in chosen else "16-bit" for chosen in (self.chosen, now.chosen)
+                )
+                if was != would:
+                    _, why = now._left.get(module, ("", f"it would be {would}, and {was} in the plan"))
+                    raise ValueError(f"plan: {place.name!r} has changed, {why}: make a plan again")
+            del module, place  # each is freed once it is converted
+            self.run, self.chosen = now.run, now.chosen
             self.quantize_modules()
             return self._model
 

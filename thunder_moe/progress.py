@@ -60,6 +60,8 @@ def progress_bar(iterable: Iterable[Any] | None = None, **options: Any) -> tqdm[
         iterable: what the bar counts; None for a bar that its caller updates.
         options: tqdm's.
     """
+    if sys.stderr is None:  # a daemon's that is closed
+        options["disable"] = True
     terminal = getattr(sys.stderr, "isatty", lambda: True)
     if not terminal() and "ipykernel" not in sys.modules:
         options = {"file": _Lines(sys.stderr), "position": 0} | options  # position: no moves of the cursor, if nested

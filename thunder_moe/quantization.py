@@ -94,7 +94,7 @@ def quantize_(
             them as for experts. From how many rows on the layers taken are slower, by measurements, the logger says at
             level INFO.
         scale_search: as in `nvfp4.quantize`: "mse" tries a few scales per block for about 1 dB less noise; of the
-            weights in NVFP4.
+            weights in NVFP4, and an error where there are none.
         layout: of the weights in memory. "auto": for each the one that the default kernels of its device prefer,
             "tiled_64x64" on a CUDA device of compute capability 9.0 if out_features (of gate and up together) and
             in_features are multiples of 64, else "linear". Or one of these for all. State dicts are the same.
@@ -108,8 +108,8 @@ def quantize_(
             float16 and float32, NaN or Inf, no data (the "meta" device), gate and up on several devices, two tied
             weights of which only one is taken or can be, or that are to have two formats, an unknown layout, or one
             that a weight's shape does not fit; a pattern of `filter` or `linears` that fits no experts or dense layer,
-            one of `ignore` or `format` that fits no module, or an `ignore` of a part of what is converted as one (close
-            names are listed); another thread converts the model. The model is unchanged then.
+            one of `ignore` or `format` that fits no module with weights, an empty one, or an `ignore` of a part of what
+            is converted as one (close names are listed); another thread converts the model. It is unchanged then.
         TypeError: the parent of transformers' experts is not the layer that calls them, or an option is of another
             type, or a function of other arguments; unchanged likewise.
 

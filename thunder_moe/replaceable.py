@@ -1,5 +1,5 @@
 """Whether a module may be replaced by its other form: only one without customization (hooks, wrappers, extra tensors).
-Called by choose, plan, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
+Called by choose, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
 wraps a forward.
 """
 

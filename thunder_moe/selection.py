@@ -4,6 +4,7 @@ Called by choose, lora, checkpoint.choice, on_load_config and compilers.eligibil
 A pattern is a name ("lm_head"), a glob whose ``*`` takes dots, too ("*.layers.0.*"), or "re:" and a regular expression
 that is matched from the start of a name ("re:.*layers\\.[02]\\."). A name or a glob that fits a module covers all that
 is in it; a regular expression covers only what it matches, because "not layer 0" would match the parents of layer 0.
+Names are those of modules with tensors in the state dict, in models as in checkpoints, which know no others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Format = str | Mapping[str, str | None] | Callable[[nn.Module, str], str | None]
 
 @dataclass(frozen=True)
 class Names:
-    """The modules that patterns may name.
+    """The modules that patterns may name: those with tensors in the state dict, their own or in a part.
 
     Attributes:
         where: the model or checkpoint, for messages.
@@ -55,10 +56,13 @@ class Names:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Names:
-        """Returns the names of the modules of a model."""
+        """Returns the names of the modules of a model that have weights, which a checkpoint of it has, too."""
+        named = [*model.named_modules(remove_duplicate=False)]
+        having = {outer for name, module in named if _has_weights(module) for outer in (*_outer(name), name)}
         names: dict[nn.Module, list[str]] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            names.setdefault(module, []).append(name)
+        for name, module in named:
+            if name in having or module is model:
+                names.setdefault(module, []).append(name)
         return cls(type(model).__name__, {name: each for each in names.values() for name in each})
 
     def covered(self, pattern: str, name: str) -> bool:
@@ -67,6 +71,13 @@ class Names:
         if pattern in self.all:
             return any(f"{each}.".startswith(f"{pattern}.") for each in names)
         return any(_covers(pattern, each) for each in names)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """True if a module has tensors of its own in the state dict, or in a stack of 4-bit weights beside it."""
+    buffers = (name for name in module._buffers if name not in module._non_persistent_buffers_set)
+    tensors = (*module._parameters.values(), *map(module._buffers.get, buffers))
+    return any(tensor is not None for tensor in tensors) or hasattr(type(module), "packed_weight")
 
 
 def _covers(pattern: str, name: str) -> bool:
@@ -95,12 +106,16 @@ def parse_patterns(option: str, value: Any, or_else: str = "") -> list[str]:
 
     Raises:
         TypeError: it is something else.
-        ValueError: a regular expression is not valid.
+        ValueError: a pattern is empty, or a regular expression is not valid.
     """
     patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"{option}: got {value!r}, wanted names or patterns of modules{or_else}")
     for pattern in patterns:
+        if pattern in ("", "re:"):
+            raise ValueError(
+                f"{option}: got {pattern!r}, wanted a name, a glob such as '*.name' or 're:...'; '*' covers all"
+            )
         if pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
@@ -160,7 +175,7 @@ def check_patterns(
     format: Format | None = None,
 ) -> None:
     """Raises a ValueError for a pattern that fits nothing: of `filter` and `linears` no module that could be converted,
-    of `ignore` and `format`, which people share between models, no module at all.
+    of `ignore` and `format`, which people share between models, no module with weights at all.
 
     Args:
         names: of all modules.
@@ -195,7 +210,7 @@ def require_matches(
         option: its name.
         value: as the user gave it; only patterns are checked.
         names: of all modules.
-        candidates: names of which a pattern has to fit one; None: all.
+        candidates: names of which a pattern has to fit one; None: all modules with weights.
         what: a word for the candidates.
     """
     known = [*(names.all if candidates is None else candidates)]
@@ -208,8 +223,9 @@ def require_matches(
                 without_numbers(pattern), dict.fromkeys(map(without_numbers, known)), n=3, cutoff=0
             )
             near = f"; close names are {', '.join(map(repr, close))}" if close else ""
+            whole = "the whole name of one with weights" if candidates is None else "a whole name"
             raise ValueError(
-                f"{option}: {pattern!r} fits no {what} of {names.where}, wanted a whole name, a pattern such as"
+                f"{option}: {pattern!r} fits no {what} of {names.where}, wanted {whole}, a pattern such as"
                 f" '*.name' or 're:...'{near}"
             )
 

@@ -2,6 +2,7 @@
 Called by pytest; judged by nvfp4.quantize of each expert, and by tests/oracle.py.
 """
 
+import io
 import json
 import shutil
 import subprocess
@@ -236,8 +237,9 @@ def test_formats_that_are_none(tmp_path):
     ):
         with pytest.raises(error, match=message):
             convert(tmp_path / "source", tmp_path / "out", format=format)
-    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
-        convert(tmp_path / "source", tmp_path / "out", format="mxfp8", scale_search="mse")
+    for format in ("mxfp8", {"*": "mxfp8"}):
+        with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+            convert(tmp_path / "source", tmp_path / "out", format=format, scale_search="mse")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -486,7 +488,9 @@ def test_resumes(tmp_path, monkeypatch, format):
     # A part that was written after the last note of progress, and one that was not finished.
     (tmp_path / "out.partial" / "part-00099.unfinished").write_text("half")
     other = "mxfp8" if format == "nvfp4" else "nvfp4"
-    with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
+    with pytest.raises(
+        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
+    ):
         convert(tmp_path / "source", tmp_path / "out", format=other, max_shard_size="9KB")
     errors = convert(tmp_path / "source", tmp_path / "out", **options)
     total = 6 * 2 * EXPERTS
@@ -533,8 +537,14 @@ def test_another_job_is_not_resumed(tmp_path, monkeypatch):
         )
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(FileExistsError, match=r"out.partial is of another source or other options; remove it"):
+    with pytest.raises(
+        FileExistsError, match=r"out.partial is of another source, other options or another version; remove it"
+    ):
         convert(tmp_path / "source", tmp_path / "out", scale_search="mse")
+    with monkeypatch.context() as patch:
+        patch.setattr("thunder_moe.__version__", "0.0.1")
+        with pytest.raises(FileExistsError, match="or another version"):
+            convert(tmp_path / "source", tmp_path / "out")
     file = next((tmp_path / "source").glob("*.safetensors"))
     content = load_file(file)
     save_file({name: tensor.clone() * 2 for name, tensor in content.items()}, file)
@@ -606,7 +616,7 @@ def test_what_cannot_be_converted(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "source"]
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path, capsys, monkeypatch):
     make_source(tmp_path / "source")
     arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--scale-search", "mse"]
     assert main([*arguments, "--max-shard-size", "20KB"]) == 0
@@ -623,6 +633,9 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["exact", "exact"]
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "quiet"), "--quiet"]) == 0
     assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
+    assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "größer")]) == 0
+    assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
 
 
 @pytest.mark.slow

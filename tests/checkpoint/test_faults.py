@@ -473,6 +473,25 @@ def test_what_goes_along(tmp_path, source):
             assert (folder / name).read_bytes() == name.encode()
 
 
+def test_what_cannot_go_along_is_told(tmp_path, source, caplog, monkeypatch):
+    (source / "merges.txt").symlink_to(tmp_path / "removed from the cache")
+    convert(source, tmp_path / "out")
+    assert f"{source / 'merges.txt'} is not copied: it is a link to nothing" in caplog.text
+    (source / "templates").mkdir()
+    original = os.scandir
+
+    def scandir(folder):  # tests may run as a user that may read everything
+        if os.path.basename(folder) == "templates":
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return original(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="templates"):
+        convert(source, tmp_path / "two")
+    monkeypatch.undo()
+    convert(source, tmp_path / "two")  # resumes
+
+
 def test_filter(tmp_path, capsys):
     plain_source(tmp_path / "source", layers=3)
     assert command(tmp_path, capsys, "--filter", "model.layers.0", "--filter", r"re:.*layers\.2\.") == (0, "")

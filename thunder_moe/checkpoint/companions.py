@@ -4,11 +4,14 @@ Called by convert and writer; calls nothing of the package.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
 
 __all__ = ["copy_companions"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # Weights in any form, and what downloads leave.
 _WEIGHTS = (
@@ -32,10 +35,13 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
 
     Returns:
         The paths of what was copied, relative to the destination.
+
+    Raises:
+        OSError: a file or a folder cannot be read.
     """
     copied = []
     left_out = {path.resolve() for path in (*skip, destination)}
-    for folder, subfolders, names in os.walk(source):
+    for folder, subfolders, names in os.walk(source, onerror=_raise):
         here = Path(folder)
         subfolders[:] = sorted(
             name for name in subfolders if _is_visible(name) and (here / name).resolve() not in left_out
@@ -46,12 +52,19 @@ def copy_companions(source: Path, destination: Path, *, skip: tuple[Path, ...] =
         for name in sorted(names):
             file = here / name
             target = destination / file.relative_to(source)
-            if not _goes_along(name, top=here == source) or not file.is_file() or target.exists():
+            if not _goes_along(name, top=here == source) or target.exists():
+                continue
+            if not file.is_file():
+                _LOGGER.warning("%s is not copied: it is a link to nothing, or no regular file", file)
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
             copied.append(str(target.relative_to(destination)))
     return copied
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _is_visible(name: str) -> bool:

@@ -34,7 +34,7 @@ from thunder_moe.checkpoint.writer import (
     write_configs,
 )
 from thunder_moe.formats.block_format import NVFP4
-from thunder_moe.formats.registry import FORMATS, find_format
+from thunder_moe.formats.registry import FORMATS, check_scale_search, find_format
 from thunder_moe.progress import progress_bar
 from thunder_moe.selection import Format, Patterns, Selection
 
@@ -127,8 +127,8 @@ def convert(
     """
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
     require_absent(destination)
-    found = find_format(format if isinstance(format, str) else NVFP4.name)  # a wrong name is an error before any work
-    found.check_quantizable(torch.zeros(1, 1, found.block_size, dtype=torch.float32, device="cpu"), scale_search)
+    # A wrong name is an error before any work.
+    check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
     place = _device(device)
     checkpoint = Checkpoint(source)
     plan = _plan(checkpoint, Choice(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format))
@@ -138,6 +138,7 @@ def convert(
         why = "(tensors named '...experts...') to convert"
         why = "that filter, ignore and format take" if every and chooses else why
         raise ValueError(f"source: {checkpoint.path} has no experts {why}")
+    check_scale_search(scale_search, {*plan.formats.values()})
     with open_partial(destination, _job(checkpoint, scale_search, max_bytes, plan)) as partial:
         try:
             errors = _convert_all(checkpoint, partial, plan, place, progress)
@@ -187,11 +188,14 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
-    """What must be the same for a conversion to resume an interrupted one."""
+    """What must be the same for a conversion to resume an interrupted one; another version might quantize otherwise."""
+    from thunder_moe import __version__
+
     files = sorted({info.file for info in checkpoint.files.infos.values()})
     stats = {str(file.relative_to(checkpoint.path)): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
     source = str(checkpoint.path.resolve())
     job: dict[str, Any] = {"source": source, "files": stats, "scale_search": scale_search, "max_shard_bytes": max_bytes}
+    job["version"] = __version__
     linears = sorted([*plan.kept, *(path for group in plan.groups.values() for path in group)])
     job |= {"experts": sorted([*checkpoint.blocks, *plan.experts]), "linears": linears}
     others = {path: name for path, name in sorted(plan.formats.items()) if name != NVFP4.name}

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from thunder_moe.checkpoint.files import read_json
-from thunder_moe.checkpoint.scratch import lock
 from thunder_moe.checkpoint.writer import require_absent, shard_paths, write_json
+from thunder_moe.scratch import lock
 
 __all__ = ["PartialCheckpoint", "open_partial"]
 
@@ -99,7 +99,9 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
         elif any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
             raise FileExistsError(f"path: {directory} exists and is of no conversion; remove it to start anew")
         if state.get("job") != job:
-            raise FileExistsError(f"path: {directory} is of another source or other options; remove it to start anew")
+            raise FileExistsError(
+                f"path: {directory} is of another source, other options or another version; remove it to start anew"
+            )
         partial = PartialCheckpoint(destination, directory, state)
         files = [partial.shard(number) for number in range(len(state["shards"]))]
         if not all(file.is_file() for file in files):

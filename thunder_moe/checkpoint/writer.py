@@ -23,8 +23,8 @@ from thunder_moe.checkpoint.formats.modelopt import MODELOPT
 from thunder_moe.checkpoint.formats.registry import format_of
 from thunder_moe.checkpoint.ignored import apart, ignored_modules
 from thunder_moe.checkpoint.modules import sort_modules
-from thunder_moe.checkpoint.scratch import remove_leftovers, scratch_directory
 from thunder_moe.formats.weight import PackedWeight
+from thunder_moe.scratch import remove_leftovers, scratch_directory
 
 __all__ = ["ShardWriter", "encode", "parse_size", "shard_paths", "write_checkpoint", "write_configs"]
 

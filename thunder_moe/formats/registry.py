@@ -6,7 +6,7 @@ A new format is one entry of `FORMATS`. MXFP4, which checkpoints hold, is none: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from thunder_moe.formats import mxfp8, nvfp4
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.formats.weight import PackedWeight
 
-__all__ = ["FORMATS", "NumberFormat", "dequantize", "dequantize_expert", "find_format"]
+__all__ = ["FORMATS", "NumberFormat", "check_scale_search", "dequantize", "dequantize_expert", "find_format"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ FORMATS = {
     )
     for name, module in (("nvfp4", nvfp4), ("mxfp8", mxfp8))
 }  # fmt: skip
+
+
+def check_scale_search(scale_search: str | None, formats: Collection[str]) -> None:
+    """Raises the ValueError of `quantize` for a scale_search that there is not, or that no format of weights has.
+
+    Args:
+        scale_search: as in the formats' `quantize`.
+        formats: names of the formats of the weights; empty where they are not known yet.
+    """
+    known = FORMATS["nvfp4" if "nvfp4" in formats or not formats else min(formats)]
+    known.check_quantizable(torch.zeros(1, 1, known.block_size, dtype=torch.float32, device="cpu"), scale_search)
 
 
 def find_format(name: str) -> NumberFormat:

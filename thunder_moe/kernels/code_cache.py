@@ -1,5 +1,6 @@
 """Caches the machine code of compiled kernels on disk, in ~/.cache/thunder_moe (or $XDG_CACHE_HOME/thunder_moe).
-Called by kernels/cuda/nvrtc.py and kernels/cpu/backend.py; calls the standard library alone.
+Called by kernels/cuda/nvrtc.py, kernels/host_code.py and kernels/cpu (crossover keeps its limits by read_own and
+replace); calls the standard library alone.
 
 The code runs with the rights of the process that loads it. So a file is used only if it belongs to this user, nobody
 else may write it, and its checksum is right; any other is reported and written again. Callers get the bytes that were
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["folder", "one_process", "read", "write"]
+__all__ = ["folder", "one_process", "read", "read_own", "replace", "write"]
 
 _DIGEST_BYTES = 32
 _PATIENCE = 180.0  # seconds; a compile takes 10 to 60
@@ -52,25 +53,53 @@ def read(key: str, *, quiet: bool = False) -> bytes | None:
         return None
     path = _file(place, key)
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                return None
-            is_ours = _is_ours_alone(status)
-            digest, content = file.read(_DIGEST_BYTES), file.read()
+        kept = read_own(path)
+        digest, content = kept[:_DIGEST_BYTES], kept[_DIGEST_BYTES:]
+        if digest == _digest(key, content):
+            return content
+        reason = "it is damaged"
     except OSError:
         return None
-    if not is_ours:
-        reason = "another user owns it or may write it"
-    elif digest != _digest(key, content):
-        reason = "it is damaged"
-    else:
-        return content
+    except ValueError as error:
+        reason = str(error)
     if not quiet:
         _LOGGER.warning(
             "thunder_moe: the compiled kernels in %s are not used, they are compiled again: %s", path, reason
         )
     return None
+
+
+def read_own(path: Path) -> bytes:
+    """Return the content of a file that belongs to this user, who alone may write it. Never waits for a pipe.
+
+    Raises:
+        OSError: it cannot be read, or is not there.
+        ValueError: it is another user's, or not a file; the message completes a sentence.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if not _is_ours_alone(status):
+            raise ValueError("another user owns it or may write it")
+        return file.read()
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file at once, so that no other process reads half of it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left then.
+    """
+    handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def write(key: str, content: bytes) -> None:
@@ -80,15 +109,7 @@ def write(key: str, content: bytes) -> None:
         if place is None:
             raise OSError("there is no home directory")
         place.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(prefix=f"{key[:32]}.", suffix=".part", dir=place)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_digest(key, content) + content)
-            os.replace(part, _file(place, key))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+        replace(_file(place, key), _digest(key, content) + content)
     except OSError as error:
         if place not in _unwritable:
             _unwritable.add(place)

@@ -1,5 +1,5 @@
 """Compiles C++ for this machine on first use and loads it from the checked cache of compiled kernels.
-Called by kernels/cpu/backend.py and kernels/cuda/chain.py; calls the C++ compiler and kernels/code_cache.py.
+Called by kernels/cpu/backend.py and kernels/cuda/chain.py; calls the C++ compiler, kernels/code_cache.py and scratch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from thunder_moe.kernels import code_cache
+from thunder_moe.scratch import remove_leftovers, scratch_directory
 
 __all__ = ["compile_library", "compiler", "key_of", "load"]
 
@@ -26,8 +27,20 @@ T = TypeVar("T")
 
 
 def compiler() -> list[str]:
-    """Return the command of the C++ compiler: the environment's CXX, by default c++."""
-    return shlex.split(os.environ.get("CXX") or "c++")
+    """Return the command of the C++ compiler: the environment's CXX, by default c++.
+
+    Raises:
+        ValueError: CXX has no word, or a quote without its end.
+    """
+    text, problem = os.environ.get("CXX") or "c++", "blanks alone"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        words, problem = [], str(error)
+    if not words:
+        wanted = "the command of a C++ compiler, such as 'g++' or 'ccache g++'; unset it for 'c++'"
+        raise ValueError(f"CXX: got {text!r} ({problem}) in the environment, wanted {wanted}")
+    return words
 
 
 def key_of(parts: Sequence[str]) -> str:
@@ -46,6 +59,7 @@ def load(what: str, parts: Sequence[str], compile: Callable[[], bytes], open: Ca
 
     Raises:
         RuntimeError: there is no compiler, or it failed; the message is the compiler's.
+        ValueError: the environment's CXX is no command.
     """
     key = key_of(parts)
     kept = code_cache.read(key, quiet=True)
@@ -77,16 +91,27 @@ def compile_library(sources: Sequence[Path], options: Sequence[str], libraries: 
     Raises:
         RuntimeError: the compiler failed; the message is the compiler's.
     """
-    with tempfile.TemporaryDirectory(prefix="thunder_moe_") as directory:
+    with _build_directory() as directory:
         objects = [f"{directory}/{source.stem}.o" for source in sources]
         pairs = zip(sources, objects, strict=True)
         commands = [[*compiler(), *options, "-c", str(source), "-o", made] for source, made in pairs]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in pool.map(_run, commands):
                 pass
-        library = Path(directory, "library.so")
+        library = directory / "library.so"
         _run([*compiler(), "-shared", *objects, *libraries, "-o", str(library)])
         return library.read_bytes()
+
+
+@contextlib.contextmanager
+def _build_directory() -> Iterator[Path]:
+    """Make a directory for one build, which is removed; remove those of this user's builds that were killed."""
+    place = Path(tempfile.gettempdir())
+    # Not every file system tells one machine of the locks of another.
+    builds = place / f"thunder_moe_{getattr(os, 'getuid', int)()}_{platform.node()}"
+    remove_leftovers(builds, "build")
+    with scratch_directory(builds, place, "build") as directory:
+        yield directory
 
 
 def _run(command: list[str]) -> None:
@@ -107,7 +132,7 @@ def _open(library: bytes, open: Callable[[str], T]) -> T:
             except BaseException:
                 os.close(memory)
                 raise
-    with tempfile.NamedTemporaryFile(prefix="thunder_moe_", suffix=".so") as place:
-        place.write(library)
-        place.flush()
-        return open(place.name)
+    with _build_directory() as directory:
+        place = directory / "library.so"
+        place.write_bytes(library)
+        return open(str(place))

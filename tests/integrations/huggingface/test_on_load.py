@@ -445,6 +445,9 @@ def test_bad_options(saved):
     for option in (dict(scale_search="best"), dict(layout="swizzled"), dict(format="int4"), dict(format={"*": "int4"})):
         with pytest.raises(ValueError, match=rf"{next(iter(option))}: got '\w+', wanted"):
             ThunderMoeConfig(**option)
+    refused(here, "scale_search: .* MXFP8", config=ThunderMoeConfig(format={"*": "mxfp8"}, scale_search="mse"))
+    with pytest.raises(ValueError, match="scale_search: got 'mse', wanted None: MXFP8"):
+        ThunderMoeConfig(format="mxfp8", scale_search="mse")
     refused(here, r"format: 'layers\.\*' fits no module", config=ThunderMoeConfig(format={"layers.*": "mxfp8"}))
     with pytest.raises(TypeError, match="format: got 8, wanted a format, or a dictionary"):
         ThunderMoeConfig(format=8)

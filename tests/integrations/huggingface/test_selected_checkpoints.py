@@ -4,6 +4,7 @@ Called by pytest; test_selection.py says what the options mean.
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tiny_models import tiny_model
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import ThunderMoeConfig, load_checkpoint, quantize_  # noqa: E402
+from thunder_moe import ThunderMoeConfig, load_checkpoint, plan_quantization, quantize_  # noqa: E402
 from thunder_moe.__main__ import main  # noqa: E402
 from thunder_moe.checkpoint import convert  # noqa: E402
 from thunder_moe.integrations.huggingface import quantizer  # noqa: E402
@@ -66,6 +67,42 @@ def test_entry_points_agree(source, tmp_path, name, options):
     if any(".experts." in key for key in packed):  # load_checkpoint is for 4-bit experts
         convert(path, tmp_path / "out", **options)
         assert_same(load_checkpoint(tmp_path / "out", device="cpu"), wanted)
+
+
+@pytest.mark.parametrize("option", ["filter", "ignore", "linears", "format"])
+@pytest.mark.parametrize("pattern", ["", "re:", "*.act_fn", "model.rotary_emb", "*.layernorm"])
+def test_entry_points_refuse_the_same_patterns(source, tmp_path, option, pattern):
+    """Empty ones, typos, and names of modules without weights, which a checkpoint does not have."""
+    cls, path = source("qwen3_moe")
+    options = {option: {pattern: "mxfp8"} if option == "format" else ["*", pattern]}
+    match = (
+        f"{option}: got '{pattern}', wanted" if pattern in ("", "re:") else rf"{option}: '{re.escape(pattern)}' fits no"
+    )
+    model = cls.from_pretrained(path, dtype=BF16)
+    for call in (
+        lambda: quantize_(model, **options),
+        lambda: plan_quantization(model, **options),
+        lambda: cls.from_pretrained(path, dtype=BF16, quantization_config=ThunderMoeConfig(**options)),
+        lambda: convert(path, tmp_path / "out", **options),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_a_list_of_all_modules_with_weights_serves_each_entry_point(source, tmp_path):
+    cls, path = source("qwen3_moe")
+    model = cls.from_pretrained(path, dtype=BF16)
+    ignore = ["*.layers.1", "lm_head", "*.q_norm", "*.mlp.gate", "model.norm", "*.embed_tokens", "*.q_proj"]
+    quantize_(model, ignore=ignore, linears="*")
+    assert_same(
+        cls.from_pretrained(
+            path, dtype=BF16, quantization_config=ThunderMoeConfig(modules_to_not_convert=ignore, linears="*")
+        ),
+        model,
+    )
+    convert(path, tmp_path / "out", ignore=ignore, linears="*")
+    assert_same(load_checkpoint(tmp_path / "out", device="cpu"), model)
+    quantize_(model, ignore=["lm_head", "model.layers.0.self_attn.k_proj"])  # now a part of a 4-bit weight
 
 
 def test_the_command_line(source, tmp_path, capsys):

@@ -580,6 +580,47 @@ def test_limits_are_measured_once_per_machine_and_kept_in_a_file(tmp_path, monke
     assert limits_for() == first
 
 
+def _deep(file):
+    file.write_text("[" * 1_000_000)
+
+
+def _of_all(file):
+    file.chmod(0o666)
+
+
+def _not_text(file):
+    file.write_bytes(b"\xff{}")
+
+
+def _pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="files have no owner here, and pipes no name")
+@pytest.mark.parametrize("change", [_deep, _of_all, _not_text, _pipe])
+def test_a_file_of_limits_that_cannot_be_trusted_is_measured_again(tmp_path, monkeypatch, caplog, change):
+    file, measured = tmp_path / "crossover.json", []
+    kernels = {"slice": Limits(), "panel": Limits(panel=1)}
+
+    def limits():
+        monkeypatch.setattr(crossover, "_known", {})
+        return crossover.limits_for(torch.bfloat16, kernels, lambda *_: measured.append(1) or 1.0, file, "a")
+
+    expected = limits()
+    count = len(measured)
+    assert limits() == expected
+    assert len(measured) == count
+    assert not caplog.records
+    change(file)
+    for _ in range(2):
+        assert limits() == expected
+    assert len(measured) == 2 * count
+    (record,) = caplog.records
+    assert f"{file} is not used, CPU kernels are timed again" in record.getMessage()
+    assert os.listdir(tmp_path) == [file.name]
+
+
 def test_limits_that_leave_rows_to_no_kernel_are_refused():
     for options in (dict(mm=0), dict(panel=0), dict(gemv=-1), dict(gemv=1 << 70)):
         (name,) = options

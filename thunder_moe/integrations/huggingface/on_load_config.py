@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thunder_moe.formats.layouts import MODULE_LAYOUTS
-from thunder_moe.formats.nvfp4 import SCALE_SEARCHES
+from thunder_moe.formats.registry import check_scale_search
 from thunder_moe.selection import Names, Patterns, format_function, parse_patterns
 
 try:
@@ -72,8 +72,7 @@ class ThunderMoeConfig(QuantizationConfigMixin):
         if not isinstance(format, str | Mapping) and len(self.format) != len(format):
             raise ValueError(f"format: got a pattern twice in {format!r}, wanted each once, since the first one counts")
         format_function(self.format, Names("", {}))  # checks it
-        if scale_search is not None and scale_search not in SCALE_SEARCHES:
-            raise ValueError(f"scale_search: got {scale_search!r}, wanted None or one of {SCALE_SEARCHES}")
+        check_scale_search(scale_search, [self.format.lower()] if isinstance(self.format, str) else [])
         if layout not in _LAYOUTS:
             raise ValueError(f"layout: got {layout!r}, wanted one of {_LAYOUTS}")
         self.scale_search, self.layout = scale_search, layout

@@ -54,8 +54,8 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
 
     Raises:
         FileNotFoundError: no such model or text.
-        ValueError: the text is no UTF-8 or shorter than two rows, `context` is below 2 or more than the model has
-            positions, or `tokens` is less than two rows.
+        ValueError: the text is no UTF-8 or shorter than two rows, the tokenizer has no vocabulary, `context` is below 2
+            or more than the model has positions, or `tokens` is less than two rows.
     """
     model = find_checkpoint(name)
     config = transformers.AutoConfig.from_pretrained(model).get_text_config()
@@ -75,6 +75,9 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
     begin = [first] if first is not None and tokenizer("a").input_ids[:1] == [first] else []
     own = context - len(begin)
     ids = _tokens(tokenizer, text, tokens // context * own)
+    if text.strip() and set(ids) <= {tokenizer.unk_token_id}:  # transformers makes one without a vocabulary, too
+        wanted = "wanted the model's tokenizer files beside its weights"
+        raise ValueError(f"MODEL: the tokenizer of {name!r} knows no word of {data!r}, {wanted}")
     rows = len(ids) // own
     if rows < 2:
         raise ValueError(

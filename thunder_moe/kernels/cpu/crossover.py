@@ -1,5 +1,5 @@
 """Which kernel of the CPU backend serves how many rows per expert: measured once per kind of machine, kept on disk.
-Called by kernels/cpu/backend.py, which passes how to run a kernel; calls the standard library and torch.
+Called by kernels/cpu/backend.py, which passes how to run a kernel; calls kernels/code_cache.py for the file.
 
 The best kernel depends on the CPU: AVX512-BF16 multiplies few rows fast, a matrix unit (AMX) many. So the first product
 of a dtype times each kernel on a small weight with one thread, kernels in turn, and takes the limits that cost least
@@ -13,14 +13,13 @@ import itertools
 import json
 import logging
 import math
-import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
 
 import torch
 
+from thunder_moe.kernels import code_cache
 from thunder_moe.kernels.forks import ForkLock
 
 __all__ = ["NEVER", "ROWS", "Limits", "limits_are", "limits_by_hand", "limits_for"]
@@ -35,6 +34,7 @@ ROUNDS = 5
 # (1536, 2048), one thread 28.8 and 28.9 ms, two threads 14.3 and 16.5 ms.
 TIE = 1.02
 
+_LOGGER = logging.getLogger("thunder_moe")
 _lock = ForkLock()
 _known: dict[str, Limits] = {}
 _forced: Limits | None = None
@@ -136,7 +136,7 @@ def _read_or_measure(
         with contextlib.suppress(ValueError):  # of a file that was damaged
             return Limits(gemv, panel, mm, bool(fma), tiles, bool(fp32_slices))
     limits = best_limits(measure(dtype, kernels, seconds))
-    logging.getLogger("thunder_moe").info("CPU kernels for %s on %s: %s", name, machine, limits)
+    _LOGGER.info("CPU kernels for %s on %s: %s", name, machine, limits)
     contents.setdefault(machine, {})[name] = list(astuple(limits))
     _write(file, contents)
     return limits
@@ -200,10 +200,13 @@ def _between(rows: list[int], start: int) -> int:
 
 
 def _read(file: pathlib.Path) -> dict[str, dict[str, list[int]]]:
-    """machine -> dtype -> numbers; without what a file that was damaged holds instead."""
+    """machine -> dtype -> numbers; without what a file that was damaged, or is not this user's, holds instead."""
     try:
-        contents = json.loads(file.read_text())
-    except (OSError, ValueError):
+        contents = json.loads(code_cache.read_own(file))
+    except OSError:
+        return {}
+    except (ValueError, RecursionError) as error:  # brackets in brackets
+        _LOGGER.warning("thunder_moe: %s is not used, CPU kernels are timed again: %s", file, error)
         return {}
     machines = contents.items() if isinstance(contents, dict) else ()
     return {
@@ -218,9 +221,6 @@ def _are_numbers(numbers: object) -> bool:
 
 
 def _write(file: pathlib.Path, contents: Mapping[str, object]) -> None:
-    """At once, so that no other process reads half of it. A directory that cannot be written is no error."""
+    """A directory that cannot be written is no error."""
     with contextlib.suppress(OSError):
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w") as text:
-            json.dump(contents, text, indent=1)
-        os.replace(name, file)
+        code_cache.replace(file, json.dumps(contents, indent=1).encode())

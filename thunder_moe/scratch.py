@@ -1,7 +1,8 @@
-"""Locked directories in which a checkpoint is written before it moves to its place, and the removal of those that a
-killed process left. Called by writer, partial and integrations.huggingface.saving; calls nothing of the package.
+"""Locked directories for files that move to their place when they are complete, and the removal of those that a killed
+process left. Called by checkpoint.writer, checkpoint.partial, integrations.huggingface.saving and kernels.host_code;
+calls nothing of the package.
 
-The lock of a directory (flock) ends with the process that holds it: a directory without one belongs to no running save.
+The lock of a directory (flock) ends with the process that holds it: a directory without one belongs to no running work.
 """
 
 from __future__ import annotations
@@ -50,15 +51,21 @@ def lock(directory: Path, *, wait: bool = False) -> int | None:
 
 
 @contextmanager
-def scratch_directory(path: Path, place: Path) -> Iterator[Path]:
-    """Makes a hidden directory in `place` for a checkpoint that will move to `path`; removes what is left there."""
+def scratch_directory(path: Path, place: Path, work: str = "save") -> Iterator[Path]:
+    """Makes a hidden directory in `place` for what will move to `path`, say a checkpoint; removes what is left there.
+
+    Args:
+        path: gives the directory its name, by which `remove_leftovers` finds it.
+        place: where to make it.
+        work: a word for what is done there, in the name, too.
+    """
     descriptor = None
     while True:
-        directory = Path(mkdtemp(prefix=_prefix(path), dir=place))
+        directory = Path(mkdtemp(prefix=_prefix(path, work), dir=place))
         try:
             descriptor = lock(directory)
             break
-        except (BlockingIOError, FileNotFoundError):  # another save just took it for a leftover
+        except (BlockingIOError, FileNotFoundError):  # another one just took it for a leftover
             continue
     try:
         yield directory
@@ -68,10 +75,14 @@ def scratch_directory(path: Path, place: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def remove_leftovers(path: Path) -> None:
+def remove_leftovers(path: Path, work: str = "save") -> None:
     """Removes the scratch directories of killed saves to `path`, which are beside it or inside; a warning names each.
 
     Directories that a running process has locked stay.
+
+    Args:
+        path: as in `scratch_directory`.
+        work: likewise.
     """
     path = path.resolve()
     for place in (path.parent, path):
@@ -81,7 +92,7 @@ def remove_leftovers(path: Path) -> None:
             continue
         for name in names:
             left = place / name
-            if not name.startswith(_prefix(path)) or left.is_symlink() or not left.is_dir():
+            if not name.startswith(_prefix(path, work)) or left.is_symlink() or not left.is_dir():
                 continue
             descriptor = None
             try:
@@ -93,13 +104,13 @@ def remove_leftovers(path: Path) -> None:
             except (BlockingIOError, FileNotFoundError):
                 continue
             except OSError as error:
-                logger.warning("%s: left by another save; remove it if none is running (%s)", left, error)
+                logger.warning("%s: left by another %s; remove it if none is running (%s)", left, work, error)
             else:
-                logger.warning("%s: removed %.3g GB that an interrupted save had left", left, nbytes / 1e9)
+                logger.warning("%s: removed %.3g GB that an interrupted %s had left", left, nbytes / 1e9, work)
             finally:
                 if descriptor is not None:
                     os.close(descriptor)
 
 
-def _prefix(path: Path) -> str:
-    return f".{path.resolve().name}.thunder_moe_save."
+def _prefix(path: Path, work: str) -> str:
+    return f".{path.resolve().name}.thunder_moe_{work}."
