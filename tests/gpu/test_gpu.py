@@ -46,7 +46,7 @@ from thunder_moe.formats.nvfp4 import NVFP4Weight, quantize
 from thunder_moe.formats.weight import joined
 from thunder_moe.kernels import chains
 from thunder_moe.kernels.cuda import backend as cuda
-from thunder_moe.kernels.cuda import many_rows, nvrtc, operators, prepared, workspace
+from thunder_moe.kernels.cuda import many_rows, nvrtc, operators, workspace
 from thunder_moe.kernels.cuda.configs import MEASURED, GemmConfig, Point, candidates
 from thunder_moe.kernels.cuda.plan import plan_gemm
 from thunder_moe.kernels.select import preferred_layout, use_backend
@@ -87,8 +87,7 @@ def kernel_layout(request, backend, monkeypatch):
     if backend != "cuda" or preferred_layout(torch.device("cuda"), 64, 64) == "linear":
         pytest.skip("of the kernels of the cuda backend on devices of compute capability (9, 0)")
     if config is not None:
-        for module in (prepared, operators):
-            monkeypatch.setattr(module, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
+        monkeypatch.setattr(operators, "plan_gemm", lambda spec, given=None: plan_gemm(spec, given or config))
     for operator in OPERATORS.values():  # what they know of earlier calls
         monkeypatch.setattr(operator, "_recent", ())
     chains.clear()
