@@ -238,7 +238,7 @@ class AllGather(Exchange):
     def _gather(self, x: Tensor, routing: Tensor) -> tuple[Any, Any]:
         gradients = torch.is_grad_enabled() and (x.requires_grad or routing.requires_grad)
         if x.is_cuda and not gradients:  # one kernel of NCCL's
-            run: Any = _named(collectives, "all_gather_coalesced")
+            run: Any = _named(collectives, "all_gather_into_tensor_coalesced")
             rows, all_routing = run([x, routing], self._group)
             return rows, all_routing
         return _all_gather(x, self._group), _all_gather(routing, self._group)
@@ -372,11 +372,11 @@ def _all_gather(x: Tensor, group: Any) -> Any:
     x, ranks = x.contiguous(), dist.get_world_size(group)
     if is_plain_eager(x):
         out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-        return _UnderWay(out, _named(dist, "all_gather")(out, x, group, async_op=True))
+        return _UnderWay(out, _named(dist, "all_gather_into_tensor")(out, x, group, async_op=True))
     if x.device.type == "cpu":
         # Two functional all-gathers that end at once on gloo can end the process (docs/distributed.md, "On CPUs").
         return torch.ops.thunder_moe.cpu_all_gather(x, ranks, group.group_name)
-    return _functional("all_gather", x)(x, 0, group)
+    return _functional("all_gather_tensor", x)(x, 0, group)
 
 
 def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
@@ -384,7 +384,7 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
     if x.device.type == "cpu" and torch.is_grad_enabled() and x.requires_grad:  # its backward is an all-gather
         summed: Tensor = torch.ops.thunder_moe.cpu_reduce_scatter(x, dist.get_world_size(group), group.group_name)
         return summed
-    out: Tensor = _functional("reduce_scatter", x)(x, "sum", 0, group)
+    out: Tensor = _functional("reduce_scatter_tensor", x)(x, "sum", 0, group)
     return out
 
 
@@ -392,7 +392,7 @@ def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
 def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return the rows of all ranks, (T, ...) -> (ranks * T, ...); differentiable."""
     out = x.new_empty(ranks * x.shape[0], *x.shape[1:])
-    _named(dist, "all_gather")(out, x, _group_named(group_name))
+    _named(dist, "all_gather_into_tensor")(out, x, _group_named(group_name))
     return out
 
 
@@ -400,7 +400,7 @@ def _cpu_all_gather(x: Tensor, ranks: int, group_name: str) -> Tensor:
 def _cpu_reduce_scatter(x: Tensor, ranks: int, group_name: str) -> Tensor:
     """Return this rank's part of the sum over the ranks, (ranks * T, ...) -> (T, ...); differentiable."""
     out = x.new_empty(x.shape[0] // ranks, *x.shape[1:])
-    _named(dist, "reduce_scatter")(out, x, group=_group_named(group_name))
+    _named(dist, "reduce_scatter_tensor")(out, x, group=_group_named(group_name))
     return out
 
 
@@ -435,22 +435,21 @@ _cpu_all_gather.register_autograd(_backward_of_all_gather, setup_context=_setup_
 _cpu_reduce_scatter.register_autograd(_backward_of_reduce_scatter, setup_context=_setup_context)
 
 
-# Each collective's name since torch 2.13, then its older name.
-_NAMES = {
-    (dist, "all_gather"): ("all_gather_single", "all_gather_into_tensor"),
-    (dist, "reduce_scatter"): ("reduce_scatter_single", "reduce_scatter_tensor"),
-    (collectives, "all_gather"): ("all_gather_single", "all_gather_tensor"),
-    (collectives, "all_gather_coalesced"): ("all_gather_single_coalesced", "all_gather_into_tensor_coalesced"),
-    (collectives, "reduce_scatter"): ("reduce_scatter_single", "reduce_scatter_tensor"),
+# The older name of each collective -> its name since torch 2.13.
+_NEWER = {
+    "all_gather_into_tensor": "all_gather_single",
+    "reduce_scatter_tensor": "reduce_scatter_single",
+    "all_gather_tensor": "all_gather_single",
+    "all_gather_into_tensor_coalesced": "all_gather_single_coalesced",
 }
 
 
-def _named(module: Any, collective: str, suffix: str = "") -> Any:
+def _named(module: Any, name: str, suffix: str = "") -> Any:
     """Return a collective of a module by the name that this version of torch has for it."""
-    newer, older = _NAMES[module, collective]
-    return getattr(module, (newer if hasattr(module, newer) else older) + suffix)
+    newer = _NEWER[name]  # no key has the module in it: torch 2.11 does not trace the look-up of one
+    return getattr(module, (newer if hasattr(module, newer) else name) + suffix)
 
 
-def _functional(collective: str, x: Tensor) -> Any:
+def _functional(name: str, x: Tensor) -> Any:
     """Return a functional collective; the one with a gradient where x needs one."""
-    return _named(collectives, collective, "_autograd" if torch.is_grad_enabled() and x.requires_grad else "")
+    return _named(collectives, name, "_autograd" if torch.is_grad_enabled() and x.requires_grad else "")
