@@ -307,7 +307,7 @@ def _finished_gemm(
     append(call.chain.result(shape, spec.dtype), adapter)
     if shape[-1] == spec.features:
         return None
-    return lambda _, out: out[..., : spec.features].contiguous()
+    return lambda _, out: out[..., : spec.features].clone(memory_format=torch.contiguous_format)
 
 
 def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
