@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
@@ -362,23 +363,27 @@ def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig
 
 def _combine(call: _Call) -> None:
     """(rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
-    rows, slot_row, weight, out = (call.sample(place) for place in range(4))
-    _require_contiguous(rows, slot_row, out)
+    rows, slot_row, weight = (call.sample(place) for place in range(3))
+    _require_contiguous(rows, slot_row)
     _require_floats(weight)
     _require(rows.numel() > 0 and slot_row.numel() > 0, "there is nothing to compute")
     (m, n), (tokens, top_k) = rows.shape, slot_row.shape
-    spec, result = (
-        CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)),
-        _result(call, 3, (tokens, n), rows.dtype),
-    )
-    addresses = call.places[0], call.places[1], call.address(2)
-    prepared.append_combine(call.chain, spec, *addresses, result, late_rows=False)
+    spec, out = CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)), _result(call, 3, (tokens, n), rows.dtype)
+    prepared.append_combine(call.chain, spec, *call.places[:2], call.address(2), out, late_rows=False)
 
 
 def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
-    """The argument that is written into, where it is given, else a new tensor."""
-    into = call.address(place)
-    return call.chain.result(shape, dtype) if into is None else call.chain.result_in(into, shape, dtype)
+    """The argument that is written into, where it is given, else a new tensor.
+
+    Raises:
+        ValueError: it has another shape or dtype, or is not contiguous.
+    """
+    out = call.sample(place)
+    if out is None:
+        return call.chain.result(shape, dtype)
+    fits = tuple(out.shape) == shape and out.dtype == dtype and out.is_contiguous()
+    require(fits, "out", out, f"contiguous {dtype} {shape}")
+    return call.chain.result_in(call.places[place], shape, dtype)
 
 
 def _moe_experts(
