@@ -4,13 +4,14 @@ Called by kernels.cpu and kernels.cuda; calls torch alone.
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE_CODES", "dtype_code", "floats", "pointer"]
+__all__ = ["DTYPE_CODES", "MaybeTensor", "dtype_code", "floats", "pointer"]
 
+MaybeTensor = TypeVar("MaybeTensor", Tensor, "Tensor | None")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -19,13 +20,7 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-@overload
-def floats(tensor: Tensor) -> Tensor: ...
-@overload
-def floats(tensor: None) -> None: ...
-@overload
-def floats(tensor: Tensor | None) -> Tensor | None: ...
-def floats(tensor: Tensor | None) -> Tensor | None:
+def floats(tensor: MaybeTensor) -> MaybeTensor:
     """A contiguous tensor of a dtype that the kernels read."""
     if tensor is None:
         return None

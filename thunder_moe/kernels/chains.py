@@ -1,5 +1,6 @@
 """The table of prepared chains: what an operator's arguments are -> the chain of kernels that computes it.
-Called by ops/operator.py, which looks for a chain, and by kernels/cuda/operators.py, which prepares them.
+Called by ops/operator.py, which looks for a chain, by kernels/cuda/operators.py, which prepares them, and by
+kernels/select.py, which notes calls of other backends.
 
 A chain depends on the shapes, strides, dtypes and devices of tensors, on no values of them, and on all other arguments.
 """

@@ -1,5 +1,5 @@
 """The experts of a layer: `ExpertsCall`, what they are given, and `unfused`, which computes them step by step.
-Called by ops.experts, parallel and the backends; calls the functions of the backend that it is given.
+Called by ops.experts, parallel, integrations.vllm and the backends; calls functions of the backend that it is given.
 """
 
 from __future__ import annotations

@@ -65,6 +65,30 @@ def test_combine_of_any_number_of_slots(hopper, top_k, dtype):
     assert torch.equal(cuda.moe_experts(call), unfused(cuda, call))
 
 
+def test_numbers_of_an_activation_may_be_integers(emulated):
+    """As configs write them; their chain is the one of equal floats."""
+    operands = make_layer(3, 64, 64, "linear")
+    forms = GLU(2.0, 7.0, 1.0), GLU(2, 7, 1)
+    expected, out = (cuda.moe_experts(ExpertsCall(*operands, form=form)) for form in forms)
+    assert torch.equal(out, expected)
+    gate_up, (_, offsets, _) = operands[3], cuda.route(operands[1], E)
+    rows = torch.randn(operands[1].numel(), 64, dtype=BF16)
+    expected, out = (cuda.grouped_swiglu(rows, gate_up, offsets, form=form) for form in forms)
+    assert torch.equal(out[: offsets[-1]], expected[: offsets[-1]])
+
+
+def test_a_result_is_written_into_nothing_of_another_kind(emulated):
+    call, out = ExpertsCall(*make_layer(3, 64, 64, "linear")), torch.empty(3, 64, dtype=BF16)
+    assert cuda.moe_experts(call, out=out) is out
+    assert torch.equal(out, unfused(cuda, call))
+    rows, slots = torch.randn(6, 64, dtype=BF16), torch.arange(6, dtype=torch.int32).view(3, 2)
+    for wrong in (out.float(), out.repeat(1, 2)[:, :64], out[:2], out.view(4, 48)):
+        with pytest.raises(ValueError, match=r"out: got .* wanted contiguous torch.bfloat16 \(3, 64\)"):
+            cuda.moe_experts(call, out=wrong)
+        with pytest.raises(ValueError, match="out: got "):
+            cuda.combine(rows, slots, None, out=wrong)
+
+
 @pytest.mark.parametrize("name", others_slow(TILED_CONFIGS, FAST))
 def test_rows_that_come_late(hopper, adversary, monkeypatch, name):
     """Every kernel of tiled weights behind another GEMM: more tiles than blocks, and blocks without any."""

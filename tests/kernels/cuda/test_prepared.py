@@ -11,9 +11,11 @@ from oracle import relative_error
 import thunder_moe.ops.experts
 import thunder_moe.ops.router  # noqa: F401  (they register the operators)
 from thunder_moe.formats import mxfp8
+from thunder_moe.formats.registry import find_format
 from thunder_moe.kernels import select, slow_paths
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.ops.grouped_mm import operands
+from thunder_moe.ops.operator import OPERATORS
 from thunder_moe.ops.scaled_mm import dense_operands
 from thunder_moe.routing import RouterForm
 
@@ -97,6 +99,18 @@ def test_dense_layers_of_any_leading_dimensions(layout, shape):
     expected = operator(x.view(-1, H), *packed, **options).view(*shape[:-1], INNER)
     for _ in range(2):
         assert torch.equal(operator(x, *packed, **options), expected)
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_a_result_of_odd_features_may_be_changed_in_place(format):
+    """One row of it looks contiguous with the column that its kernel adds, too."""
+    weight, offsets = operands(find_format(format).quantize(torch.randn(E, 17, H))), torch.ones(E, dtype=torch.int32)
+    operator = OPERATORS[f"f16a_{format}weight_scaled_grouped_mm"]
+    for _ in range(2):
+        out = operator(torch.randn(1, H, dtype=BF16, requires_grad=True), *weight, offsets)
+        assert out.stride() == (17, 1)
+        assert not out._is_view()
+        out.mul_(2).sum().backward()
 
 
 @pytest.mark.parametrize("tokens", [3, 70])

@@ -177,7 +177,7 @@ def moe_experts(
         )  # fmt: skip
         options = dict(
             weight_on_input=call.weight_on_input, gate_up_layout=call.gate_up.layout, down_layout=call.down.layout,
-            expert_ranks=call.expert_ranks, summed=call.summed, configs=configs, **vars(call.form),
+            expert_ranks=call.expert_ranks, summed=call.summed, configs=configs, **_form_options(call.form),
         )  # fmt: skip
         fused: Tensor | None = operators.attempt(_name("moe_experts", call.gate_up), *args, **options)
         if fused is not None:
@@ -410,11 +410,16 @@ def _readable(weight: Packed) -> Packed:
 
 def _run(name: str, weight: PackedWeight, config: GemmConfig | None, *args: Any, form: GLU | None = None) -> Tensor:
     """The result of an operator of packed weights."""
-    options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else vars(form)))
+    options: dict[str, Any] = dict(layout=weight.layout, **({} if form is None else _form_options(form)))
     if config is not None:
         options["config"] = config
     result: Tensor = operators.run(_name(name, weight), *args, **options)
     return result
+
+
+def _form_options(form: GLU) -> dict[str, float | None]:
+    """The options of an activation as operators have them: a limit of 7, from a config, is 7.0."""
+    return {name: None if value is None else float(value) for name, value in vars(form).items()}
 
 
 def _name(name: str, weight: PackedWeight) -> str:

@@ -1,6 +1,6 @@
 """Which CUDA kernel runs a grouped GEMM, with which template parameters: the best measured one, else one by rule.
-Called by plan.py and backend.py beside it, and by benchmarks/suites/tune.py, which writes configs.json; calls
-arguments.py.
+Called by plan.py, operators.py and low_rank.py beside it, and by benchmarks/suites/tune.py, which writes configs.json;
+calls arguments.py.
 """
 
 from __future__ import annotations

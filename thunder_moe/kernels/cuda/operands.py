@@ -1,17 +1,17 @@
 """Operands as the CUDA kernels read them, and the device as specs have it.
-Called by the other modules of kernels/cuda; calls torch alone.
+Called by the other modules of kernels/cuda; calls kernels/arguments.py.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import overload
 
 import torch
 from torch import Tensor
 
 from thunder_moe.formats.weight import PackedWeight, WeightOperands
-from thunder_moe.kernels.arguments import DTYPE_CODES
+from thunder_moe.kernels import arguments
+from thunder_moe.kernels.arguments import MaybeTensor
 from thunder_moe.kernels.specs import Target, WeightSpec
 
 __all__ = ["aligned", "floats", "operands_of", "target", "weight_spec"]
@@ -23,18 +23,9 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-@overload
-def floats(tensor: Tensor) -> Tensor: ...
-@overload
-def floats(tensor: None) -> None: ...
-@overload
-def floats(tensor: Tensor | None) -> Tensor | None: ...
-def floats(tensor: Tensor | None) -> Tensor | None:
+def floats(tensor: MaybeTensor) -> MaybeTensor:
     """Return a tensor `aligned`, in a dtype that the kernels read."""
-    if tensor is None:
-        return None
-    tensor = tensor.detach()
-    return aligned(tensor if tensor.dtype in DTYPE_CODES else tensor.float())
+    return None if tensor is None else aligned(arguments.floats(tensor))
 
 
 def operands_of(weight: PackedWeight) -> WeightOperands:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from thunder_moe.activations import GLU
 from thunder_moe.formats.block_format import MXFP8, NVFP4, BlockFormat
+from thunder_moe.formats.checks import require
 from thunder_moe.formats.layouts import LINEAR
 from thunder_moe.formats.weight import WeightOperands
 from thunder_moe.kernels import chains
@@ -261,6 +262,7 @@ def _gemm(
     slot_scale: int | None = None,
     bias: int | None = None,
     form: GLU | None = None,
+    transposed: bool = False,
 ) -> tuple[GemmSpec, Callable[..., Address]]:
     """The GEMM of (activation, codes, scale, global_scale, ...), and what appends it to the call's chain.
 
@@ -270,6 +272,7 @@ def _gemm(
         config: in place of the best one.
         offsets, row_slot, slot_scale, bias: the positions of these arguments; None for no such argument.
         form: of the activation.
+        transposed: the weight is (E, K, N).
     """
     positions = (offsets, row_slot, slot_scale, bias)
     ends, slots, scales, biases = (None if place is None else call.sample(place) for place in positions)
@@ -277,6 +280,7 @@ def _gemm(
     _require_contiguous(activation, ends, slots)
     _require_floats(scales, biases)
     weight, weight_spec, (experts, n, k) = _weight(call, 1, layout)
+    n, k = (k, n) if transposed else (n, k)
     rows = activation[..., 0].numel() if slots is None else slots.shape[0]
     top_k = None if slots is None or rows == 0 else rows // activation.shape[0]
     spec = GemmSpec(
@@ -307,7 +311,7 @@ def _finished_gemm(
     append(call.chain.result(shape, spec.dtype), adapter)
     if shape[-1] == spec.features:
         return None
-    return lambda _, out: out[..., : spec.features].contiguous()
+    return lambda _, out: out[..., : spec.features].clone(memory_format=torch.contiguous_format)
 
 
 def _scaled_grouped_mm(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> Finish | None:
@@ -333,18 +337,8 @@ def _grouped_mm_low_rank(
     adapter's; transposed: the weight is (E, K, N)."""
     inner, b = call.samples[5:7]
     _require_contiguous(inner, b)
-    weight, weight_spec, (experts, n, k) = _weight(call, 1, layout)
-    n, k = (k, n) if transposed else (n, k)
-    activation = call.samples[0]
-    spec = GemmSpec(activation.shape[0], experts, n, k, activation.dtype, weight_spec, target(activation.device))
-    adapter, plan = Adapter(call.places[5], call.places[6], b.shape[2], transposed), plan_gemm(spec, config)
-
-    def append(out: Address, adapter: Adapter | None) -> Address:
-        return prepared.append_gemm(
-            call.chain, spec, plan, call.places[0], weight, call.places[4], out=out, adapter=adapter
-        )  # fmt: skip
-
-    return _finished_gemm(call, (spec, append), adapter)
+    adapter = Adapter(call.places[5], call.places[6], b.shape[2], transposed)
+    return _finished_gemm(call, _gemm(call, layout, config, transposed=transposed), adapter)
 
 
 def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig | None = None) -> None:
@@ -362,23 +356,28 @@ def _grouped_mm_combine(call: _Call, *, layout: str = LINEAR, config: GemmConfig
 
 def _combine(call: _Call) -> None:
     """(rows (M, N), slot_row (T, A), slot_weight (T, A) or None, `out` to write into)."""
-    rows, slot_row, weight, out = (call.sample(place) for place in range(4))
-    _require_contiguous(rows, slot_row, out)
+    rows, slot_row, weight = (call.sample(place) for place in range(3))
+    _require_contiguous(rows, slot_row)
     _require_floats(weight)
     _require(rows.numel() > 0 and slot_row.numel() > 0, "there is nothing to compute")
     (m, n), (tokens, top_k) = rows.shape, slot_row.shape
-    spec, result = (
-        CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)),
-        _result(call, 3, (tokens, n), rows.dtype),
-    )
-    addresses = call.places[0], call.places[1], call.address(2)
-    prepared.append_combine(call.chain, spec, *addresses, result, late_rows=False)
+    spec, out = CombineSpec(m, tokens, top_k, n, rows.dtype, _dtype(weight)), _result(call, 3, (tokens, n), rows.dtype)
+    rows_place, slots_place = call.places[:2]
+    prepared.append_combine(call.chain, spec, rows_place, slots_place, call.address(2), out, late_rows=False)
 
 
 def _result(call: _Call, place: int, shape: tuple[int, int], dtype: torch.dtype) -> Address:
-    """The argument that is written into, where it is given, else a new tensor."""
-    into = call.address(place)
-    return call.chain.result(shape, dtype) if into is None else call.chain.result_in(into, shape, dtype)
+    """The argument that is written into, where it is given, else a new tensor.
+
+    Raises:
+        ValueError: it has another shape or dtype, or is not contiguous.
+    """
+    out = call.sample(place)
+    if out is None:
+        return call.chain.result(shape, dtype)
+    fits = tuple(out.shape) == shape and out.dtype == dtype and out.is_contiguous()
+    require(fits, "out", out, f"contiguous {dtype} {shape}")
+    return call.chain.result_in(call.places[place], shape, dtype)
 
 
 def _moe_experts(
