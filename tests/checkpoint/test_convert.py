@@ -638,6 +638,16 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
 
 
+def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
+    make_source(tmp_path / "source")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert "the work is done, but standard output cannot be written ([Errno 28]" in said
+    assert Checkpoint(tmp_path / "out").experts == [path_of(layer) for layer in range(3)]
+
+
 @pytest.mark.slow
 def test_help():
     command = [sys.executable, "-m", "thunder_moe"]
