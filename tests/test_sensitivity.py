@@ -414,6 +414,21 @@ def test_a_measurement_is_written_whole_or_not_at_all(tmp_path):
     assert file.read_text() == "an earlier one"
 
 
+def test_a_full_disk_loses_no_measurement(tmp_path, capsys):
+    numbers = {WIDE: 0.0, "nvfp4": 0.5}
+    found = Sensitivity(1.0, 64, 10, (BlockLoss("a", {WIDE: 4, "nvfp4": 1}, numbers, numbers),))
+    write(tmp_path / "found.json", found, model="m")
+    (tmp_path / "full.json.unfinished").symlink_to("/dev/full")
+    command = ["sensitivity", str(tmp_path / "found.json"), "--no-plot", "--output"]
+    assert main([*command, str(tmp_path / "full")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("error: --output: [Errno 28] No space left on device")
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
+    (tmp_path / "found.json").write_text(said[1])
+    assert main([*command, str(tmp_path / "again")]) == 0
+    assert read_sensitivity(tmp_path / "again.json") == (found, {"model": "m"})
+
+
 @pytest.fixture(autouse=True)
 def plain_logging():
     """`main` sets handlers up."""

@@ -6,6 +6,7 @@ A checkpoint is written beside its place and moved there when whole, so that a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -234,14 +235,17 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON file that appears whole or not at all."""
+    """A JSON file that appears whole or not at all; an error leaves nothing beside an earlier one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # a full disk: the error of a write names no file
-        error.filename = str(unfinished)
+        os.replace(unfinished, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        if isinstance(error, OSError):  # a full disk: the error of a write names no file
+            error.filename = error.filename or str(unfinished)
         raise
-    os.replace(unfinished, path)
 
 
 def parse_size(size: int | str) -> int:

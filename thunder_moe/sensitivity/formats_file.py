@@ -135,8 +135,19 @@ def _is_measurement(found: Sensitivity) -> bool:
 
 
 def write(path: Path, found: Sensitivity, **more: Any) -> None:
-    """Writes a measurement, with what else is to be told of it (formats, model, text): whole or not at all."""
-    write_json(path, {**more, **asdict(found)})
+    """Writes a measurement, with what else is to be told of it (formats, model, text): whole or not at all.
+
+    Raises:
+        OSError: it cannot be written. Since it may have taken hours, the message holds the content.
+    """
+    content = {**more, **asdict(found)}
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise OSError(
+            f"--output: {error}; the measurement is the line below, which as a file x.json can be the MODEL of this"
+            f" command:\n{json.dumps(content)}"
+        ) from error
 
 
 def _read(path: str | Path) -> dict[str, Any]:
