@@ -337,12 +337,13 @@ def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err
 
     text, output = ["--data", str(folder / "text.txt")], ["--output", str(tmp_path / "out")]
-    assert "nowhere is not a directory, and" in message("sensitivity", "nowhere", *text, *output)
+    assert "error: MODEL: nowhere is not a directory, and" in message("sensitivity", "nowhere", *text, *output)
     assert "--data: wanted a text file" in message("sensitivity", str(folder / "model"), *output)
     (tmp_path / "a.json").write_text('{"blocks": [], "loss": 1}')
     assert "a.json' has no measurement" in message("sensitivity", str(tmp_path / "a.json"), *output)
     (tmp_path / "b.json").write_text("{")
-    assert "b.json' is no JSON" in message("sensitivity", str(tmp_path / "b.json"), *output)
+    said = message("sensitivity", str(tmp_path / "b.json"), *output)
+    assert f"error: MODEL: {str(tmp_path / 'b.json')!r} is no JSON" in said
     with pytest.raises(ValueError, match=r"a\.json' has no formats; .*--budget GB` adds them"):
         load_formats(tmp_path / "a.json")
     with pytest.raises(ValueError, match="has 'int4' for"):

@@ -628,7 +628,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert table[-1] == f"wrote {tmp_path / 'out'}"
     assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
     assert main(arguments) == 1
-    assert f"error: path: {tmp_path / 'out'} exists already" in capsys.readouterr().err
+    assert f"error: destination: {tmp_path / 'out'} exists already" in capsys.readouterr().err
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "exact")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["exact", "exact"]
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "quiet"), "--quiet"]) == 0

@@ -265,10 +265,10 @@ def parse_size(size: int | str) -> int:
     return nbytes
 
 
-def require_absent(path: Path) -> None:
+def require_absent(path: Path, argument: str = "path") -> None:
     """Raises FileExistsError when a path exists, or is a link to nothing: nothing is overwritten."""
     if os.path.lexists(path):
-        raise FileExistsError(f"path: {path} exists already; remove it or choose another")
+        raise FileExistsError(f"{argument}: {path} exists already; remove it or choose another")
 
 
 def _umask() -> int:
