@@ -259,6 +259,11 @@ def test_a_device_without_memory(tmp_path, source, capsys, monkeypatch):
         patch.setattr(quantize_experts, "quantize_tensor", full)
         status, said = command(tmp_path, capsys)
     assert (status, said) == (1, f"error: {source}: {PATH} does not fit the device cpu (CUDA out of memory.)")
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_experts, "quantize_tensor", lambda *args, **kwargs: torch.empty(1 << 50))
+        status, said = command(tmp_path, capsys)
+    assert status == 1
+    assert said.startswith(f"error: {source}: {PATH} does not fit the device cpu (")
     assert command(tmp_path, capsys) == (0, "")
 
 

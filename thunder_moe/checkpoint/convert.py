@@ -221,12 +221,15 @@ def _convert_all(
             continue
         try:
             tensors, found = _convert_unit(checkpoint, name, plan, device, job["scale_search"])
-        except torch.OutOfMemoryError as error:
+            for key, tensor in tensors:
+                if key not in writer:
+                    writer.add(key, tensor)
+        except RuntimeError as error:
+            # Of main memory torch says it in a plain RuntimeError: "can't allocate memory", "Cannot allocate memory".
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
             reason = str(error).partition("\n")[0]
             raise MemoryError(f"{checkpoint.path}: {name} does not fit the device {device} ({reason})") from error
-        for key, tensor in tensors:
-            if key not in writer:
-                writer.add(key, tensor)
         done.append(name)
         errors += found
     writer.finish()
