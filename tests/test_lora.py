@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from interruptions import interrupted
 from oracle import KERNEL_TOLERANCE, relative_error
 from safetensors.torch import load_file, save_file
 
@@ -230,6 +231,33 @@ def test_merge_into_nvfp4_and_back():
     assert all(torch.equal(value.view(torch.uint8), state[name].view(torch.uint8)) if value.ndim and value.itemsize == 1
                else torch.equal(value, state[name]) for name, value in model.state_dict().items())  # fmt: skip
     assert torch.equal(model["m"](*args), before)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_an_interrupted_merge_is_undone(quantized):
+    model, args = adapted("mlp", quantized=quantized)
+    before = model["m"](*args)
+    moments = 0
+    for _ in interrupted(lambda: merge_lora_(model), step=3):
+        assert torch.equal(model["m"](*args), before)
+        moments += 1
+    assert moments > 5
+    assert not torch.equal(model["m"](*args), before)
+    assert torch.equal(unmerge_lora_(model)["m"](*args), before)
+
+
+def test_an_interrupted_add_leaves_nothing():
+    model, args = adapted("mlp")
+    before, keys = model["m"](*args), model.state_dict().keys()
+    plain = remove_lora_(copy.deepcopy(model))
+    for _ in interrupted(lambda: add_lora_(model, 2, 4, adapter="other")):
+        assert torch.equal(model["m"](*args), before)
+        assert model.state_dict().keys() == keys
+    expected, keys = plain["m"](*args), plain.state_dict().keys()
+    for _ in interrupted(lambda: add_lora_(plain, 2, 4)):
+        assert torch.equal(plain["m"](*args), expected)
+        assert plain.state_dict().keys() == keys
+    assert lora_linears(plain)
 
 
 def test_merging_one_of_two_adapters_leaves_the_other_out_everywhere():

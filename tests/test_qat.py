@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from interruptions import interrupted
 from oracle import relative_error
 from tiny_models import tiny_model, tokens
 from torch import nn
@@ -50,6 +51,18 @@ def compiled(model, mode):
 
         return thunder.jit(model, executors=[moe_executor])
     return torch.compile(model, fullgraph=True, backend="thunder_moe", options={"thunder_moe.inner": "aot_eager"})
+
+
+def test_an_interrupted_preparation_is_undone():
+    model = Model(GroupedMLP(4, 32, 48))
+    before = model.state_dict()
+    moments = 0
+    for _ in interrupted(lambda: prepare_qat_(model), step=4):
+        moments += 1
+        assert model.state_dict().keys() == before.keys()
+        assert not any(parametrize.is_parametrized(module) for module in model.modules())
+    assert moments > 5
+    assert len(finish_qat_(model).state_dict()) == len(before)
 
 
 @pytest.mark.parametrize("scale_search", [None, "mse"])

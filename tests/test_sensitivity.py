@@ -337,12 +337,13 @@ def test_bad_models_and_files(folder, tmp_path, capsys, monkeypatch):
         return capsys.readouterr().err
 
     text, output = ["--data", str(folder / "text.txt")], ["--output", str(tmp_path / "out")]
-    assert "nowhere is not a directory, and" in message("sensitivity", "nowhere", *text, *output)
+    assert "error: MODEL: nowhere is not a directory, and" in message("sensitivity", "nowhere", *text, *output)
     assert "--data: wanted a text file" in message("sensitivity", str(folder / "model"), *output)
     (tmp_path / "a.json").write_text('{"blocks": [], "loss": 1}')
     assert "a.json' has no measurement" in message("sensitivity", str(tmp_path / "a.json"), *output)
     (tmp_path / "b.json").write_text("{")
-    assert "b.json' is no JSON" in message("sensitivity", str(tmp_path / "b.json"), *output)
+    said = message("sensitivity", str(tmp_path / "b.json"), *output)
+    assert f"error: MODEL: {str(tmp_path / 'b.json')!r} is no JSON" in said
     with pytest.raises(ValueError, match=r"a\.json' has no formats; .*--budget GB` adds them"):
         load_formats(tmp_path / "a.json")
     with pytest.raises(ValueError, match="has 'int4' for"):
@@ -412,6 +413,21 @@ def test_a_measurement_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match=r"found\.json\.unfinished"):
         write(file, found)
     assert file.read_text() == "an earlier one"
+
+
+def test_a_full_disk_loses_no_measurement(tmp_path, capsys):
+    numbers = {WIDE: 0.0, "nvfp4": 0.5}
+    found = Sensitivity(1.0, 64, 10, (BlockLoss("a", {WIDE: 4, "nvfp4": 1}, numbers, numbers),))
+    write(tmp_path / "found.json", found, model="m")
+    (tmp_path / "full.json.unfinished").symlink_to("/dev/full")
+    command = ["sensitivity", str(tmp_path / "found.json"), "--no-plot", "--output"]
+    assert main([*command, str(tmp_path / "full")]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("error: --output: [Errno 28] No space left on device")
+    assert [file.name for file in tmp_path.iterdir()] == ["found.json"]
+    (tmp_path / "found.json").write_text(said[1])
+    assert main([*command, str(tmp_path / "again")]) == 0
+    assert read_sensitivity(tmp_path / "again.json") == (found, {"model": "m"})
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from math import isinf
@@ -38,20 +39,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "sensitivity":
             from thunder_moe.sensitivity import command  # a second and more of imports, which `convert` does without
 
-            command.run(options)
-            return 0
-        errors = convert(
-            options.source,
-            options.destination,
-            filter=options.filter,
-            ignore=options.ignore,
-            linears=options.linears or None,
-            format=_format(options.format, options.formats),
-            scale_search=options.scale_search,
-            device=options.device,
-            max_shard_size=options.max_shard_size,
-            progress=not options.quiet,
-        )
+            said = command.run(options)
+        else:
+            errors = convert(
+                options.source,
+                options.destination,
+                filter=options.filter,
+                ignore=options.ignore,
+                linears=options.linears or None,
+                format=_format(options.format, options.formats),
+                scale_search=options.scale_search,
+                device=options.device,
+                max_shard_size=options.max_shard_size,
+                progress=not options.quiet,
+            )
+            said = f"{summary(errors)}\nwrote {options.destination}"
     except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -60,9 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted{hint}", file=sys.stderr)
         return 130
     if not options.quiet:
-        print(summary(errors))
-        print(f"wrote {options.destination}")
+        _print(said)
     return 0
+
+
+def _print(text: str) -> None:
+    """Prints what a command that has succeeded says; where nobody can read it, the work is done nevertheless."""
+    try:
+        print(text, flush=True)
+    except OSError as error:  # a closed pipe, a full disk
+        print(f"the work is done, but standard output cannot be written ({error})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
 
 
 def summary(errors: Sequence[LayerError]) -> str:

@@ -168,9 +168,14 @@ def add_lora_(
         _LOGGER.warning("no adapter: %s", reason)
     scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
-    for module in chosen.values():
-        parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
-        _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+    try:
+        for module in chosen.values():
+            parts = 2 if split_gate_up and _is_gate_up(parents.get(id(module)), module) else 1
+            _add(module, LoRASpec(rank, scaling, dropout, parts), share, dtype, adapter)
+    except BaseException:  # no memory, or an interruption
+        for linear in lora_linears(model).values():
+            _drop(linear, adapter)
+        raise
     for linear in lora_linears(model).values():
         linear.lora_active = (adapter,) if adapter in linear.lora_specs else ()
     if freeze:
@@ -240,12 +245,17 @@ def remove_lora_(model: Model, adapter: str | None = None) -> Model:
         refuse_merged(linears)
     for linear in linears.values():
         for name in list(linear.lora_specs) if adapter is None else [adapter]:
-            if name in linear.lora_specs:
-                del linear.lora_specs[name], linear.lora_A[name], linear.lora_B[name]
-        linear.lora_active = tuple(name for name in linear.lora_active if name in linear.lora_specs)
-        if not linear.lora_specs:
-            strip(linear)
+            _drop(linear, name)
     return model
+
+
+def _drop(linear: Any, name: str) -> None:
+    """Takes an adapter from a linear, which without any has its base class again."""
+    linear.lora_active = tuple(each for each in linear.lora_active if each != name)
+    if linear.lora_specs.pop(name, None) is not None:
+        del linear.lora_A[name], linear.lora_B[name]
+    if not linear.lora_specs:
+        strip(linear)
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, share: Any, dtype: Any, adapter: Any) -> None:
@@ -313,10 +323,10 @@ def _add(module: Any, spec: LoRASpec, share: str | None, dtype: torch.dtype, ada
 def _put_adapter(module: Any, adapter: str, spec: LoRASpec, a: Tensor, b: Tensor) -> None:
     """Gives a linear that is adaptable an adapter with these tensors; which are active stays so."""
     if not isinstance(module, LoRALinear):
-        set_class(module, _WITH_LORA[type(module)])
         module.lora_A, module.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        module.lora_specs, module.lora_active, module.lora_by_peft = {}, (), False
+        module.lora_specs, module.lora_joined, module.lora_by_peft = {}, "", False
         module.lora_merged, module.lora_unmerged = (), None
+        set_class(module, _WITH_LORA[type(module)])  # last: an interruption leaves a linear that works
     module.lora_A[adapter], module.lora_B[adapter] = nn.Parameter(a), nn.Parameter(b)
     module.lora_specs[adapter] = spec
 
@@ -388,10 +398,9 @@ def _restore(linear: Any, path: str, name: str, spec: LoRASpec, a: Tensor | None
 
 def strip(linear: Any) -> None:
     """Makes a linear one of its base class again."""
-    base = _BASE[type(linear)]
+    set_class(linear, _BASE[type(linear)])  # first: an interruption leaves a linear that works
     for name in STATE:
         delattr(linear, name)
-    set_class(linear, base)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:

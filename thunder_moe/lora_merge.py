@@ -150,6 +150,7 @@ def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
         own = (tensor.detach() for tensor in weight.tensors())
         copied = (tensor.clone() for tensor in own) if isinstance(linear, NVFP4LinearPart) else own
         linear.lora_unmerged = weight.with_tensors(copied)
+        _note_merged(linear, names)
         parts = 1 if isinstance(linear, LoRADense) else len(linear.weight_dtypes)
         format = weight.format.name
         rounded = (quantize_to(format, part.contiguous()) for part in total.chunk(parts, 1))
@@ -158,10 +159,15 @@ def _merge(linear: Any, names: tuple[str, ...], where: str) -> float:
         total -= dequantize(merged, torch.float32)
     else:
         linear.lora_unmerged = linear.weight.detach().clone()
+        _note_merged(linear, names)
         linear.weight.copy_(total)
         total -= linear.weight.float()
-    linear.lora_active, linear.lora_merged = (), names
     return _ratio(total, delta)
+
+
+def _note_merged(linear: Any, names: tuple[str, ...]) -> None:
+    """Notes what is about to be merged: an interruption from here on is undone by `_unmerge`."""
+    linear.lora_merged, linear.lora_active = names, ()
 
 
 def _not_finite(where: str, names: tuple[str, ...]) -> ValueError:

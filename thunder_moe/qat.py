@@ -94,16 +94,23 @@ def prepare_qat_(
     for module, family in chosen.items():
         for _, view in family.weights(module):
             known.check_quantizable(view.detach(), scale_search)
-    for module, family in chosen.items():
-        views = dict(family.weights(module))
-        for owner in list(module.modules()):  # without the parametrizations that are added here
-            for name, parameter in list(owner.named_parameters(recurse=False)):
-                if parameter not in views or parametrize.is_parametrized(owner, name):
-                    continue
-                # A transposed view shares the parameter's memory in another order of dimensions.
-                transposed = views[parameter] is not parameter
-                rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=known.name)
-                parametrize.register_parametrization(owner, name, rounding)
+    prepared: list[tuple[nn.Module, str]] = []
+    try:
+        for module, family in chosen.items():
+            views = dict(family.weights(module))
+            for owner in list(module.modules()):  # without the parametrizations that are added here
+                for name, parameter in list(owner.named_parameters(recurse=False)):
+                    if parameter not in views or parametrize.is_parametrized(owner, name):
+                        continue
+                    # A transposed view shares the parameter's memory in another order of dimensions.
+                    transposed = views[parameter] is not parameter
+                    rounding = FakeQuantize(transposed=transposed, scale_search=scale_search, format=known.name)
+                    parametrize.register_parametrization(owner, name, rounding)
+                    prepared.append((owner, name))
+    except BaseException:  # no memory, or an interruption
+        for owner, name in prepared:
+            parametrize.remove_parametrizations(owner, name, leave_parametrized=False)
+        raise
     for family in families:
         family.finish(model)
     return model

@@ -628,7 +628,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert table[-1] == f"wrote {tmp_path / 'out'}"
     assert files_of(tmp_path / "out") == files_of(tmp_path / "again")
     assert main(arguments) == 1
-    assert f"error: path: {tmp_path / 'out'} exists already" in capsys.readouterr().err
+    assert f"error: destination: {tmp_path / 'out'} exists already" in capsys.readouterr().err
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "exact")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[1:3] == ["exact", "exact"]
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "quiet"), "--quiet"]) == 0
@@ -636,6 +636,16 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True))
     assert main(["convert", str(DATA / "mxfp4_gpt_oss"), str(tmp_path / "größer")]) == 0
     assert sys.stdout.buffer.getvalue().endswith(rb"gr\xf6\xdfer" + b"\n")
+
+
+def test_output_that_nobody_can_read(tmp_path, capsys, monkeypatch):
+    make_source(tmp_path / "source")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().err
+    assert "the work is done, but standard output cannot be written ([Errno 28]" in said
+    assert Checkpoint(tmp_path / "out").experts == [path_of(layer) for layer in range(3)]
 
 
 @pytest.mark.slow

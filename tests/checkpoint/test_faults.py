@@ -259,6 +259,11 @@ def test_a_device_without_memory(tmp_path, source, capsys, monkeypatch):
         patch.setattr(quantize_experts, "quantize_tensor", full)
         status, said = command(tmp_path, capsys)
     assert (status, said) == (1, f"error: {source}: {PATH} does not fit the device cpu (CUDA out of memory.)")
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_experts, "quantize_tensor", lambda *args, **kwargs: torch.empty(1 << 50))
+        status, said = command(tmp_path, capsys)
+    assert status == 1
+    assert said.startswith(f"error: {source}: {PATH} does not fit the device cpu (")
     assert command(tmp_path, capsys) == (0, "")
 
 
@@ -359,6 +364,34 @@ def test_a_file_system_without_locks(tmp_path, caplog, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "out"]
 
 
+def test_what_is_in_the_way_of_unfinished_work(tmp_path, source, capsys):
+    directory = tmp_path / "out.partial"
+    (tmp_path / "elsewhere").mkdir()
+    for make in (
+        directory.touch,
+        lambda: directory.symlink_to("nowhere"),
+        lambda: directory.symlink_to(directory),
+        lambda: directory.symlink_to(tmp_path / "elsewhere"),
+    ):
+        make()
+        status, said = command(tmp_path, capsys)
+        assert (status, said.split(",")[0]) == (1, f"error: destination: {directory} is a link or a file")
+        directory.unlink()
+    assert command(tmp_path, capsys) == (0, "")
+
+
+def test_messages_name_the_argument(tmp_path, source, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    wanted = {"nowhere": "is not a directory", "file": "is a file, wanted", "empty": "has no config.json"}
+    for name, words in wanted.items():
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "out")]) == 1
+        assert f"error: source: {tmp_path / name} {words}" in capsys.readouterr().err
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    assert main(["convert", str(tmp_path / "empty"), str(tmp_path / "out")]) == 1
+    assert f"error: source: {tmp_path / 'empty'} has neither" in capsys.readouterr().err
+
+
 def test_two_conversions_to_one_folder(tmp_path, source, capsys, monkeypatch):
     """The second one says so at once, and does not disturb the first."""
     said = []
@@ -371,7 +404,7 @@ def test_two_conversions_to_one_folder(tmp_path, source, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(partial.PartialCheckpoint, "finish", second)
         convert(source, tmp_path / "out")
-    message = f"error: path: {tmp_path / 'out.partial'} is being written by another conversion; wait for its end"
+    message = f"error: destination: {tmp_path / 'out.partial'} is being written by another conversion; wait for its end"
     assert said == [(1, message)] * 2
     assert Checkpoint(tmp_path / "out").experts == [PATH]
     assert sorted(os.listdir(tmp_path)) == ["out", "source"]
@@ -433,7 +466,8 @@ def test_damage_of_an_interrupted_conversion(tmp_path, source, capsys, monkeypat
         status, said = command(tmp_path, capsys, "--max-shard-size", "9KB")
         assert (status, said) == (
             1,
-            f"error: path: {file} is damaged, or of another version; remove {tmp_path / 'out.partial'} to start anew",
+            f"error: destination: {file} is damaged, or of another version; remove {tmp_path / 'out.partial'} to start"
+            " anew",
         )
     shutil.rmtree(tmp_path / "out.partial")
     assert command(tmp_path, capsys, "--max-shard-size", "9KB") == (0, "")

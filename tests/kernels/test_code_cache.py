@@ -127,6 +127,23 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
     assert code_cache.read(KEY) is None
 
 
+def test_a_relative_folder_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    for root in ("cache", "./cache", ".", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", root)
+        assert code_cache.folder() == tmp_path / "home" / ".cache" / "thunder_moe"
+
+
+def test_a_write_removes_what_a_killed_one_left(kept):
+    old, new = kept.with_name("killed.0.part"), kept.with_name("running.1.part")
+    for part in (old, new):
+        part.write_bytes(CONTENT)
+    os.utime(old, (0, 0))
+    code_cache.write(KEY, CONTENT)
+    assert set(kept.parent.iterdir()) == {kept, new}
+
+
 def test_writers_at_once_leave_whole_files(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     content, errors, found = CONTENT * 20, [], []

@@ -126,11 +126,11 @@ def convert(
             MXFP8 alone, there are no experts, nor with `linears` dense layers, to convert, or a pattern fits nothing.
     """
     destination, max_bytes = Path(destination).expanduser(), parse_size(max_shard_size)
-    require_absent(destination)
+    require_absent(destination, "destination")
     # A wrong name is an error before any work.
     check_scale_search(scale_search, [find_format(format).name] if isinstance(format, str) else [])
     place = _device(device)
-    checkpoint = Checkpoint(source)
+    checkpoint = Checkpoint(source, argument="source")
     plan = _plan(checkpoint, Choice(checkpoint, filter=filter, ignore=ignore, linears=linears, format=format))
     if not checkpoint.blocks and not plan.experts and not plan.groups:
         every = checkpoint.plain_blocks or checkpoint.fp8_blocks
@@ -221,12 +221,15 @@ def _convert_all(
             continue
         try:
             tensors, found = _convert_unit(checkpoint, name, plan, device, job["scale_search"])
-        except torch.OutOfMemoryError as error:
+            for key, tensor in tensors:
+                if key not in writer:
+                    writer.add(key, tensor)
+        except RuntimeError as error:
+            # Of main memory torch says it in a plain RuntimeError: "can't allocate memory", "Cannot allocate memory".
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
             reason = str(error).partition("\n")[0]
             raise MemoryError(f"{checkpoint.path}: {name} does not fit the device {device} ({reason})") from error
-        for key, tensor in tensors:
-            if key not in writer:
-                writer.add(key, tensor)
         done.append(name)
         errors += found
     writer.finish()

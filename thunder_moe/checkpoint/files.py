@@ -77,6 +77,7 @@ class TensorFiles:
 
     Args:
         path: a directory with model.safetensors.index.json or model.safetensors.
+        argument: the name of the path in messages.
 
     Raises:
         FileNotFoundError: neither is there.
@@ -84,7 +85,7 @@ class TensorFiles:
             the file and the tensor.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, argument: str = "path") -> None:
         self.path = path
         self.infos: dict[str, TensorInfo] = {}
         self._open: OrderedDict[Path, Any] = OrderedDict()
@@ -94,7 +95,7 @@ class TensorFiles:
         elif (path / SINGLE_NAME).is_file():
             self.infos = _read_header(path / SINGLE_NAME)
         else:
-            raise FileNotFoundError(f"path: {path} has neither {INDEX_NAME} nor {SINGLE_NAME}")
+            raise FileNotFoundError(f"{argument}: {path} has neither {INDEX_NAME} nor {SINGLE_NAME}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.infos
@@ -181,23 +182,24 @@ def require_inside(files: Iterable[str], directory: Path) -> None:
             raise ValueError(f"{directory}: its index names the file {file}, wanted a file inside the directory")
 
 
-def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
+def find_checkpoint(path: str | Path, revision: str | None = None, *, argument: str = "path") -> Path:
     """The directory of a checkpoint: a path, or the name of a hub model that the local cache holds (no network).
 
     Args:
         path: of the directory, or the name.
         revision: of the hub model; None: its main one.
+        argument: the name of the path in messages.
 
     Raises:
         TypeError: the path is neither a string nor a path.
         FileNotFoundError: there is neither.
     """
-    require_type("path", path, (str, os.PathLike), "a string or a pathlib.Path")
+    require_type(argument, path, (str, os.PathLike), "a string or a pathlib.Path")
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
     if directory.exists():
-        raise FileNotFoundError(f"path: {directory} is a file, wanted the directory of a checkpoint")
+        raise FileNotFoundError(f"{argument}: {directory} is a file, wanted the directory of a checkpoint")
     why = "huggingface_hub, which would look in the local cache, is not installed"
     try:
         from huggingface_hub import snapshot_download
@@ -208,7 +210,7 @@ def find_checkpoint(path: str | Path, revision: str | None = None) -> Path:
             return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
         except (ValueError, OSError) as error:  # not a model's name, or not in the cache
             why = f"the local Hugging Face cache has no model of that name ({type(error).__name__})"
-    raise FileNotFoundError(f"path: {path} is not a directory, and {why}")
+    raise FileNotFoundError(f"{argument}: {path} is not a directory, and {why}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class PartialCheckpoint:
         Raises:
             FileExistsError: the destination has come into being meanwhile.
         """
-        require_absent(self.destination)
+        require_absent(self.destination, "destination")
         os.rename(self.checkpoint, self.destination)
         self.remove()
 
@@ -91,16 +91,17 @@ def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialChec
     """
     directory = destination.with_name(f"{destination.name}.partial")
     with _locked(directory):
-        require_absent(destination)
+        require_absent(destination, "destination")
         progress = directory / PROGRESS_NAME
         state: dict[str, Any] = {"job": job, "done": [], "shards": [], "errors": []}
         if progress.is_file():
             state = _read_progress(progress)
         elif any(entry.name != f"{PROGRESS_NAME}.unfinished" for entry in directory.iterdir()):
-            raise FileExistsError(f"path: {directory} exists and is of no conversion; remove it to start anew")
+            raise FileExistsError(f"destination: {directory} exists and is of no conversion; remove it to start anew")
         if state.get("job") != job:
             raise FileExistsError(
-                f"path: {directory} is of another source, other options or another version; remove it to start anew"
+                f"destination: {directory} is of another source, other options or another version; remove it to start"
+                " anew"
             )
         partial = PartialCheckpoint(destination, directory, state)
         files = [partial.shard(number) for number in range(len(state["shards"]))]
@@ -130,7 +131,7 @@ def _read_progress(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, directory: Path) -> ValueError:
-    return ValueError(f"path: {file} is damaged, or of another version; remove {directory} to start anew")
+    return ValueError(f"destination: {file} is damaged, or of another version; remove {directory} to start anew")
 
 
 def _checksum_of(state: dict[str, Any]) -> int:
@@ -164,8 +165,13 @@ def _locked(directory: Path) -> Iterator[None]:
     """Creates a directory if need be, and holds its lock, which ends with the process, however that ends.
 
     Raises:
-        FileExistsError: another process, or another thread, has it.
+        FileExistsError: another process, or another thread, has it, or a link or a file is there.
     """
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise FileExistsError(
+            f"destination: {directory} is a link or a file, wanted a directory for unfinished work; remove it, or"
+            " choose another destination"
+        )
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         try:
@@ -175,7 +181,7 @@ def _locked(directory: Path) -> Iterator[None]:
             continue
         except BlockingIOError as error:
             raise FileExistsError(
-                f"path: {directory} is being written by another conversion; wait for its end"
+                f"destination: {directory} is being written by another conversion; wait for its end"
             ) from error
     if descriptor is None:
         logger.warning("%s cannot be locked: run one conversion at a time", directory)

@@ -48,6 +48,7 @@ class Checkpoint:
     Args:
         path: a directory, or the name of a hub model that the local cache holds.
         interleaved: the rows of fused gate_up projections alternate; None: as the config's model_type has it.
+        argument: the name of the path in messages.
 
     Attributes:
         path: the directory.
@@ -64,10 +65,10 @@ class Checkpoint:
         ValueError: a truncated or inconsistent file, or a quantization that is not read here; names file and tensor.
     """
 
-    def __init__(self, path: str | Path, *, interleaved: bool | None = None) -> None:
-        self.path = find_checkpoint(path)
+    def __init__(self, path: str | Path, *, interleaved: bool | None = None, argument: str = "path") -> None:
+        self.path = find_checkpoint(path, argument=argument)
         if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(f"path: {self.path} has no config.json")
+            raise FileNotFoundError(f"{argument}: {self.path} has no config.json")
         self.config: dict[str, Any] = read_json(self.path / "config.json")
         modelopt = self.path / "hf_quant_config.json"
         self.quantization = find_quantization(self.config, read_json(modelopt) if modelopt.is_file() else None)
@@ -76,7 +77,7 @@ class Checkpoint:
         if self.quantization is not None:
             self.method = "fp8" if is_fp8_alone(self.quantization) else check_quantization(self.quantization)
         self.interleaved = is_interleaved(self.config) if interleaved is None else interleaved
-        self.files = TensorFiles(self.path)
+        self.files = TensorFiles(self.path, argument)
         modules = sort_modules(self.files)
         quantized = {path: block for path, block in modules.experts.items() if block.is_quantized}
         self.blocks = {path: block for path, block in quantized.items() if not block.is_fp8}

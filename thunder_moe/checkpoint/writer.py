@@ -6,6 +6,7 @@ A checkpoint is written beside its place and moved there when whole, so that a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -234,14 +235,17 @@ def write_configs(directory: Path, config: dict[str, Any], ignore: list[str]) ->
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON file that appears whole or not at all."""
+    """A JSON file that appears whole or not at all; an error leaves nothing beside an earlier one."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:  # a full disk: the error of a write names no file
-        error.filename = str(unfinished)
+        os.replace(unfinished, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        if isinstance(error, OSError):  # a full disk: the error of a write names no file
+            error.filename = error.filename or str(unfinished)
         raise
-    os.replace(unfinished, path)
 
 
 def parse_size(size: int | str) -> int:
@@ -261,10 +265,10 @@ def parse_size(size: int | str) -> int:
     return nbytes
 
 
-def require_absent(path: Path) -> None:
+def require_absent(path: Path, argument: str = "path") -> None:
     """Raises FileExistsError when a path exists, or is a link to nothing: nothing is overwritten."""
     if os.path.lexists(path):
-        raise FileExistsError(f"path: {path} exists already; remove it or choose another")
+        raise FileExistsError(f"{argument}: {path} exists already; remove it or choose another")
 
 
 def _umask() -> int:

@@ -25,6 +25,7 @@ __all__ = ["folder", "one_process", "read", "read_own", "replace", "write"]
 
 _DIGEST_BYTES = 32
 _PATIENCE = 180.0  # seconds; a compile takes 10 to 60
+_ABANDONED = 3600.0  # seconds; a write takes milliseconds
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # a pipe in place of a file would be waited for
 _LOGGER = logging.getLogger("thunder_moe")
 _unwritable: set[Path | None] = set()  # folders that this process has warned of
@@ -32,8 +33,8 @@ _unwritable: set[Path | None] = set()  # folders that this process has warned of
 
 def folder() -> Path | None:
     """The folder of the cache; None where there is no home directory."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    if root:
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(root):  # the XDG specification ignores a relative path, which would follow the working directory
         return Path(root) / "thunder_moe"
     try:
         return Path.home() / ".cache" / "thunder_moe"
@@ -91,6 +92,7 @@ def replace(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written; nothing is left then.
     """
+    _remove_leftovers(path.parent)
     handle, part = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -100,6 +102,14 @@ def replace(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove the unfinished files of processes that were killed while they wrote."""
+    for part in place.glob("*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.lstat().st_mtime > _ABANDONED:
+                part.unlink()
 
 
 def write(key: str, content: bytes) -> None:

@@ -17,8 +17,8 @@ from thunder_moe.sensitivity.report import plot, require_matplotlib, table
 __all__ = ["run"]
 
 
-def run(options: argparse.Namespace) -> None:
-    """Runs the command with its parsed arguments.
+def run(options: argparse.Namespace) -> str:
+    """Runs the command with its parsed arguments; returns the table, the choice and the files, to be printed.
 
     Raises:
         ValueError: an argument, named with its value, or as `measure_sensitivity` and `choose_formats`.
@@ -61,12 +61,11 @@ def run(options: argparse.Namespace) -> None:
     formats = choice.formats if choice is not None else None
     if not options.no_plot:
         plot(found, files[1], formats)
-    if not options.quiet:
-        print(table(found, formats))
-        print(f"loss in 16 bits: {found.loss:.6f} nats per token, of {found.tokens} tokens")
-        if choice is not None:
-            print(_summary(choice, measured, options.budget))
-        print("wrote " + " and ".join(str(file) for file in files[: 1 if options.no_plot else 2]))
+    lines = [table(found, formats), f"loss in 16 bits: {found.loss:.6f} nats per token, of {found.tokens} tokens"]
+    if choice is not None:
+        lines.append(_summary(choice, measured, options.budget))
+    lines.append("wrote " + " and ".join(str(file) for file in files[: 1 if options.no_plot else 2]))
+    return "\n".join(lines)
 
 
 def _output_files(output: Path) -> tuple[Path, Path]:

@@ -63,7 +63,7 @@ def read_formats(path: str | Path) -> dict[str, str | None]:
         FileNotFoundError: no such file.
         ValueError: it is no such file, or one of a run without ``--budget``.
     """
-    content = _read(path)
+    content = _read(path, "formats")
     formats = content.get("formats")
     if formats is None and "blocks" in content:
         raise ValueError(
@@ -106,7 +106,7 @@ def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
         FileNotFoundError: no such file.
         ValueError: it is no such file.
     """
-    content = _read(path)
+    content = _read(path, "MODEL")
     try:
         blocks = tuple(BlockLoss(**block) for block in content.pop("blocks"))
         found = Sensitivity(content.pop("loss"), content.pop("tokens"), content.pop("other_bytes"), blocks)
@@ -135,21 +135,32 @@ def _is_measurement(found: Sensitivity) -> bool:
 
 
 def write(path: Path, found: Sensitivity, **more: Any) -> None:
-    """Writes a measurement, with what else is to be told of it (formats, model, text): whole or not at all."""
-    write_json(path, {**more, **asdict(found)})
+    """Writes a measurement, with what else is to be told of it (formats, model, text): whole or not at all.
+
+    Raises:
+        OSError: it cannot be written. Since it may have taken hours, the message holds the content.
+    """
+    content = {**more, **asdict(found)}
+    try:
+        write_json(path, content)
+    except OSError as error:
+        raise OSError(
+            f"--output: {error}; the measurement is the line below, which as a file x.json can be the MODEL of this"
+            f" command:\n{json.dumps(content)}"
+        ) from error
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def _read(path: str | Path, argument: str) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"formats: no file {str(path)!r}, wanted one of the command sensitivity") from error
+        raise FileNotFoundError(f"{argument}: no file {str(path)!r}, wanted one of the command sensitivity") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"formats: {str(path)!r} is no JSON ({error}), wanted a file of the command sensitivity"
+            f"{argument}: {str(path)!r} is no JSON ({error}), wanted a file of the command sensitivity"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(f"formats: {str(path)!r} holds no object, wanted a file of the command sensitivity")
+        raise ValueError(f"{argument}: {str(path)!r} holds no object, wanted a file of the command sensitivity")
     return content
 
 

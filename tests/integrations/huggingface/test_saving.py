@@ -352,6 +352,27 @@ def test_an_interruption_between_two_saves_leaves_nothing_that_loads(tmp_path, q
     assert_same(quantized, from_pretrained(path))
 
 
+@pytest.mark.parametrize("moment", [1, 2, 5])
+def test_ctrl_c_between_two_saves_leaves_the_second_one(tmp_path, quantized, monkeypatch, moment):
+    path, replace, other, moved = tmp_path / "saved", os.replace, copy.deepcopy(quantized), []
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    quantized.save_pretrained(path, max_shard_size="20KB")
+
+    def interrupted(source, target):
+        if Path(target).parent == path:
+            moved.append(target)
+            if len(moved) == moment:
+                raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        other.save_pretrained(path, max_shard_size="20KB")
+    assert_same(other, from_pretrained(path))
+
+
 def save_killed(path, save, call, moment):
     """Saves a model; the n-th call of a function of os ends the process."""
     model = quantize_(tiny_model("qwen3_moe", BF16))

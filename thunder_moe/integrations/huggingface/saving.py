@@ -440,17 +440,27 @@ def _move(whole: Path, directory: Path) -> None:
     new = sorted(file.name for file in whole.iterdir())
     descriptor = lock(directory, wait=True)  # another save that moves its files there would mix them with these
     try:
-        (directory / CONFIG_NAME).unlink(missing_ok=True)
-        for name in new:
-            if name != CONFIG_NAME:
-                os.replace(whole / name, directory / name)
-        for file in directory.iterdir():
-            if file.name not in new and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
-                file.unlink()
-        os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
+        _move_files(whole, directory, new)
+    except KeyboardInterrupt:  # half of each checkpoint would be lost, where a few names are to be changed
+        _move_files(whole, directory, new)
+        raise
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _move_files(whole: Path, directory: Path, names: list[str]) -> None:
+    """Moves those of the files that are not moved yet."""
+    if not (whole / CONFIG_NAME).exists():
+        return
+    (directory / CONFIG_NAME).unlink(missing_ok=True)
+    for name in names:
+        if name != CONFIG_NAME and (whole / name).exists():
+            os.replace(whole / name, directory / name)
+    for file in directory.iterdir():
+        if file.name not in names and (_WEIGHTS.fullmatch(file.name) or file.name == INDEX_NAME):
+            file.unlink()
+    os.replace(whole / CONFIG_NAME, directory / CONFIG_NAME)
 
 
 def _upload(directory: Path, token: str | bool | None, **options: Any) -> None:

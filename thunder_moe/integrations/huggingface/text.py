@@ -27,7 +27,7 @@ def load_model(name: str, dtype: str, device: str) -> Any:
         FileNotFoundError: there is none.
         ValueError: the device is not there.
     """
-    path = find_checkpoint(name)
+    path = find_checkpoint(name, argument="MODEL")
     try:
         place = torch.device(device)
         torch.zeros(1, device=place).item()
@@ -57,7 +57,7 @@ def token_windows(name: str, data: str, tokens: int, context: int) -> Tensor:
         ValueError: the text is no UTF-8 or shorter than two rows, the tokenizer has no vocabulary, `context` is below 2
             or more than the model has positions, or `tokens` is less than two rows.
     """
-    model = find_checkpoint(name)
+    model = find_checkpoint(name, argument="MODEL")
     config = transformers.AutoConfig.from_pretrained(model).get_text_config()
     most = getattr(config, "max_position_embeddings", None) or context
     if not 2 <= context <= most:
