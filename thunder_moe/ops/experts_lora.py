@@ -327,9 +327,10 @@ class _Keeping(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         needs = [ctx.needs_input_grad[2 + position] for position in ctx.operator.positions]
-        grads = _kept_gradient(grad, *ctx.operator.described(ctx.saved_tensors), needs=needs, **ctx.options)
+        saved = ctx.saved_tensors  # once: a checkpoint without reentrance gives them once
+        grads = _kept_gradient(grad, *ctx.operator.described(saved), needs=needs, **ctx.options)
         of = dict(zip(ctx.operator.positions, grads, strict=True))
-        return None, None, *(of.get(position) for position in range(len(ctx.saved_tensors) - 3))
+        return None, None, *(of.get(position) for position in range(len(saved) - 3))
 
 
 f16a_mxfp8weight_moe_experts_lora = OPERATORS["f16a_mxfp8weight_moe_experts_lora"].public

@@ -220,6 +220,19 @@ def test_all_linear_by_transformers_leaves_the_model_whole(tmp_path, monkeypatch
     assert torch.equal(load_checkpoint(tmp_path)(tokens()).logits, model(tokens()).logits)
 
 
+def test_adapters_that_transformers_would_not_save_are_refused(tmp_path, monkeypatch):
+    """With adapters of its own, transformers saves these alone: the trained ones of the experts would be lost."""
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **options: None)
+    model = add_lora_(quantized(), 4, 8)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="adapters of add_lora_ beside .*save_lora and remove_lora_"):
+        model.save_pretrained(tmp_path)
+    assert not any(tmp_path.iterdir())
+    save_lora(model, tmp_path / "experts")
+    remove_lora_(model).save_pretrained(tmp_path / "attention")
+    assert (tmp_path / "attention" / "adapter_model.safetensors").exists()
+
+
 @pytest.mark.filterwarnings("ignore:.*pattern keys did not match")
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_all_linear_is_what_it_is_to_peft_in_16_bits(name, tmp_path):

@@ -121,9 +121,10 @@ class QuantizedModel:
 
         Raises:
             FileExistsError: the path is a file.
-            ValueError: a variant, distributed_checkpoint, weights that are prepared for training beside 4-bit ones, a
-                tensor on the "meta" device that accelerate has not offloaded, or one that is sharded, a state dict that
-                lacks one; or no name in a checkpoint is known for a module. Nothing is written then.
+            ValueError: a variant, distributed_checkpoint, weights that are prepared for training beside 4-bit ones,
+                adapters of `add_lora_` beside those of transformers, a tensor on the "meta" device that accelerate has
+                not offloaded, or one that is sharded, a state dict that lacks one; or no name in a checkpoint is known
+                for a module. Nothing is written then.
         """
         prepared = prepared_names(self)
         if prepared and not _is_quantized(self):
@@ -132,7 +133,13 @@ class QuantizedModel:
             state_dict = {plain.get(name, name): tensor for name, tensor in given.items()}
         elif not _is_quantized(self):
             mark_quantized(self)  # all of it was dequantized since, module by module
-        if not _is_quantized(self) or getattr(self, "_hf_peft_config_loaded", False):
+        of_peft = getattr(self, "_hf_peft_config_loaded", False)
+        if of_peft and lora_linears(self):
+            raise ValueError(
+                "model: got adapters of add_lora_ beside those of transformers' add_adapter, which alone would be"
+                " written; save_lora and remove_lora_ those of add_lora_ before"
+            )
+        if not _is_quantized(self) or of_peft:
             return super().save_pretrained(  # type: ignore[misc,no-any-return]
                 save_directory,
                 is_main_process=is_main_process,
