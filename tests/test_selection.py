@@ -20,6 +20,7 @@ from thunder_moe import (
     prepare_qat_,
     quantize_,
 )
+from thunder_moe.plan import exclusive
 
 BF16 = torch.bfloat16
 
@@ -376,6 +377,20 @@ def test_threads_that_quantize_one_model():
         assert all("another thread" in error or "quantized already" in error for error in errors)
         assert repr(model) == repr(quantize_(make(), linears="*"))
         dequantize_(model)
+
+
+def test_a_thread_that_was_interrupted_leaves_the_model_free():
+    """The interrupt came where the thread would have said that it has ended."""
+    model, held = make(), []
+
+    def convert():
+        held.append(exclusive(model))
+        held[0].__enter__()
+
+    thread = threading.Thread(target=convert)
+    thread.start()
+    thread.join()
+    assert "NVFP4" in repr(quantize_(model))
 
 
 def test_the_expert_with_nan_is_named():

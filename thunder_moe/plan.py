@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, Thread, current_thread
 from typing import Generic, NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
-# The modules of models that are being converted; the lock is held while it is read or changed.
-_BUSY: WeakSet[nn.Module] = WeakSet()
+# The modules of models that are being converted, and the threads that do it; the lock is held while it is read or changed.
+_BUSY: WeakKeyDictionary[nn.Module, Thread] = WeakKeyDictionary()
 _BUSY_LOCK = Lock()
 
 
@@ -185,15 +185,17 @@ def exclusive(model: nn.Module) -> Iterator[None]:
     """
     require_module(model)
     with _BUSY_LOCK:
-        if model in _BUSY or any(module in _BUSY for module in model.modules()):
+        threads = {_BUSY.get(module) for module in model.modules()} - {None, current_thread()}
+        if any(thread is not None and thread.is_alive() for thread in threads):
             raise ValueError(f"model: another thread is converting this {type(model).__name__}, wanted one at a time")
         own = WeakSet(model.modules())
-        _BUSY.update(own)
+        _BUSY.update(dict.fromkeys(own, current_thread()))
     try:
         yield
     finally:
         with _BUSY_LOCK:
-            _BUSY.difference_update(own)
+            for module in own:
+                _BUSY.pop(module, None)
 
 
 def swap(model: nn.Module, chosen: Chosen, replace: Callable[[nn.Module, ExpertFamily], nn.Module], label: str) -> None:
