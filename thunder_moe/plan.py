@@ -28,7 +28,8 @@ Model = TypeVar("Model", bound=nn.Module)
 _LOGGER = logging.getLogger("thunder_moe")
 # Models with more expert weights than this (a few seconds' work) show a progress bar.
 _PROGRESS_WEIGHTS = 2**28
-# The modules of models that are being converted, and the threads that do it; the lock is held while it is read or changed.
+# The modules of models that are being converted, and the threads that do it; the lock is held while it is in use. A
+# thread that has ended converts nothing: an interrupt may have kept it from saying so.
 _BUSY: WeakKeyDictionary[nn.Module, Thread] = WeakKeyDictionary()
 _BUSY_LOCK = Lock()
 
