@@ -25,7 +25,7 @@ NOT_RUN = {
     "gloo_race.md": 1,
     "huggingface.md": 1,
     "number_format.md": 2,
-    "thunder.md": 2,
+    "thunder.md": 3,
     "torch_compile.md": 1,
 }
 _BLOCK = re.compile(

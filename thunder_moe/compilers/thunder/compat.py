@@ -41,6 +41,7 @@ __all__ = [
     "import_thunder",
     "importing_thunder",
     "put_first",
+    "refuse_changes_in_graphs",
     "refuse_delayed_changes",
     "scaled_dot_product_attention",
     "thunderfx_compile",
@@ -215,6 +216,24 @@ def without_gradient(proxy: Any) -> Any:
     frozen = copy.copy(proxy)
     frozen._requires_grad = False
     return frozen
+
+
+def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:
+    """Refuse in-place changes of arguments inside Thunder's CUDA graphs. Thunder 0.2.6 captures a graph of copies of
+    the arguments, and loses what changes in those. What never moves (parameters, buffers) it does not copy, and changes
+    it in three runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
+
+    Raises:
+        NotImplementedError: a computation with CUDAGraphTransform changes arguments in place.
+    """
+    from thunder.transforms.cudagraph import CUDAGraphTransform
+
+    if written and any(isinstance(transform, CUDAGraphTransform) for transform in transforms):
+        names = ", ".join(argument.name for argument in written)
+        raise NotImplementedError(
+            f"CUDAGraphTransform: the traced function changes {names} in place, and Thunder's CUDA graphs change "
+            "copies: return the changed tensors, or compile without that transform (plugin reduce-overhead)"
+        )
 
 
 def refuse_delayed_changes(backward_trace: Any) -> None:
