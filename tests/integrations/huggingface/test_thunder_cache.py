@@ -93,17 +93,20 @@ def test_a_cache_is_changed_as_by_eager(window, monkeypatch):
     monkeypatch.setattr(slow_paths, "_warned", set())
     config = tiny_config("mixtral")
     config.num_hidden_layers, config.sliding_window = 1, window
-    caches = [StaticCache(config=config, max_cache_len=8) for _ in range(2)]
-    for cache in caches:
+    first, second = ([StaticCache(config=config, max_cache_len=8) for _ in range(2)] for _ in range(2))
+    for cache in first + second:
         cache.early_initialization(1, 2, 16, FLOAT, torch.device("cpu"))
     compiled = jit(update)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for length in (4, 1, 1, 1, 1):
-            new = states(length)
-            assert torch.equal(compiled(new, caches[0]), update(new, caches[1]))
-            assert torch.equal(caches[0].layers[0].values, caches[1].layers[0].values)
-            assert caches[0].get_seq_length() == caches[1].get_seq_length()
+        for ours, eager in (first, first, second):  # a prompt, another one after a reset, one with another cache
+            ours.reset()
+            eager.reset()
+            for length in (4, 1, 1, 1, 1):
+                new = states(length)
+                assert torch.equal(compiled(new, ours), update(new, eager))
+                assert torch.equal(ours.layers[0].values, eager.layers[0].values)
+                assert ours.get_seq_length() == eager.get_seq_length()
     slow = [warning for warning in caught if "compiles every step" in str(warning.message)]
     assert len(slow) == (window is not None)
     assert thunder.cache_misses(compiled) == (2 if window is None else 5)

@@ -22,7 +22,7 @@ _UPDATES = ("update", "update_conv_state", "update_recurrent_state", "update_ind
 _STATIC = (StaticLayer, StaticSlidingWindowLayer)
 
 
-def _check(cache: Cache) -> None:
+def _check(cache: Any) -> None:
     """Warn of layers for which Thunder compiles every step.
 
     Raises:
