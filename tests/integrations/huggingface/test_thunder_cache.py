@@ -62,7 +62,8 @@ def test_decoding_behind_a_prompt_equals_eager_and_compiles_twice(name, changes,
     config = tiny_config(name)
     for key, value in changes.items():
         setattr(config, key, value)
-    rewritten = dict(experts_implementation="thunder_moe") if dtype == BF16 else {}
+    ours = dict(experts_implementation="thunder_moe", attn_implementation="thunder_moe_sdpa")
+    rewritten = ours if dtype == BF16 else {}
     model = tiny_model(name, dtype, config, **rewritten).requires_grad_(False)
     oracle = dequantize_(quantize_(tiny_model(name, dtype, config)))
     compiled = compile_(model if rewritten else quantize_(model))
