@@ -18,14 +18,14 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-# Blocks that need a GPU, a download, or a package that `pip install -e '.[test]'` does not install.
+# Blocks that need a GPU, a download, a minute, or a package that `pip install -e '.[test]'` does not install.
 NOT_RUN = {
     "distributed.md": 2,
     "finetuning.md": 2,
     "gloo_race.md": 1,
     "huggingface.md": 1,
     "number_format.md": 2,
-    "thunder.md": 1,
+    "thunder.md": 3,
     "torch_compile.md": 1,
 }
 _BLOCK = re.compile(

@@ -69,7 +69,6 @@ OPTIONAL = {
 }
 ELSEWHERE = {
     ("thunder", "thunder_moe.compilers.report"): "rewrite_report asks for the traces of a compiled function; lazily",
-    ("thunder", "thunder_moe.integrations.huggingface.thunder_llama4"): "a lookaside has to be wrapped for Thunder",
     ("transformers", "thunder_moe.compilers.thunder.compat"): "cures what Thunder makes of its masks; lazily",
 }
 

@@ -130,6 +130,25 @@ def test_a_weight_that_is_returned_too_stays_an_input(returned):
     assert symbols(compiled) == [NVFP4]
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1), (2, 2)])
+@pytest.mark.filterwarnings("ignore::thunder_moe.RewriteWarning")
+def test_attention_whose_heads_share_keys(heads):
+    """`enable_gqa`, which models of transformers ask for in a prompt, and Thunder's own symbol does not take."""
+
+    def attention(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+
+    operands = [torch.randn(2, count, 5, 16) for count in (heads[0], heads[1], heads[1])]
+    results = []
+    for run in (attention, jit(attention)):
+        leaves = [operand.clone().requires_grad_() for operand in operands]
+        out = run(*leaves)
+        out.square().sum().backward()
+        results.append((out, *(leaf.grad for leaf in leaves)))
+    for ours, expected in zip(*results, strict=True):
+        assert relative_error(ours, expected) < 1e-5
+
+
 def test_bad_operands_are_refused_while_tracing():
     x, weight = torch.randn(8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     for rows, offsets, message in (

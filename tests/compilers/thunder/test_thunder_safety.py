@@ -156,6 +156,13 @@ def test_changes_that_thunder_would_delay_are_refused():
     assert same(compiled, model, model, torch.no_grad)
 
 
+def test_a_question_about_a_tensor_changes_nothing():
+    def body(self, x, o):
+        return g(x if x.is_floating_point() else x.float(), self.a, o)
+
+    check(body, [SINGLE])
+
+
 def test_arguments_may_share_their_memory():
     model = Experts(None)
 

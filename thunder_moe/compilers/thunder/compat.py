@@ -10,7 +10,8 @@ torch.compile backend; calls nothing of the package but report, for its warning.
 | BaseRecipe.setup_executors leaves out None | once thunder.recipes is imported, to stay | without nvFuser, Thunder prints how to install it and then fails on an executor None | whose default recipe runs without nvFuser |
 | SDPAMaskTransform of the Hugging Face recipe has no lookaside | once thunder.recipes is imported, to stay; where transformers has no sdpa_mask_recent_torch | transformers 5 has no such function: the recipe could not be made | whose recipe takes transformers 5 |
 | a compilation's list of transforms is a copy with the rewrite in front | each compilation with moe_executor | an executor has no transforms of its own; the list is the user's | in which executors bring transforms |
-| torch.zeros takes dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask has one | that takes them |
+| torch.zeros and torch.tensor take dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask and sliding layers of a static cache have one | that takes them |
+| scaled_dot_product_attention takes enable_gqa | lookaside of moe_executor: functions compiled with it | Thunder refuses the argument; models of transformers give it for a prompt | whose attention takes it |
 | ThunderCompiler does not send grouped_mm to inductor | while the inner backend "thunder" compiles a graph | Thunder's own grouped_mm has no gradient | whose grouped_mm has one |
 | no lazy recompilation of graph modules | while the inner backend "thunder" compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
 
@@ -40,10 +41,12 @@ __all__ = [
     "import_thunder",
     "importing_thunder",
     "put_first",
+    "refuse_changes_in_graphs",
     "refuse_delayed_changes",
+    "scaled_dot_product_attention",
     "thunderfx_compile",
+    "with_python_types",
     "without_gradient",
-    "zeros",
 ]
 
 _REMOVED_TENSOR_METHODS = ("rename", "has_names", "refine_names", "align_to", "align_as")
@@ -160,13 +163,38 @@ def _recipe_on_transformers_5(recipes: Any) -> None:
     recipes.SDPAMaskTransform.__init__ = init
 
 
-def zeros(*shape: Any, dtype: Any = None, **options: Any) -> Any:
-    """torch.zeros for Thunder's traces. Thunder 0.2.6 passes a Python type on to where only its own dtypes are known.
-    Unnecessary from the first Thunder release that takes Python types."""
+def with_python_types(name: str) -> Callable[..., Any]:
+    """Return a function of thunder.torch that makes tensors and takes a Python type as the dtype. Thunder 0.2.6 passes
+    such a type on to where only its own dtypes are known. Unnecessary from the first Thunder release that takes it."""
+    by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+    def make(*args: Any, dtype: Any = None, **options: Any) -> Any:
+        import thunder.torch as ltorch
+
+        return getattr(ltorch, name)(*args, dtype=by_type.get(dtype, dtype), **options)
+
+    return make
+
+
+def scaled_dot_product_attention(query: Any, key: Any, value: Any, *args: Any, **options: Any) -> Any:
+    """Return torch's attention for Thunder's traces. Thunder 0.2.6 has no `enable_gqa`: here each head of the keys and
+    values is repeated for the query heads that share it. Unnecessary from the first Thunder release that has it."""
     import thunder.torch as ltorch
 
-    by_type = {bool: torch.bool, int: torch.int64, float: torch.float64}
-    return ltorch.zeros(*shape, dtype=by_type.get(dtype, dtype), **options)
+    if options.pop("enable_gqa", False):
+        key, value = (_repeated_heads(tensor, query.shape[-3] // tensor.shape[-3]) for tensor in (key, value))
+    return ltorch.scaled_dot_product_attention(query, key, value, *args, **options)
+
+
+def _repeated_heads(tensor: Any, times: int) -> Any:
+    """(..., heads, rows, width) -> (..., heads * times, rows, width)"""
+    import thunder.torch as ltorch
+
+    if times == 1:
+        return tensor
+    *batch, heads, rows, width = tensor.shape
+    wide = ltorch.expand(ltorch.unsqueeze(tensor, -3), *batch, heads, times, rows, width)
+    return ltorch.reshape(wide, *batch, heads * times, rows, width)
 
 
 def put_first(compile_data: Any, transform: Any) -> None:
@@ -188,6 +216,24 @@ def without_gradient(proxy: Any) -> Any:
     frozen = copy.copy(proxy)
     frozen._requires_grad = False
     return frozen
+
+
+def refuse_changes_in_graphs(transforms: Sequence[Any], written: Sequence[Any]) -> None:
+    """Refuse in-place changes of arguments inside Thunder's CUDA graphs. Thunder 0.2.6 captures a graph of copies of
+    the arguments, and loses what changes in those. What never moves (parameters, buffers) it does not copy, and changes
+    it in three runs before the capture. Unnecessary from the first Thunder release whose graphs keep such changes.
+
+    Raises:
+        NotImplementedError: a computation with CUDAGraphTransform changes arguments in place.
+    """
+    from thunder.transforms.cudagraph import CUDAGraphTransform
+
+    if written and any(isinstance(transform, CUDAGraphTransform) for transform in transforms):
+        names = ", ".join(argument.name for argument in written)
+        raise NotImplementedError(
+            f"CUDAGraphTransform: the traced function changes {names} in place, and Thunder's CUDA graphs change "
+            "copies: return the changed tensors, or compile without that transform (plugin reduce-overhead)"
+        )
 
 
 def refuse_delayed_changes(backward_trace: Any) -> None:

@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from thunder_moe.compilers.registration import register_plugin
-from thunder_moe.compilers.thunder.compat import import_thunder, put_first, zeros
+from thunder_moe.compilers.thunder.compat import (
+    import_thunder,
+    put_first,
+    scaled_dot_product_attention,
+    with_python_types,
+)
 
 import_thunder()
 
@@ -88,7 +93,9 @@ moe_executor._lookasides.update(
         is_eager: lambda: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
-        torch.zeros: zeros,
+        torch.tensor: with_python_types("tensor"),
+        torch.zeros: with_python_types("zeros"),
+        F.scaled_dot_product_attention: scaled_dot_product_attention,
         **{
             getattr(torch.ops.thunder_moe, f"f16a_{format}weight_moe_experts"): _lookaside(moe_of_format(format))
             for format in SYMBOLS

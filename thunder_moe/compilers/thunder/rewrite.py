@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from thunder_moe.compilers.thunder.compat import import_thunder, refuse_delayed_changes, without_gradient
+from thunder_moe.compilers.thunder.compat import (
+    import_thunder,
+    refuse_changes_in_graphs,
+    refuse_delayed_changes,
+    without_gradient,
+)
 
 import_thunder()
 
@@ -81,6 +86,7 @@ class NVFP4Rewrite(Transform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         computation = Computation(computation_trace)
+        refuse_changes_in_graphs(get_compile_data().transforms, computation.written_arguments())
         with choosing_format(OPTION, get_compile_option(OPTION, _OPTION_SAYS)):
             sites = find_sites(prologue_trace, computation)
         eligible = [site for site in sites if site.reason is None]

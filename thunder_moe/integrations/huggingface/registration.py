@@ -1,7 +1,7 @@
 """Tells transformers of this package, whichever of the two is imported first, and imports neither early.
 Called by thunder_moe on import; has imported: implementation, once transformers has its registry of experts functions;
 attention, once it has that of attention functions;
-thunder_llama4 and thunder_outputs, with Thunder's executor; quantizer, at the first NVFP4 checkpoint.
+thunder_llama4, thunder_outputs and thunder_cache, with Thunder's executor; quantizer, at the first NVFP4 checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _EXPERTS = "transformers.integrations.moe"
 _ATTENTION = "transformers.modeling_utils"
 _LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _OUTPUTS = "transformers.utils.output_capturing"
+_CACHE = "transformers.cache_utils"
 _QUANTIZER = "thunder_moe.integrations.huggingface.quantizer"
 _EXECUTOR = "thunder_moe.compilers.thunder.executor"
 
@@ -45,6 +46,7 @@ def _register_attention(_: ModuleType) -> None:
 def _add_lookasides(_: ModuleType) -> None:
     after_import(_LLAMA4, _route_llama4)
     after_import(_OUTPUTS, _trace_outputs)
+    after_import(_CACHE, _check_caches)
 
 
 def _route_llama4(_: ModuleType) -> None:
@@ -53,6 +55,10 @@ def _route_llama4(_: ModuleType) -> None:
 
 def _trace_outputs(_: ModuleType) -> None:
     importlib.import_module("thunder_moe.integrations.huggingface.thunder_outputs")
+
+
+def _check_caches(_: ModuleType) -> None:
+    importlib.import_module("thunder_moe.integrations.huggingface.thunder_cache")
 
 
 def _add_stand_ins(registry: Any) -> None:

@@ -8,26 +8,22 @@ other executors run `Llama4TextMoe.forward` as transformers has it.
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from thunder.core.interpreter import _interpret_call, wrap_const
 from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import Llama4Router, Llama4TextExperts, Llama4TextMoe
 
 from thunder_moe.compilers.thunder.executor import moe_executor
+from thunder_moe.compilers.thunder.lookasides import same_code, trace
 from thunder_moe.nn.quantized import calls_only_its_class
 from thunder_moe.routing import invert, sort_by_expert
 
 __all__ = ["run_routed"]
 
 _forward: Any = Llama4TextMoe.forward
-# The same code as another function: the lookaside for `_forward` would meet itself.
-_stock_forward = types.FunctionType(
-    _forward.__code__, _forward.__globals__, _forward.__name__, _forward.__defaults__, _forward.__closure__
-)
+_stock_forward = same_code(_forward)
 
 
 def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,15 +49,10 @@ def run_routed(layer: Llama4TextMoe, hidden_states: Tensor) -> tuple[Tensor, Ten
 
 
 def _traced_forward(layer: Llama4TextMoe, *args: Any, **kwargs: Any) -> Any:
-    """Has Thunder's interpreter go on with `run_routed`, or with the stock code.
-
-    Lookasides get the values behind the interpreter's wrappers, which `wrap_const` finds again: they know where the
-    layer comes from, so that its parameters become arguments of the trace."""
+    """Have Thunder's interpreter go on with `run_routed`, or with the stock code."""
     # Others' routers and experts, and hooks on them, may do anything; quantize_'s experts have a layer of their own.
     plain = calls_only_its_class(layer.router, Llama4Router) and calls_only_its_class(layer.experts, Llama4TextExperts)
-    wrapped = [wrap_const(argument) for argument in (layer, *args)]
-    named = {name: wrap_const(argument) for name, argument in kwargs.items()}
-    return _interpret_call(run_routed if plain else _stock_forward, *wrapped, **named)
+    return trace(run_routed if plain else _stock_forward, layer, *args, **kwargs)
 
 
 moe_executor._lookasides[_forward] = _traced_forward
