@@ -139,11 +139,11 @@ class DenseLinears(ExpertFamily):
             )
         for reason, names in left.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
-        for linears, classes in self._apart.items():
+        for siblings, classes in self._apart.items():
             _LOGGER.info(
                 "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
                 " they read the same tensor",
-                linears,
+                siblings,
                 ", ".join(classes),
             )
 

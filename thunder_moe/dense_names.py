@@ -79,9 +79,10 @@ READ_TOGETHER_BY: dict[tuple[str, str], tuple[str, ...]] = {
 
 def read_together(cls: type) -> tuple[str, ...]:
     """Return the linears of a class that read the same tensor, by `READ_TOGETHER_BY`; of a subclass without a forward
-    of its own those of its base. Empty for a class that is not listed."""
+    of its own those of its base. Empty for a class that is not listed, or that another module has given a forward."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    return READ_TOGETHER_BY.get((owner.__module__, owner.__qualname__), ())
+    own = vars(owner)["forward"].__module__ == owner.__module__
+    return READ_TOGETHER_BY.get((owner.__module__, owner.__qualname__), ()) if own else ()
 
 
 def sharing_scale(names: Iterable[str]) -> list[list[int]]:
