@@ -260,6 +260,24 @@ def test_each_part_takes_its_result_once():
     assert same([q, k, v], model.expected(x, x, x))
 
 
+def test_a_result_goes_with_its_last_part():
+    class Watched(Attention):
+        def forward(self, x):
+            return *super().forward(x), self.qkv.once.held
+
+    assert Watched()(torch.randn(3, 64))[-1] is None
+
+
+def test_a_module_with_backward_hooks_computes_nothing_in_vain():
+    model, x = Attention(), torch.randn(3, 64, requires_grad=True)
+    model.register_full_backward_hook(lambda module, grad_input, grad_output: None)
+    with Calls() as seen:
+        q, k, v = model(x)
+    assert seen.count == 3
+    (q.sum() + k.sum() + v.sum()).backward()
+    assert relative_error(x.grad, exact(model.qkv).sum(0).expand(3, 64)) < 1e-5
+
+
 def test_nothing_waits_behind_a_call_that_raised():
     def fail(x):
         raise RuntimeError("stop")

@@ -216,8 +216,9 @@ class _OncePerCall:
         if traced_by_thunder() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return  # the body of a checkpoint in a graph with gradients may not change Python objects
         x = args[0] if args else options.get("hidden_states")
-        # Other hooks may change x in a way that no version tells.
+        # Other hooks may change x in a way that no version tells, and those of backward call the forward with a copy.
         alone = all(type(hook) is _OncePerCall for hook in parent._forward_pre_hooks.values())
+        alone = alone and not (parent._backward_hooks or parent._backward_pre_hooks)
         qdata, sizes = self.stack._buffers["qdata"], self.stack._part_features
         if alone and isinstance(x, Tensor) and qdata is not None and sizes is not None and qdata.device == x.device:
             self.held = x, _state(x), self.stack(x), dict.fromkeys(range(len(sizes)), True)
@@ -234,6 +235,8 @@ class _OncePerCall:
         held = self.held
         if held is None or held[0] is not x or held[1] != _state(x) or not held[3].pop(index, False):
             return None
+        if not held[3]:
+            self.held = None  # frees the memory as early as the parts' callers do
         return held[2]
 
     def __getstate__(self) -> dict[str, Any]:
