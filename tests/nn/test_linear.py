@@ -209,13 +209,13 @@ def same(actual, expected):
 
 def test_a_stack_computes_once():
     model, x, y = Attention(), torch.randn(2, 3, 64), torch.randn(2, 3, 64)
-    for inputs, calls in (((x,), 1), ((y,), 1), ((x, y), 3), ((x.requires_grad_(),), 1)):
+    for inputs, calls in (((x,), 1), ((y,), 1), ((x, y), 3), ((x.clone().requires_grad_(),), 1)):
         with Calls() as seen:
             out = model(*inputs)
         assert seen.count == calls
         assert model.qkv.once.held is None
         assert same(out, model.expected(inputs[0], inputs[-1], inputs[-1]))
-    sum(part.sum() for part in model(x)).backward()
+    sum(part.sum() for part in model(x.requires_grad_())).backward()
     assert relative_error(x.grad, exact(model.qkv).sum(0).expand(2, 3, 64)) < 1e-5
     with torch.inference_mode(), Calls() as seen:
         out = model(torch.ones(2, 64))
@@ -291,17 +291,28 @@ def test_nothing_waits_behind_a_call_that_raised():
 
 
 def test_threads_that_share_a_stack_compute_their_own_rows():
-    model = Attention()
-    meet = threading.Barrier(2)
+    """The second begins when the first has called one part, and goes on when the first has ended."""
+    model, inputs = Attention(), [torch.randn(3, 64) for _ in range(2)]
+    begun, ended = threading.Event(), threading.Event()
 
-    def run(x):
+    def run(x, between):
         with torch.no_grad():
-            return model(x, between=lambda _: meet.wait(30))
+            return model(x, between=between)
 
-    inputs = [torch.randn(3, 64) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        for x, found in zip(inputs, pool.map(run, inputs), strict=True):
-            assert same(found, model.expected(x, x, x))
+    def first_waits(_):
+        pool.submit(run, inputs[1], second_waits).add_done_callback(results.append)
+        assert begun.wait(30)
+
+    def second_waits(_):
+        begun.set()
+        assert ended.wait(30)
+
+    results = []
+    with ThreadPoolExecutor(1) as pool:
+        found = run(inputs[0], first_waits)
+        ended.set()
+    for parts, x in zip((found, results[0].result()), inputs, strict=True):
+        assert same(parts, model.expected(x, x, x))
 
 
 @pytest.mark.parametrize("parts", [False, True])
