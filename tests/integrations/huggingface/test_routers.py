@@ -65,7 +65,8 @@ VARIED = [
     dict(norm_topk_prob=False),
     dict(n_group=1, topk_group=1),
     dict(n_group=8, topk_group=3, routed_scaling_factor=0.7, router_scaling_factor=1.5),
-    dict(topk_method="greedy", num_experts_per_tok=1),
+    dict(topk_method="greedy"),
+    dict(num_experts_per_tok=1),
     dict(expert_selection_fn="softmax", moe_norm_min=0.2),
 ]
 
