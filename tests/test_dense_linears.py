@@ -14,7 +14,7 @@ from oracle import dequantize, relative_error
 from torch import nn
 
 from thunder_moe import Llama4MoE, Llama4MoEConfig, NVFP4Linear, dequantize_, quantize_, refresh_, to_layout_
-from thunder_moe.dense_linears import read_together
+from thunder_moe.dense_names import READ_TOGETHER_BY
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels import dense
 from thunder_moe.nn.linear import NVFP4LinearPart, NVFP4LinearStack
@@ -28,19 +28,6 @@ def everything(module, name):
 
 def no_experts(module, name):
     return type(module) is nn.Linear
-
-
-def doubled_data(x):
-    x.data.mul_(2)
-
-
-def doubled_array(x):
-    x.numpy()[...] *= 2
-
-
-def doubled_in_inference_mode(x):
-    with torch.inference_mode():
-        x.mul_(2)
 
 
 class Attention(nn.Module):
@@ -90,23 +77,16 @@ def make(**options):
     return Model(**options).eval()
 
 
+@pytest.fixture(autouse=True)
+def known_classes(monkeypatch):
+    """The classes of this file, as users add their own."""
+    monkeypatch.setitem(READ_TOGETHER_BY, (__name__, "Attention"), ("q_proj", "k_proj", "v_proj"))
+    monkeypatch.setitem(READ_TOGETHER_BY, (__name__, "MLP"), ("gate_proj", "up_proj"))
+
+
 def kinds(model):
     kinds = (nn.Linear, NVFP4Linear, NVFP4LinearPart)
     return {name: type(module).__name__ for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("change", [doubled_data, doubled_array, doubled_in_inference_mode])
-def test_parts_that_are_called_by_hand_see_every_change_of_their_input(change, grad):
-    attention = quantize_(Model(), linears=everything).attention
-    stack = attention.k_proj.stack
-    with torch.set_grad_enabled(grad), torch.inference_mode(change is doubled_in_inference_mode):
-        x = X.clone()
-        attention.q_proj(x)
-        assert stack._waiting.result is stack._waiting.parts is None  # nothing waits for parts that nobody may call
-        change(x)
-        k, expected = attention.k_proj(x), stack(2 * X).split(stack._part_features, -1)[1]
-    assert relative_error(k, expected) < 1e-5
 
 
 def test_computes_what_the_dequantized_model_does_once_for_all_that_read_the_same_rows():
@@ -299,73 +279,32 @@ def test_a_wrapped_linear_becomes_4_bit_inside_of_its_wrapper():
     assert torch.isfinite(model(X)).all()
 
 
-def test_a_weight_that_its_parent_reads_stays(caplog):
-    class Reads(MLP):
+def test_a_weight_that_code_of_models_reads_stays(caplog):
+    caplog.set_level(logging.INFO, "thunder_moe")
+    model = nn.ModuleDict(dict(mamba=nn.ModuleDict(dict(out_proj=nn.Linear(64, 64), in_proj=nn.Linear(64, 64)))))
+    assert kinds(quantize_(model, linears=everything)) == {"mamba.out_proj": "Linear", "mamba.in_proj": "NVFP4Linear"}
+    assert "mamba.out_proj: the code of the models that have such a layer reads its weight itself" in caplog.text
+
+
+def test_a_class_that_is_not_listed_computes_its_linears_one_by_one(caplog):
+    class Own(MLP):
         def forward(self, x):
-            return F.linear(super().forward(x), self.down_proj.weight.t()[:, :64])
+            gate = self.gate_proj(x)
+            return self.down_proj(F.silu(gate) * self.up_proj(2 * x))
+
+    class Named(MLP):
+        pass
 
     caplog.set_level(logging.INFO, "thunder_moe")
-    model = quantize_(nn.Sequential(Reads()), linears=everything)
-    assert type(model[0].down_proj) is nn.Linear
-    assert "0.down_proj: Reads reads its weight itself" in caplog.text
-
-
-def forwards():
-    class Other(nn.Module):
-        def twice(self, x):
-            return self.a(x) + self.b(x) + self.a(x) + self.c(x)
-
-        def reassigned(self, x):
-            x = self.a(x)
-            return self.b(x) + self.c(x)
-
-        def changed(self, x):
-            y = self.a(x)
-            x.add_(1)
-            return y + self.b(x) + self.c(x)
-
-        def cross(self, x, other):
-            return self.a(x) + self.b(other) + self.c(other)
-
-        def conditional(self, x):
-            y = self.a(x)
-            if y.sum() > 0:
-                y = y + self.b(x)
-            return y + self.c(x)
-
-        def expressions(self, x):
-            return self.a(x + 1) + self.b(x * 2) + self.c(x[0])
-
-        def plain(self, x):
-            size = x.shape[0]
-            return self.c(x).view(size, -1) + self.a(x).to(x.dtype) * self.b(x)
-
-    return Other
-
-
-FORWARDS = {
-    "twice": [("b", "c")],
-    "reassigned": [("b", "c")],
-    "changed": [("b", "c")],
-    "cross": [("b", "c")],
-    "conditional": [],
-    "expressions": [],
-    "plain": [("c", "a", "b")],
-}
-
-
-@pytest.mark.parametrize(("name", "wanted"), FORWARDS.items())
-def test_what_reads_the_same_rows_by_the_source(name, wanted):
-    cls = forwards()
-    cls.forward = getattr(cls, name)
-    assert list(read_together(cls, ("a", "b", "c"))) == wanted
-
-
-def test_nothing_is_stacked_without_a_source():
-    scope = {"nn": nn}
-    exec("class Unknown(nn.Module):\n  def forward(self, x):\n    return self.a(x) + self.b(x)", scope)
-    assert read_together(scope["Unknown"], ("a", "b")) == ()
-    assert read_together(nn.Identity, ("a", "b")) == ()
+    model = quantize_(nn.Sequential(Own(), Named()), linears=everything)
+    assert type(model[0].gate_proj) is NVFP4Linear
+    assert type(model[1].gate_proj) is NVFP4LinearPart  # its forward is the one of a class that is listed
+    assert "one by one in eager mode: gate_proj, up_proj of Own" in caplog.text
+    assert "Named" not in caplog.text
+    assert torch.equal(model[0].gate_proj.global_scale, model[0].up_proj.global_scale)  # as engines merge them
+    with torch.no_grad():
+        expected = dequantize_(copy.deepcopy(model))(X)
+        assert relative_error(model(X), expected) < 1e-5
 
 
 def test_linears_of_which_one_is_elsewhere_too_compute_the_same():
@@ -426,6 +365,8 @@ def test_part_of_a_stack_that_has_a_hook_stays_when_the_others_go_back(caplog):
     expected = model(X)
     model.attention.k_proj.register_forward_hook(lambda *_: None)
     dequantize_(model)
+    assert not model.mlp._forward_pre_hooks
+    assert not model.mlp._forward_hooks
     found = kinds(model)
     assert (found["attention.q_proj"], found["attention.k_proj"]) == ("Linear", "NVFP4LinearPart")
     assert found["attention.qkv_proj"] == "NVFP4LinearStack"

@@ -11,6 +11,7 @@ from oracle import KERNEL_TOLERANCE, dequantize, relative_error
 from torch import nn
 
 from thunder_moe import dequantize_, quantize_
+from thunder_moe.dense_names import READ_TOGETHER_BY
 from thunder_moe.lora import (
     add_lora_,
     lora_linears,
@@ -35,6 +36,11 @@ class Attention(nn.Module):
     def forward(self, x):
         q, v = self.q_proj(x), self.v_proj(x)
         return self.o_proj(q.tanh() * v)
+
+
+@pytest.fixture(autouse=True)
+def known_class(monkeypatch):
+    monkeypatch.setitem(READ_TOGETHER_BY, (__name__, "Attention"), ("q_proj", "v_proj"))
 
 
 def everything(module, name):

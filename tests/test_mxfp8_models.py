@@ -13,6 +13,7 @@ from torch import nn
 
 import thunder_moe
 from thunder_moe import dequantize_, mxfp8, quantize_
+from thunder_moe.dense_names import READ_TOGETHER_BY
 from thunder_moe.formats import nvfp4
 from thunder_moe.formats.mxfp8 import quantize
 from thunder_moe.nn.packed import NVFP4Module
@@ -32,6 +33,11 @@ class Layer(nn.Module):
     def forward(self, x, offsets=OFFSETS):
         x = self.out(torch.cat([self.q_proj(x), self.k_proj(x)], -1))
         return self.linear(self.mlp(self.swiglu(x, offsets), offsets), offsets)
+
+
+@pytest.fixture(autouse=True)
+def known_class(monkeypatch):
+    monkeypatch.setitem(READ_TOGETHER_BY, (__name__, "Layer"), ("q_proj", "k_proj"))
 
 
 def model(dtype=torch.float32):

@@ -6,12 +6,8 @@ dense_names and replaceable.
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 import logging
 import re
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +18,14 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.dense_names import READ_TOGETHER, is_encoder, is_router, sharing_scale
+from thunder_moe.dense_names import (
+    READ_TOGETHER,
+    is_encoder,
+    is_read_by_code,
+    is_router,
+    read_together,
+    sharing_scale,
+)
 from thunder_moe.families import ExpertFamily, Quantization, weight_key
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4, BlockFormat
 from thunder_moe.formats.layouts import LINEAR
@@ -35,7 +38,7 @@ from thunder_moe.nn.linear import NVFP4Linear, NVFP4LinearPart, NVFP4LinearStack
 from thunder_moe.replaceable import has_own_forward, impure
 from thunder_moe.selection import shortened
 
-__all__ = ["DenseLinears", "is_dense_layer", "join_read_together", "read_by_parents", "read_together"]
+__all__ = ["DenseLinears", "is_dense_layer", "join_read_together"]
 
 _LOGGER = logging.getLogger("thunder_moe")
 _ROUTER_CLASS = re.compile(r"Router|Gate($|[A-Z])|Gating")
@@ -73,6 +76,7 @@ class DenseLinears(ExpertFamily):
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._groups: WeakKeyDictionary[nn.Module, _Group] = WeakKeyDictionary()
         self._siblings: WeakKeyDictionary[nn.Module, _Siblings] = WeakKeyDictionary()
+        self._apart: dict[str, dict[str, None]] = defaultdict(dict)  # names of linears -> classes
         if model is not None and linears is not False:
             self._choose(model, linears, declined, format_of)
 
@@ -135,31 +139,27 @@ class DenseLinears(ExpertFamily):
             )
         for reason, names in left.items():
             _LOGGER.info("stays 16-bit: %s: %s", shortened(names), reason)
+        for siblings, classes in self._apart.items():
+            _LOGGER.info(
+                "computed one by one in eager mode: %s of %s, of which dense_names.READ_TOGETHER_BY does not say that"
+                " they read the same tensor",
+                siblings,
+                ", ".join(classes),
+            )
 
     def _group(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
         """Finds the children of a module that read the same rows."""
-        if not has_own_forward(parent):
-            return
-        children = {
-            name: child
-            for name, child in parent._modules.items()
-            if isinstance(child, nn.Linear) and child in found and self.obstacle(child) is None
-        }
-        if len(children) < 2:
-            return
-        kind: Any = type(parent)
-        for names in read_together(kind, tuple(children)):
-            alike: dict[Any, list[str]] = defaultdict(list)
-            for name in names:
-                child = children[name]
-                weight = child.weight
-                kind_of = weight.dtype, self._device_of(child), child.bias is None, self._formats[child]
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in read_together(type(parent)) if has_own_forward(parent) else ():
+            child = parent._modules.get(name)
+            if isinstance(child, nn.Linear) and child in found and self.obstacle(child) is None:
+                kind_of = child.weight.dtype, self._device_of(child), child.bias is None, self._formats[child]
                 alike[child.in_features, kind_of].append(name)
-            for group in alike.values():
-                members = [children[name] for name in group]
-                if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
-                    shared = _Group(_stack_name(parent, group), group, [ref(member) for member in members])
-                    self._groups.update(dict.fromkeys(members, shared))
+        for group in alike.values():
+            members: list[Any] = [parent._modules[name] for name in group]
+            if len(group) > 1 and len(set(members)) == len(group) and not any(m in self._groups for m in members):
+                shared = _Group(_stack_name(parent, group), group, [ref(member) for member in members])
+                self._groups.update(dict.fromkeys(members, shared))
 
     def _relate(self, parent: nn.Module, found: dict[nn.Linear, str]) -> None:
         """Finds the children of a module that engines merge, by their names, and this model computes one by one."""
@@ -174,6 +174,7 @@ class DenseLinears(ExpertFamily):
             for members in alike.values():
                 if len(set(members)) > 1:
                     self._siblings.update(dict.fromkeys(members, _Siblings([ref(member) for member in members])))
+                    self._apart[", ".join(names)].setdefault(type(parent).__name__)
 
     def _rows(self, module: nn.Linear) -> int:
         """out_features of all linears that are computed with one."""
@@ -259,11 +260,13 @@ class DenseLinears(ExpertFamily):
     def put(self, parent: nn.Module, name: str, module: nn.Module) -> None:
         if isinstance(module, NVFP4LinearPart) and module.stack not in parent.children():
             setattr(parent, vars(module)["stack_name"], module.stack)
-            module.stack.__dict__["reader"] = type(parent)
+            if read_together(type(parent)):
+                module.stack.share_in(parent)
         setattr(parent, name, module)
         needed = {child.stack for child in parent.children() if isinstance(child, NVFP4LinearPart)}
         for key, child in list(parent._modules.items()):
             if isinstance(child, NVFP4LinearStack) and child not in needed:
+                child.leave(parent)
                 delattr(parent, key)
 
 
@@ -282,24 +285,17 @@ def join_read_together(model: nn.Module) -> None:
     """Makes stacks of the plain `NVFP4Linear`s that read the same rows, as `quantize_` does of linears; exactly."""
     family = DenseLinears()
     for parent in list(model.modules()):
-        children = {
-            name: child
-            for name, child in parent._modules.items()
-            if type(child) is NVFP4Linear and family.obstacle(child) is None
-        }
-        kind: Any = type(parent)
-        if len(children) < 2 or not has_own_forward(parent):
-            continue
-        for names in read_together(kind, tuple(children)):
-            alike: dict[Any, list[str]] = defaultdict(list)
-            for name in names:
-                child = children[name]
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name in read_together(type(parent)) if has_own_forward(parent) else ():
+            child = parent._modules.get(name)
+            if type(child) is NVFP4Linear and family.obstacle(child) is None:
                 dtype = None if child.bias is None else child.bias.dtype
                 layout = "auto" if child.auto_layout else child.layout  # the stack has one of its own then
                 alike[child.in_features, child.qdata.device, layout, dtype, child.format_name].append(name)
-            for group in alike.values():
-                if len(group) > 1 and len({children[name] for name in group}) == len(group):
-                    _join(parent, group, [children[name] for name in group])
+        for group in alike.values():
+            linears: list[Any] = [parent._modules[name] for name in group]
+            if len(group) > 1 and len(set(linears)) == len(group):
+                _join(parent, group, linears)
 
 
 def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> None:
@@ -323,8 +319,8 @@ def _join(parent: nn.Module, names: list[str], linears: list[NVFP4Linear]) -> No
     )
     stack.train(first.training)
     hook_alike(stack, first)
-    stack.__dict__["reader"] = type(parent)
     setattr(parent, _stack_name(parent, names), stack)
+    stack.share_in(parent)
     for index, name in enumerate(names):
         part = NVFP4LinearPart(stack, index)
         setattr(parent, name, part.train(linears[index].training))
@@ -392,106 +388,8 @@ def _stack_name(parent: nn.Module, names: list[str]) -> str:
     return name
 
 
-@functools.cache
-def read_together(cls: Any, names: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    """Children that the forward of a class calls with the same, unchanged tensor: for each such tensor their names in
-    the order of the calls.
-
-    By its source: ``self.name(x)`` on the first level of the function, once for each name, where x is a local name that
-    nothing assigns, and nothing but the calls and ``x.shape`` uses, from the first call to the last. Empty where
-    there is no source, or it says something else.
-    """
-    function = _function(cls)
-    if function is None:
-        return ()
-    calls: dict[str, list[tuple[tuple[int, int], str]]] = defaultdict(list)
-    uses: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for statement in function.body:
-        conditional = isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.With | ast.FunctionDef)
-        harmless: set[ast.AST] = set()
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and not conditional:
-                child, argument = _call_of_child(node)
-                if child in names and argument is not None:
-                    harmless.add(argument)
-                    calls[argument.id].append(((node.lineno, node.col_offset), child))
-            if isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype", "device", "size", "dim", "ndim"):
-                harmless.add(node.value)
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and node not in harmless:
-                # An assignment takes effect after what is on its right.
-                at = (
-                    (node.end_lineno or 0, node.end_col_offset or 0)
-                    if isinstance(node.ctx, ast.Load)
-                    else _end(statement)
-                )
-                uses[node.id].append(at)
-    mentioned = _mentions(function)
-    groups = []
-    for variable, found in calls.items():
-        # Other uses part the calls before them from those behind.
-        parts: dict[int, list[str]] = defaultdict(list)
-        for at, child in sorted(call for call in found if mentioned[call[1]] == 1):
-            parts[sum(use < at for use in uses[variable])].append(child)
-        groups += [tuple(children) for children in parts.values() if len(children) > 1]
-    return tuple(groups)
-
-
-def _call_of_child(node: ast.Call) -> tuple[str, ast.Name | None]:
-    """(name, argument) of ``self.name(argument)``; ("", None) for anything else."""
-    function = node.func
-    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
-        return "", None
-    if function.value.id != "self" or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
-        return "", None
-    return function.attr, node.args[0]
-
-
-def _end(statement: ast.stmt) -> tuple[int, int]:
-    return statement.end_lineno or 0, statement.end_col_offset or 0
-
-
-def _mentions(function: ast.FunctionDef) -> dict[str, int]:
-    """How often ``self.name`` is in a function, by name."""
-    counts: dict[str, int] = defaultdict(int)
-    for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-            counts[node.attr] += 1
-    return counts
-
-
-@functools.cache
-def _function(cls: Any) -> ast.FunctionDef | None:
-    """The forward of a class, parsed; None without a source."""
-    try:
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward)))
-        (function,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-    return function if isinstance(function, ast.FunctionDef) else None
-
-
-@functools.cache
-def _weights_read(cls: Any) -> frozenset[str]:
-    """The children of which a class reads the weight itself: ``self.name.weight`` anywhere in it."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):
-        return frozenset()
-    return frozenset(
-        node.value.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and node.attr == "weight"
-        and isinstance(node.value, ast.Attribute)
-        and isinstance(node.value.value, ast.Name)
-        and node.value.value.id == "self"
-        and isinstance(node.ctx, ast.Load)
-    )
-
-
 def _tied(model: nn.Module) -> dict[nn.Module, str]:
-    """Why linears stay as they are because of others: another module has the weight too, or their parent reads it."""
+    """Why linears stay as they are because of others: another module has the weight too, or code reads it."""
     owners: dict[Any, list[tuple[int, int, str, nn.Module]]] = defaultdict(list)  # by device or, without data, identity
     for name, module in model.named_modules():
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -513,21 +411,10 @@ def _tied(model: nn.Module) -> dict[nn.Module, str]:
             for own, sharing in together if len(names) > 1 else ():
                 others = ", ".join(other for other in names if other != own)
                 reasons[sharing] = f"its weight is tied to that of {others}"
-    for module, reader in read_by_parents(model).items():
-        reasons.setdefault(module, f"{reader.__name__} reads its weight itself")
+    for name, module in model.named_modules():
+        if is_read_by_code(name):
+            reasons.setdefault(module, "the code of the models that have such a layer reads its weight itself")
     return reasons
-
-
-def read_by_parents(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return the modules whose weight their parent reads without calling them, each with the class of that parent."""
-    read: dict[nn.Module, Any] = {}
-    for parent in model.modules():
-        kind: Any = type(parent)
-        for name in _weights_read(kind):
-            child = parent._modules.get(name)
-            if child is not None:
-                read[child] = kind
-    return read
 
 
 def _unfit(module: nn.Linear, format: BlockFormat) -> str | None:

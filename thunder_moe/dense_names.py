@@ -1,5 +1,5 @@
 """What the names of dense layers say: which route, which belong to encoders of images and sound, which are linears of a
-decoder, and which of those engines compute at once.
+decoder, which of those engines compute at once, and in which classes of transformers they read the same tensor.
 Called by dense_linears and checkpoint; calls nothing of the package.
 """
 
@@ -8,21 +8,81 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["READ_TOGETHER", "is_embedding", "is_encoder", "is_linear", "is_router", "sharing_scale"]
+__all__ = [
+    "READ_TOGETHER",
+    "READ_TOGETHER_BY",
+    "is_embedding",
+    "is_encoder",
+    "is_linear",
+    "is_read_by_code",
+    "is_router",
+    "read_together",
+    "sharing_scale",
+]
 
 # What routes: a changed choice of experts is no error of rounding, and the layer is small.
 _ROUTERS = re.compile(r"(^|[._])(router|gate|gating|wg)($|\.)")
 # Encoders of other things than text see many rows at once, where 4-bit weights gain nothing.
 _ENCODERS = re.compile(r"(^|[._])(vision|visual|image|audio|speech|multi_modal|multimodal|mm)([._]|$)")
 _LINEARS = re.compile(r"(^|[._])(\w*_proj(_with_mqa)?|w[123qkvo]|wqkv|qkv|fc[12]|query_key_value)$")
-# Linears whose weight the models' code reads itself: DeepSeek's indexer its dtype, Mamba's kernels all of it.
-_READ_BY_CODE = re.compile(r"(^|[._])(weights_proj|dt_proj|(mixer|mamba)\.out_proj)$")
+# Linears whose weight the models' code reads itself: DeepSeek's indexer and T5's blocks its dtype, Mamba's kernels and
+# HunYuan's gate all of it.
+_READ_BY_CODE = re.compile(r"(^|[._])(weights_proj|dt_proj|(mixer|mamba)\.out_proj|(DenseReluDense|mlp)\.wo|gate\.wg)$")
 _EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens\w*|embed_positions|embed_in|\w*embeddings?|wte|wpe)$")
 # Names of siblings that read the same rows, and so share a global scale in the checkpoints of all engines.
 READ_TOGETHER = (
     ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"),
     ("wq", "wk", "wv"),
 )  # fmt: skip
+
+_QKV, _GATE_UP = READ_TOGETHER[:2]
+_CLASSES = {
+    _QKV: """
+        cohere2_moe.Cohere2MoeAttention dots1.Dots1Attention ernie4_5_moe.Ernie4_5_MoeAttention
+        exaone_moe.ExaoneMoeAttention flex_olmo.FlexOlmoAttention glm4_moe.Glm4MoeAttention gpt_oss.GptOssAttention
+        granitemoe.GraniteMoeAttention granitemoehybrid.GraniteMoeHybridAttention
+        granitemoeshared.GraniteMoeSharedAttention hunyuan_v1_moe.HunYuanMoEV1Attention hy_v3.HYV3Attention
+        jamba.JambaAttention lfm2_moe.Lfm2MoeAttention llama.LlamaAttention llama4.Llama4TextAttention
+        mellum.MellumAttention mimo_v2_flash.MiMoV2FlashAttention minimax.MiniMaxAttention
+        minimax_m2.MiniMaxM2Attention mistral.MistralAttention mixtral.MixtralAttention nemotron_h.NemotronHAttention
+        olmoe.OlmoeAttention phimoe.PhimoeAttention qwen2.Qwen2Attention qwen2_moe.Qwen2MoeAttention
+        qwen3.Qwen3Attention qwen3_5_moe.Qwen3_5MoeAttention qwen3_moe.Qwen3MoeAttention
+        qwen3_next.Qwen3NextAttention qwen3_vl_moe.Qwen3VLMoeTextAttention solar_open.SolarOpenAttention
+    """,
+    (*_QKV, "gate_proj"): "afmoe.AfmoeAttention",
+    (*_QKV, "g_proj"): "laguna.LagunaAttention",
+    ("q_a_proj", "kv_a_proj_with_mqa"): "deepseek_v32.DeepseekV32Attention",
+    ("qkv_proj", "output_gate"): "minimax.MiniMaxLightningAttention",
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): "qwen3_5_moe.Qwen3_5MoeGatedDeltaNet",
+    ("in_proj_qkvz", "in_proj_ba"): "qwen3_next.Qwen3NextGatedDeltaNet",
+    _GATE_UP: """
+        afmoe.AfmoeMLP deepseek_v2.DeepseekV2MLP deepseek_v3.DeepseekV3MLP deepseek_v32.DeepseekV32MLP dots1.Dots1MLP
+        ernie4_5_moe.Ernie4_5_MoeMLP exaone_moe.ExaoneMoeMLP gemma4.Gemma4TextMLP glm4_moe.Glm4MoeMLP
+        glm4_moe_lite.Glm4MoeLiteMLP hunyuan_v1_moe.HunYuanMoEV1MLP hy_v3.HYV3MLP jamba.JambaMLP laguna.LagunaMLP
+        llama.LlamaMLP llama4.Llama4TextMLP mimo_v2_flash.MiMoV2FlashMLP mistral.MistralMLP qwen2.Qwen2MLP
+        qwen2_moe.Qwen2MoeMLP qwen3.Qwen3MLP qwen3_moe.Qwen3MoeMLP qwen3_5_moe.Qwen3_5MoeMLP qwen3_next.Qwen3NextMLP
+        solar_open.SolarOpenMLP
+    """,
+    ("w1", "w3"): "lfm2_moe.Lfm2MoeMLP",
+}
+# Module and name of a class -> those of its linears that each of its calls calls once, in this order, with the tensor
+# that the class is called with (its first argument, or `hidden_states`), unchanged.
+READ_TOGETHER_BY: dict[tuple[str, str], tuple[str, ...]] = {
+    ("thunder_moe.nn.swiglu", "SwiGLU"): _GATE_UP,
+    **{
+        (f"transformers.models.{model}.modeling_{model}", name): linears
+        for linears, classes in _CLASSES.items()
+        for model, _, name in (each.partition(".") for each in classes.split())
+    },
+}
+
+
+def read_together(cls: type) -> tuple[str, ...]:
+    """Return the linears of a class that read the same tensor, by `READ_TOGETHER_BY`; of a subclass without a forward
+    of its own those of its base. Empty for a class that is not listed, or that another module has given a forward."""
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    own = vars(owner)["forward"].__module__ == owner.__module__
+    return READ_TOGETHER_BY.get((owner.__module__, owner.__qualname__), ()) if own else ()
 
 
 def sharing_scale(names: Iterable[str]) -> list[list[int]]:
@@ -50,6 +110,11 @@ def is_encoder(name: str) -> bool:
     return _ENCODERS.search(name) is not None
 
 
+def is_read_by_code(name: str) -> bool:
+    """True if the code of models reads the weight of a linear of this name itself, which has to stay as it is."""
+    return _READ_BY_CODE.search(name) is not None
+
+
 def is_linear(name: str) -> bool:
     """Whether linears of attention, dense MLPs and shared experts have names such as this; not the head."""
-    return _LINEARS.search(name) is not None and _READ_BY_CODE.search(name) is None
+    return _LINEARS.search(name) is not None and not is_read_by_code(name)

@@ -10,6 +10,7 @@ from oracle import KERNEL_TOLERANCE, dequantize, relative_error
 from torch import nn
 
 from thunder_moe import NVFP4Linear, dequantize_, f16a_nvfp4weight_scaled_mm, quantize_
+from thunder_moe.dense_names import READ_TOGETHER_BY
 from thunder_moe.formats.nvfp4 import quantize
 from thunder_moe.kernels.cuda import backend as cuda
 from thunder_moe.kernels.cuda.configs import GemmConfig
@@ -106,7 +107,7 @@ def test_cuda_graphs_without_synchronization():
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_quantized_block_compiles(mode):
+def test_a_quantized_block_compiles(mode, monkeypatch):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -116,6 +117,7 @@ def test_a_quantized_block_compiles(mode):
         def forward(self, x):
             return x + self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
+    monkeypatch.setitem(READ_TOGETHER_BY, (Block.__module__, Block.__qualname__), ("gate_proj", "up_proj"))
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block()).to("cuda", BF16)
     quantize_(model, linears=lambda module, name: True)

@@ -6,26 +6,21 @@ Legend: ... any leading dimensions, N out_features, K in_features.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4
+from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
+from thunder_moe.kernels.select import lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
-from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
-from thunder_moe.ops.operator import is_plain_eager, name_in, operator_for
+from thunder_moe.ops.operator import operator_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -162,115 +157,97 @@ class NVFP4Linear(NVFP4Module):
 class NVFP4LinearStack(NVFP4Linear):
     """Several linears that read the same rows (q, k and v; gate and up) as one, which runs once for all of them.
 
-    It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. The first part that
-    is called computes the outputs of all, which wait for the other parts until the last one has taken its own. They are
-    used only for the same, unchanged input tensor, weights and modes; for others the parts compute their own rows.
-    A tensor cannot tell of all changes that there were any (not in inference mode, nor through ``x.data``): who makes
-    a stack has to know that the module changes its input nowhere in between (`dense_linears.read_together` does), and
-    names its class as the stack's `reader`. Parts that are called from elsewhere than that class's forward share
-    nothing, nor does a part that has hooks.
+    It is a child of the module that had the linears, where each of them is a `NVFP4LinearPart` now. A part computes its
+    own rows of the weight. In a parent that `share_in` was called with, a hook runs the stack once at the begin of each
+    call of the parent, and every part takes its columns of that result, once, if it is called with the very tensor
+    that the parent was called with, unchanged.
 
     Attributes:
-        reader: the class whose forward calls the parts; None: whoever calls them counts as it.
+        once: the hooks of `share_in`; None before its first call.
     """
 
-    reader: type[nn.Module] | None = None
+    once: _OncePerCall | None = None
     _refused_in: list[str] | None = None  # the errors of a load that one of the parts has refused
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None = None, **options: Any) -> None:
-        self._waiting = _Waiting()
-        super().__init__(weight, bias, **options)
+    def share_in(self, parent: nn.Module) -> None:
+        """Compute the parts of each call of `parent` at once.
 
-    def set_weight(self, weight: PackedWeight) -> None:
-        self._waiting.clear()
-        super().set_weight(weight)
+        Args:
+            parent: its forward calls each part once with its first argument, or `hidden_states`, which it leaves as it
+                is: `dense_names.READ_TOGETHER_BY` lists such classes. The hooks go with `leave`.
+        """
+        if self.once is None:
+            self.once = _OncePerCall(self)
+        hooks = vars(parent).setdefault("_stack_hooks", {})  # also for pickles, in which a handle keeps its id its own
+        hooks[self] = (
+            parent.register_forward_pre_hook(self.once, with_kwargs=True),
+            parent.register_forward_hook(self.once.end, always_call=True),
+        )
+
+    def leave(self, parent: nn.Module) -> None:
+        """Undo `share_in`."""
+        for handle in vars(parent).get("_stack_hooks", {}).pop(self, ()):
+            handle.remove()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if self._refused_in is args[-1]:  # the parts come first, and torch has one list of errors for each load
             return
-        self._waiting.clear()
         super()._load_from_state_dict(*args)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._waiting.clear()
-        super()._apply(fn, recurse)
-        return self
-
-    def part(self, x: Tensor, index: int, *, shared: bool = True) -> Tensor:
-        """The output of one of the linears: (..., K) -> (..., its out_features), a view; `shared`: of a common call."""
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """The output of one of the linears: (..., K) -> (..., its out_features), maybe a view."""
         sizes = self._part_features
         assert sizes is not None
-        if shared and is_plain_eager(x):
-            return self._bare_part(x, index, sizes)
-        begin, last = sum(sizes[:index]), index == len(sizes) - 1
-        shared = shared and not traced_by_thunder() and (torch.compiler.is_compiling() or self._is_read())
-        waiting = self._waiting
-        latest, waiting.result = waiting.result, None
-        out: Tensor
-        if index == 0 and shared:
-            out = self(x)
-        elif shared and latest is not None and (found := _result_for(x, latest, self)) is not None:
-            out = found
+        begin = sum(sizes[:index])
+        shared = None if self.once is None else self.once.take(x, index)
+        return self.rows(x, begin, sizes[index]) if shared is None else shared.narrow(-1, begin, sizes[index])
+
+
+class _OncePerCall:
+    """The hooks by which each call of a module runs one of its stacks, and what waits for the parts meanwhile."""
+
+    def __init__(self, stack: NVFP4LinearStack) -> None:
+        self.stack = stack
+        # The input and its state, the output, and the parts that have not taken theirs.
+        self.held: tuple[Tensor, Any, Tensor, dict[int, bool]] | None = None
+
+    def __call__(self, parent: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Before the forward of `parent`."""
+        if traced_by_thunder() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
+            return  # the body of a checkpoint in a graph with gradients may not change Python objects
+        x = args[0] if args else options.get("hidden_states")
+        # Other hooks may change x in a way that no version tells, and those of backward call the forward with a copy.
+        alone = all(type(hook) is _OncePerCall for hook in parent._forward_pre_hooks.values())
+        alone = alone and not (parent._backward_hooks or parent._backward_pre_hooks)
+        qdata, sizes = self.stack._buffers["qdata"], self.stack._part_features
+        if alone and isinstance(x, Tensor) and qdata is not None and sizes is not None and qdata.device == x.device:
+            self.held = x, _state(x), self.stack(x), dict.fromkeys(range(len(sizes)), True)
         else:
-            return self.rows(x, begin, sizes[index])
-        if not last:
-            waiting.result = _remember(x, out, self)
-        return out.narrow(-1, begin, sizes[index])
+            self.end()
 
-    def _bare_part(self, x: Tensor, index: int, sizes: tuple[int, ...]) -> Tensor:
-        """Do the same where `is_plain_eager` says that modes make no difference."""
-        if not self._is_read():
-            return self.rows(x, sum(sizes[:index]), sizes[index])
-        waiting = self._waiting
-        latest, waiting.parts = waiting.parts, None
-        state = _version(x), _of_tensors(self)
-        parts: tuple[Tensor, ...]
-        if index == 0:
-            parts = self(x).split(sizes, -1)
-        elif latest is not None and latest[0]() is x and latest[1] == state:
-            parts = latest[2]
-        else:
-            return self.rows(x, sum(sizes[:index]), sizes[index])
-        if index + 1 < len(sizes):
-            waiting.parts = weakref.ref(x), state, parts
-        return parts[index]
+    def end(self, *_: Any) -> None:
+        """After the forward, also of one that raised."""
+        if not traced_by_thunder() and self.held is not None:
+            self.held = None
 
-    def _is_read(self) -> bool:
-        """Whether the reader's forward is what calls a part, below torch's and others' wrappers of the call."""
-        if self.reader is None:
-            return True
-        reader: Any = self.reader
-        code, frame = _code_of_forward(reader), sys._getframe(5).f_back  # behind two frames of nn.Module
-        if frame is not None and frame.f_code is code:
-            return True
-        frame = sys._getframe(2)
-        for _ in range(_WRAPPERS):
-            if frame is None or frame.f_code is code:
-                break
-            frame = frame.f_back
-        return frame is not None and frame.f_code is code
+    def take(self, x: Tensor, index: int) -> Tensor | None:
+        """Return the outputs of all parts of this call for x, once for each part; None where there are none."""
+        held = self.held
+        if held is None or held[0] is not x or held[1] != _state(x) or not held[3].pop(index, False):
+            return None
+        if not held[3]:
+            self.held = None  # frees the memory as early as the parts' callers do
+        return held[2]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stack": self.stack, "held": None}
 
 
-_WRAPPERS = 10  # frames between `part` and the forward that calls one, with those of hooks and of accelerate
-
-
-@functools.cache
-def _code_of_forward(kind: Any) -> Any:
-    return getattr(inspect.unwrap(kind.forward), "__code__", None)
-
-
-class _Waiting:
-    """The result that parts wait for, beside the module, whose attributes are slow to set. A copy has no result."""
-
-    def __init__(self) -> None:
-        self.result: tuple[Any, ...] | None = None
-        self.parts: tuple[Any, ...] | None = None
-
-    def clear(self) -> None:
-        self.result = self.parts = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Waiting, ()
+def _state(x: Tensor) -> Any:
+    """Return what differs after a change of the modes, or of x in place, as far as torch tells."""
+    if torch.compiler.is_compiling():
+        return "compiled"
+    return torch.is_grad_enabled(), x.requires_grad, None if x.is_inference() else x._version
 
 
 class NVFP4LinearPart(AdaptableLinear):
@@ -317,8 +294,10 @@ class NVFP4LinearPart(AdaptableLinear):
         return None if self.stack.bias is None else self.stack.bias[self._rows]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) -> (..., N), a view of the outputs of all."""
-        return self.stack.part(x, self.index, shared=not (self._forward_hooks or self._forward_pre_hooks))
+        """(..., K) -> (..., N), maybe a view of the outputs of all."""
+        if (self._forward_hooks or self._forward_pre_hooks) and self.stack.once is not None:
+            self.stack.once.end()  # they may have changed x
+        return self.stack.part(x, self.index)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, part {self.index} of a stack"
@@ -330,61 +309,3 @@ class NVFP4LinearPart(AdaptableLinear):
 def traced_by_thunder() -> bool:
     """False; compilers.thunder.executor has a lookaside for it that is True."""
     return False
-
-
-def _remember(x: Tensor, out: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
-    """What `_result_for` knows a result by."""
-    if torch.compiler.is_compiling():
-        return (x, out, _traced_input("") if torch.compiler.is_dynamo_compiling() else "")
-    return (weakref.ref(x), _state(x, stack), out)
-
-
-def _result_for(x: Tensor, latest: Sequence[Any], stack: NVFP4LinearStack) -> Tensor | None:
-    """The result that `latest` holds, if it is that of this tensor, these weights and modes in their present state."""
-    out: Tensor
-    if torch.compiler.is_compiling():
-        if not isinstance(latest[2], str) or latest[0] is not x:
-            return None
-        if torch.compiler.is_dynamo_compiling() and (latest[2] == "" or latest[2] != _traced_input(latest[2])):
-            return None
-        out = latest[1]
-        return out
-    if isinstance(latest[2], str) or latest[0]() is not x or latest[1] != _state(x, stack):
-        return None
-    out = latest[2]
-    return out
-
-
-def _state(x: Tensor, stack: NVFP4LinearStack) -> tuple[Any, ...]:
-    """What a result of x depends on; weights that are loaded, set or moved drop the result themselves."""
-    modes = torch.is_grad_enabled(), autocast_dtype(x), chosen_backend()
-    return _version(x), *modes, _of_tensors(stack)
-
-
-def _of_tensors(stack: NVFP4LinearStack) -> tuple[Any, ...]:
-    """The tensors of the weight and the bias, and how often each has been written in place."""
-    tensors = *stack._buffers.values(), *stack._parameters.values()  # attributes of modules are slow
-    return tuple([(id(each), None if each is None else _version(each)) for each in tensors])
-
-
-def _version(x: Tensor) -> int | None:
-    return None if x.is_inference() else x._version
-
-
-def _input_in_graph(known: str) -> str:
-    """Runs while dynamo traces: what the graph's last dense layer reads, or the input that is `known`, by the graph,
-    the node's name and how often the trace has changed it in place so far; "" where there is none."""
-    graph = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output.graph
-    names = [name_in("f16a_nvfp4weight_scaled_mm", format) for format in BLOCK_FORMATS.values()]
-    operators = [getattr(torch.ops.thunder_moe, name) for name in names]
-    for node in reversed(graph.nodes):
-        if node.target in (*operators, *(each.default for each in operators)):
-            read = node.args[0]
-            found = f"{id(graph)} {read.name} "
-            if known.startswith(found) or not known:
-                return f"{found}{read.meta['example_value']._version}"
-    return ""
-
-
-_constant: Any = torch.compiler.assume_constant_result
-_traced_input: Callable[[str], str] = _constant(_input_in_graph)

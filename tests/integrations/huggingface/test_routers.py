@@ -4,7 +4,7 @@ Called by pytest; judged by the routers' own forward.
 """
 
 import copy
-import importlib
+import importlib.util
 import io
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -17,18 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
+from router_probes import assert_computes
 from tiny_models import ARCHITECTURES, tiny_config, tiny_model, tokens
 
 from thunder_moe import dequantize_, quantize_
 from thunder_moe.integrations.huggingface import routers
-from thunder_moe.integrations.huggingface.routers import FusedRouter, RowOrders, fuse_routers, restore_routers
+from thunder_moe.integrations.huggingface.router_table import NEWEST, ROUTERS
+from thunder_moe.integrations.huggingface.routers import (
+    FusedRouter,
+    RowOrders,
+    fuse_routers,
+    fused_call,
+    restore_routers,
+)
 
 E, H, A = 32, 48, 4
 CONFIG = dict(
     num_experts_per_tok=A, num_experts=E, num_local_experts=E, n_routed_experts=E, moe_num_experts=E, moe_k=A,
     hidden_size=H, norm_topk_prob=True, routed_scaling_factor=2.5, router_scaling_factor=2.5, n_group=4, topk_group=2,
     moe_norm_min=1e-12, topk_method="group_limited_greedy", moe_topk=A, use_expert_bias=True,
-    expert_selection_fn="sigmoid",
+    expert_selection_fn="sigmoid", moe_router_logit_softcapping=0.0,
 )  # fmt: skip
 # Module, class, other settings, and what the operator is to be asked for.
 FUSED = [
@@ -46,15 +54,32 @@ FUSED = [
     ("minimax_m2", "MiniMaxM2TopKRouter", {}, dict(score="sigmoid", epsilon=0.0)),
     ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", {}, dict(score="softmax", normalize=True)),
 ]
-LEFT = [  # 16-bit sigmoids, whose rounding decides the choice
+LEFT = [  # 16-bit sigmoids, whose rounding decides the choice, and another function of the logits
     ("lfm2_moe", "Lfm2MoeTopKRouter", {}),
     ("cohere2_moe", "Cohere2MoeTopKRouter", {}),
+    ("laguna", "LagunaTopKRouter", dict(moe_router_logit_softcapping=30.0)),
+]
+# Settings in which the classes of the table compute different things.
+VARIED = [
+    {},
+    dict(norm_topk_prob=False),
+    dict(n_group=1, topk_group=1),
+    dict(n_group=8, topk_group=3, routed_scaling_factor=0.7, router_scaling_factor=1.5),
+    dict(topk_method="greedy"),
+    dict(num_experts_per_tok=1),
+    dict(expert_selection_fn="softmax", moe_norm_min=0.2),
 ]
 
 
 def make(name, kind, settings, dtype=torch.float32):
     """(a layer with a stock router of random weights, the correction that its forward takes as an argument)."""
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    path = f"transformers.models.{name}.modeling_{name}"
+    known = ROUTERS.get((path, kind))
+    if known is not None and routers._version_of_transformers() < known.since:
+        pytest.skip("computes something else in this transformers")
+    if importlib.util.find_spec(f"transformers.models.{name}") is None:
+        pytest.skip(f"this transformers has no {name}")
+    module = importlib.import_module(path)
     config = SimpleNamespace(**CONFIG | settings)
     if not hasattr(module, kind):
         pytest.skip(f"this transformers has no {kind}")
@@ -64,8 +89,6 @@ def make(name, kind, settings, dtype=torch.float32):
         for tensor in [*router.parameters(), *router.buffers()]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * H**-0.5)
     layer = type("Layer", (nn.Module,), {"__module__": module.__name__})()
-    if name == "granitemoe" and not router(states(dtype))[0].is_floating_point():
-        pytest.skip("this transformers returns the ids first, and its router stays as it is")
     layer.gate = router
     return layer, [torch.linspace(-0.5, 0.5, E)] if kind.startswith("MiniMaxM2") else []
 
@@ -124,7 +147,7 @@ def test_a_router_of_transformers(name, kind, settings, options, dtype):
     with torch.no_grad():
         chosen = own_logits.gather(1, ids).float().sort(-1).values
         others = own_logits.gather(1, own_ids).float().sort(-1).values
-    if "bias" not in str(layer.gate.router_call.bias) and not correction and options.get("num_groups", 1) == 1:
+    if "bias" not in str(layer.gate.router_call.kind.bias) and not correction and options.get("num_groups", 1) == 1:
         assert torch.equal(chosen, others)
 
 
@@ -152,16 +175,49 @@ def test_other_routers_stay(name, kind, settings):
     assert not isinstance(layer.gate, FusedRouter)
 
 
-def test_routers_that_somebody_has_changed_stay():
+@pytest.mark.parametrize(("module", "kind"), ROUTERS)
+def test_each_class_of_the_table_computes_what_it_says(module, kind):
+    found = 0
+    for settings in VARIED:
+        layer, _ = make(module.split(".")[2], kind, settings)
+        call = fused_call(layer.gate)
+        if call is not None:
+            assert_computes(call, layer.gate)
+            found += 1
+    assert found == len(VARIED) or kind == "Cohere2MoeTopKRouter"
+
+
+def test_versions_of_transformers_that_the_table_does_not_know_keep_their_routers(monkeypatch, caplog):
+    """Of all that is installed it knows: `NEWEST` moves with a new version, once these tests pass with that."""
+    caplog.set_level("INFO", "thunder_moe")
+    assert routers._version_of_transformers() <= NEWEST
+    layer, _ = make(*FUSED[0][:3])
+    for version in ("5.6.2", f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0"):
+        monkeypatch.setattr("transformers.__version__", version)
+        assert not fuse_routers(layer, RowOrders())
+    assert "Qwen3MoeTopKRouter keeps its own operations: it is known of transformers 5.7 to 5." in caplog.text
+
+
+def test_routers_that_somebody_has_changed_stay(monkeypatch):
     layer, _ = make(*FUSED[0][:3])
     layer.gate.forward = lambda hidden_states: None
     assert not fuse_routers(layer, RowOrders())
     layer, _ = make(*FUSED[0][:3])
-    layer.gate.extra = nn.Parameter(torch.zeros(3))
+    layer.gate.__class__ = type("Other", (type(layer.gate),), {"__module__": type(layer.gate).__module__})
     assert not fuse_routers(layer, RowOrders())
     layer, _ = make(*FUSED[0][:3])
-    layer.gate.config = SimpleNamespace(top_k=3)
+    monkeypatch.setattr(type(layer.gate), "forward", lambda self, hidden_states: None)
     assert not fuse_routers(layer, RowOrders())
+
+
+def test_the_log_tells_what_became_of_each_class(caplog):
+    caplog.set_level("INFO", "thunder_moe")
+    routers._tell.cache_clear()
+    for _ in range(2):
+        fuse_routers(make(*FUSED[0][:3])[0], RowOrders())
+        fuse_routers(make(*LEFT[0])[0], RowOrders())
+    assert caplog.text.count("router Qwen3MoeTopKRouter runs moe_router, RouterForm(top_k=4") == 1
+    assert caplog.text.count("router Lfm2MoeTopKRouter keeps its own operations") == 1
 
 
 def test_a_setting_changed_later_counts():
@@ -175,22 +231,6 @@ def test_a_setting_changed_later_counts():
     with Called() as called, torch.autocast("cpu", dtype=torch.bfloat16):
         layer.gate(states())
     assert called.names == []
-
-
-def test_tiny_sums_tell_epsilons_apart(monkeypatch):
-    """A router with another epsilon is not taken for one with 1e-20."""
-    layer, _ = make("deepseek_v3", "DeepseekV3TopkRouter", {})
-    kind = type(layer.gate)
-
-    class Other(kind):
-        def forward(self, hidden_states):
-            logits, scores, ids = super().forward(hidden_states)
-            sums = logits.sigmoid().gather(1, ids).sum(-1, keepdim=True)
-            return logits, scores * (sums + 1e-20) / (sums + 1e-9), ids
-
-    Other.__module__ = kind.__module__
-    layer.gate.__class__ = Other
-    assert not fuse_routers(layer, RowOrders())
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -341,10 +381,10 @@ def test_compiled_graphs_have_one_operator_for_it(name):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_checkpoints_in_compiled_graphs(name):
-    """Their bodies may not change Python objects, as the order of rows of eager layers is passed on."""
+    """Their bodies may not change Python objects, as eager layers pass on the order of rows, and outputs of stacks."""
     config = tiny_config(name)
     config.num_hidden_layers = 1
-    model = quantize_(tiny_model(name, config=config)).train()
+    model = quantize_(tiny_model(name, config=config), linears=lambda module, name: True).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
     results = []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -408,7 +448,7 @@ def test_with_its_linear_layer_in_one_operator(monkeypatch, name, kind, settings
         monkeypatch.setattr(routers, "is_one_operator", lambda hidden, weight: True)
         with Calls():
             found = layer.gate(hidden, *more)
-    if layer.gate.router_call.logits_float:
+    if layer.gate.router_call.kind.logits_float:
         assert "thunder_moe.moe_linear_router.default" not in called
     else:
         assert called.count("thunder_moe.moe_linear_router.default") == 1

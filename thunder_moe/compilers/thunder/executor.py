@@ -61,10 +61,17 @@ nvfp4_rewrite = NVFP4Rewrite()
 
 
 def _join_compilation() -> None:
-    """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks)."""
+    """Puts the rewrite first among the transforms of the compilation under way (pruning ones would drop its checks).
+
+    Also lets the compilation's guards find the hooks of the outermost module.
+    """
     data = get_compile_data()
     if data is not None:
         put_first(data, nvfp4_rewrite)
+        for module in data._thunder_module_map.values():
+            # They look up the flags of the model's own hooks in Thunder's module, which has none.
+            for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+                vars(module)[flags] = getattr(module._model, flags)
 
 
 def _grouped_mm_lookaside(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import unhooked
-from thunder_moe.integrations.huggingface.routers import KNOWN_CODE, has_only_settings, probe_copy, settings_of
+from thunder_moe.integrations.huggingface.routers import KNOWN_CODE, OWN_STATE, is_setting, settings_of
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.ops.operator import is_plain_eager
 from thunder_moe.replaceable import has_own_forward
@@ -154,7 +154,9 @@ def _call_of(norm: nn.Module) -> NormCall | None:
         return None
     if weight.ndim != 1 or type(weight) is not nn.Parameter or len([*norm.parameters(), *norm.buffers()]) > 1:
         return None
-    if any(norm.children()) or not has_own_forward(norm) or not has_only_settings(norm):
+    if any(norm.children()) or not has_own_forward(norm):
+        return None
+    if not all(is_setting(value) for name, value in vars(norm).items() if name not in OWN_STATE):
         return None
     key = kind, weight.shape, settings_of(norm)
     if key not in _CALLS:
@@ -169,6 +171,24 @@ def _call_of(norm: nn.Module) -> NormCall | None:
 
 
 _CALLS: dict[Any, NormCall | None] = {}
+
+
+def probe_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A module of the same class and attributes with zeros of a dtype on the CPU in the place of its tensors."""
+    new = type(module).__new__(type(module))
+    nn.Module.__init__(new)
+    for name, value in vars(module).items():
+        if name not in OWN_STATE:
+            vars(new)[name] = value
+    for name, child in module._modules.items():
+        new.register_module(name, None if child is None else probe_copy(child, dtype))
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        zeros = None if tensor is None else torch.zeros(tensor.shape, dtype=dtype, device="cpu")
+        if name in module._parameters:
+            new.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+        else:
+            new.register_buffer(name, zeros)
+    return new
 
 
 @torch.inference_mode(False)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from thunder_moe.checkpoint import Checkpoint, ExpertsLayout
 from thunder_moe.checkpoint.formats.compressed_tensors import COMPRESSED_TENSORS
 from thunder_moe.checkpoint.formats.registry import check_quantization
-from thunder_moe.dense_linears import join_read_together, read_by_parents
+from thunder_moe.dense_linears import join_read_together
+from thunder_moe.dense_names import is_read_by_code
 from thunder_moe.formats.block_format import NVFP4, BlockFormat
 from thunder_moe.formats.weight import WEIGHTS, PackedWeight
 from thunder_moe.integrations.huggingface.expert_names import expert_source
@@ -158,7 +159,6 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
         refuse_outside(model, checkpoint_files)
         self.checkpoint = Checkpoint(Path(checkpoint_files[0]).parent)
         self.checkpoint.require_4_bit_experts()
-        read = read_by_parents(model)
         forms = [form_of(module) for module in names.blocks.values()]
         self.checkpoint.interleaved |= any(form.interleaved for form in forms if form is not None)
         unexpected, missing = [_NOT_WEIGHTS, _ADAPTERS], [rf"\.{_WAITING}$"]
@@ -178,7 +178,7 @@ class NVFP4CheckpointQuantizer(SavesNVFP4):
                 continue
             dense.add(name)
             module = model.get_submodule(name)
-            if module not in read and self._stays_4_bit(model, source, name, module):
+            if not is_read_by_code(name) and self._stays_4_bit(model, source, name, module):
                 self._linears[source] = _put_linear(model, name, module, self.checkpoint.number_format(source))
                 missing.append(rf"{re.escape(name)}\.(qdata|scale|global_scale)$")
                 unexpected += [rf"{re.escape(place)}\.weight(_packed)?$" for place in (name, source)]

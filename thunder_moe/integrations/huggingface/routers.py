@@ -1,5 +1,5 @@
-"""Routers of transformers' models in one operator, where probes prove that it computes the same.
-Called by families with the layer whose experts become 4-bit; calls ops.router, and the router's own forward to compare.
+"""Routers of transformers' models in one operator, those of the classes that `router_table` lists.
+Called by families with the layer whose experts become 4-bit; calls router_table and ops.router.
 
 The operator is `moe_linear_router` in inference on CUDA, else `moe_router` behind the router's linear layer.
 
@@ -7,18 +7,16 @@ A router is a module of transformers that returns (logits (T, E), scores (T, A),
 its class' name for isinstance (hooks that record logits go by it), its parameters and its hooks: only the forward is
 another one, and that runs the own one wherever it is not known to compute the same.
 
-Legend: T tokens, A = top_k, E experts, H hidden_size, P probes.
+Legend: T tokens, A = top_k, E experts, H hidden_size.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, unhooked
+from thunder_moe.integrations.huggingface.router_table import NEWEST, ROUTERS, RouterKind
 from thunder_moe.nn.autocast import autocast_dtype
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.ops import router as _router  # noqa: F401  (registers the operator)
@@ -35,14 +34,14 @@ from thunder_moe.routing import LINEAR_ROUTER_TOKENS, RouterForm
 
 __all__ = [
     "KNOWN_CODE",
+    "OWN_STATE",
     "FusedRouter",
     "RouterCall",
     "RowOrders",
     "fuse_routers",
     "fused_call",
-    "has_only_settings",
     "is_one_operator",
-    "probe_copy",
+    "is_setting",
     "restore_routers",
     "routers_of",
     "settings_of",
@@ -51,12 +50,7 @@ __all__ = [
 _LOGGER = logging.getLogger("thunder_moe")
 _TORCH_STATE = frozenset(vars(nn.Module()))
 KNOWN_CODE = "transformers.models."
-_OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}
-# Attributes of routers with the numbers of a form.
-_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")
-_SUMS = ("norm_min",)
-_EPSILONS = ("norm_topk_prob_eps",)
-_GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
+OWN_STATE = _TORCH_STATE | {*HOOK_ATTRIBUTES}  # attributes that are torch's or accelerate's
 _DEFAULTS = {field.name: field.default for field in fields(RouterForm)}  # those of moe_router
 Order = tuple[Tensor, Tensor, Tensor]
 
@@ -126,28 +120,21 @@ class RouterCall:
 
     Attributes:
         form: of the router.
-        wide: the linear layer runs in float32.
-        logits_float: the logits are float32 behind a linear layer in the dtype of the hidden states.
-        scores_float: the scores are float32, else in the dtype of the hidden states.
-        bias: path of the correction bias in the module; "" where it is the second argument; None without one.
-        flattens: takes hidden states of more than two dimensions, too.
-        settings: numbers and strings in the module when it was compared, on which the comparison relies.
+        kind: of its class.
+        settings: numbers and strings in the module when `form` was read from them.
     """
 
     form: RouterForm
-    wide: bool
-    logits_float: bool
-    scores_float: bool
-    bias: str | None
-    flattens: bool
+    kind: RouterKind
     settings: tuple[tuple[str, Any], ...]
 
     def holds(self, router: Any, hidden_states: Tensor, biases: int) -> bool:
-        """Whether the router still has the settings of the comparison, and these arguments are of its kind."""
+        """Whether the router still has its settings, and these arguments are of its kind."""
+        kind = self.kind
         # Not by a list of dtypes: Thunder's proxies have dtypes of its own.
-        if hidden_states.dtype == torch.float64 or (not self.wide and hidden_states.dtype != router.weight.dtype):
+        if hidden_states.dtype == torch.float64 or (not kind.wide and hidden_states.dtype != router.weight.dtype):
             return False
-        if biases != (self.bias == "") or not (self.flattens or hidden_states.ndim == 2):
+        if biases != (kind.bias == "") or not (kind.flattens or hidden_states.ndim == 2):
             return False
         if autocast_dtype(hidden_states) is not None:
             return False
@@ -159,12 +146,12 @@ class RouterCall:
     def logits(self, router: Any, hidden_TH: Tensor) -> Tensor:
         """(T, H) -> (T, E)."""
         weight, bias = _linear_of(router)
-        if self.wide:
+        if self.kind.wide:
             if bias is None and _takes_16_bits(hidden_TH, weight):
                 return torch.mm(hidden_TH, weight.t(), out_dtype=torch.float32)
             return F.linear(hidden_TH.float(), weight.float(), None if bias is None else bias.float())
         logits = F.linear(hidden_TH, weight, bias)
-        return logits.float() if self.logits_float else logits
+        return logits.float() if self.kind.logits_float else logits
 
 
 def _linear_of(router: Any) -> tuple[Tensor, Tensor | None]:
@@ -208,16 +195,16 @@ class FusedRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """(..., H) -> logits (T, E), scores (T, A), ids int64 (T, A)."""
-        call = self.router_call
+        call, kind = self.router_call, self.router_call.kind
         if options or not call.holds(self, hidden_states, len(args)):
             return super().forward(hidden_states, *args, **options)
         hidden_TH = hidden_states if hidden_states.ndim == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
-        bias = None if call.bias is None else args[0] if call.bias == "" else _at(self, call.bias)
+        bias = None if kind.bias is None else args[0] if kind.bias == "" else _at(self, kind.bias)
         bias = bias if bias is None or bias.ndim == 1 else bias.reshape(-1)
-        dtype = torch.float32 if call.scores_float else hidden_states.dtype
+        dtype = torch.float32 if kind.scores_float else hidden_states.dtype
         weight, linear_bias = _linear_of(self)
-        if not call.logits_float and is_one_operator(hidden_TH, weight):
-            logits_dtype = torch.float32 if call.wide else hidden_TH.dtype
+        if not kind.logits_float and is_one_operator(hidden_TH, weight):
+            logits_dtype = torch.float32 if kind.wide else hidden_TH.dtype
             scores, ids, row_slot, offsets, slot_row, logits = operator_for("moe_linear_router")(
                 hidden_TH, weight, linear_bias, bias, logits_dtype=logits_dtype, scores_dtype=dtype,
                 **self.router_options,
@@ -271,7 +258,7 @@ def restore_routers(layer: nn.Module) -> None:
 
 
 def fuse_router(router: nn.Module, orders: RowOrders) -> bool:
-    """Makes a router run `moe_router`, if probes show that it computes one of its forms.
+    """Makes a router run `moe_router`, if the table has its class.
 
     Args:
         router: one of `routers_of`; its class becomes a subclass of its own, everything else stays as it is.
@@ -308,218 +295,49 @@ def restore_router(router: nn.Module) -> None:
 
 
 def fused_call(router: nn.Module) -> RouterCall | None:
-    """How `moe_router` computes what a router does, or None; the same for all routers of equal class and settings."""
-    others = [name for name, value in vars(router).items() if name not in _OWN_STATE and not _is_setting(value)]
-    if vars(router).get("_compiled_call_impl") is not None or not has_own_forward(router):
-        return None
+    """How `moe_router` computes what a router does, by the table of `router_table`; None where it does not."""
+    cls: Any = type(router)
+    kind = ROUTERS.get((cls.__module__, cls.__qualname__))
+    own = has_own_forward(router) and cls.forward.__module__ == cls.__module__  # nobody has put another one there
     plain = all(type(parameter) is nn.Parameter for parameter in router.parameters())
-    if not plain or any(name[0] != "_" for name in others):
-        return None  # what it takes from its other attributes, a configuration say, may change
-    tensors = tuple((name, tensor.shape) for name, tensor in _tensors(router))
-    key = (
-        type(router),
-        tensors,
-        tuple((name, type(child)) for name, child in router.named_modules()),
-        settings_of(router),
-    )
-    if key not in _CALLS:
-        try:
-            _CALLS[key] = _compare(router)
-        except Exception as error:  # a forward with other arguments, results or needs than a router's
-            _LOGGER.debug("%s stays as it is: %s: %s", type(router).__name__, type(error).__name__, error)
-            _CALLS[key] = None
-        call = _CALLS[key]
-        does = "keeps its own operations" if call is None else f"runs moe_router, {call.form}"
-        _LOGGER.info("router %s %s", type(router).__name__, does)
-    return _CALLS[key]
+    form, why = None, ""
+    if kind is not None and own and plain and vars(router).get("_compiled_call_impl") is None:
+        if kind.since <= _version_of_transformers() <= NEWEST:
+            form = kind.form(router)
+        else:
+            why = ", slower in eager code: moe_router is known to equal it in transformers {}.{} to {}.{} alone".format(
+                *kind.since, *NEWEST
+            )
+    does = f"keeps its own operations{why}" if form is None else f"runs moe_router, {form}"
+    _tell(cls.__name__, does, logging.WARNING if why else logging.INFO)
+    return None if form is None or kind is None else RouterCall(form, kind, settings_of(router))
 
 
-_CALLS: dict[Any, RouterCall | None] = {}
+def _version_of_transformers() -> tuple[int, int]:
+    import transformers
+
+    major, minor = transformers.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
-def has_only_settings(module: nn.Module) -> bool:
-    """Whether a module has no attributes of its own but those of `settings_of` and what torch and accelerate keep."""
-    return all(_is_setting(value) for name, value in vars(module).items() if name not in _OWN_STATE)
+@functools.cache
+def _tell(name: str, does: str, level: int) -> None:
+    """Logs once what became of a class of routers."""
+    _LOGGER.log(level, "router %s %s", name, does)
 
 
 def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Numbers and strings of a module; `training` is none of them, since both values are compared."""
-    own = ((name, value) for name, value in vars(module).items() if name not in _OWN_STATE)
-    return tuple(sorted((name, value) for name, value in own if _is_setting(value) and name[0] != "_"))
+    """Numbers and strings of a module, but for `training`."""
+    own = ((name, value) for name, value in vars(module).items() if name not in OWN_STATE)
+    return tuple(sorted((name, value) for name, value in own if is_setting(value) and name[0] != "_"))
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
+    """True for a number or a string."""
     return isinstance(value, int | float | str | bool | None)
-
-
-def _tensors(router: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*router.named_parameters(), *router.named_buffers()]
 
 
 def _at(module: Any, path: str) -> Any:
     for name in path.split("."):
         module = getattr(module, name)
     return module
-
-
-def probe_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A module of the same class and attributes with zeros of a dtype on the CPU in the place of its tensors."""
-    new = type(module).__new__(type(module))
-    nn.Module.__init__(new)
-    for name, value in vars(module).items():
-        if name not in _OWN_STATE:
-            vars(new)[name] = value
-    for name, child in module._modules.items():
-        new.register_module(name, None if child is None else probe_copy(child, dtype))
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        zeros = None if tensor is None else torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-        if name in module._parameters:
-            new.register_parameter(name, None if zeros is None else nn.Parameter(zeros, requires_grad=False))
-        else:
-            new.register_buffer(name, zeros)
-    return new
-
-
-@dataclass
-class _Seen:
-    """What a router's own forward gave for probes."""
-
-    logits: Tensor
-    scores: Tensor
-    ids: Tensor
-    correction: Tensor | None
-    more: list[Tensor]  # arguments behind the hidden states
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _compare(router: nn.Module) -> RouterCall | None:
-    """The first call that agrees with the router's own forward at all probes, in bfloat16 and in float32."""
-    names = {name for name, _ in _tensors(router)}
-    biases = [name for name in names - {"weight", "bias"} if name.endswith("bias")]
-    if not names <= {"weight", "bias", *biases} or len(biases) > 1:
-        return None  # tensors whose part is not known
-    bias = biases[0] if biases else None
-    arguments = [*inspect.signature(type(router).forward).parameters][2:]  # behind self and hidden_states
-    if arguments:
-        if bias is not None or len(arguments) > 1 or not arguments[0].endswith("bias"):
-            return None
-        bias = ""
-    half, full = (_see(router, dtype, bias) for dtype in (torch.bfloat16, torch.float32))
-    if half is None or full is None:
-        return None
-    (probe, hidden, seen), (_, _, seen_full) = half, full
-    flattens = _flattens(probe, hidden, seen[-1])
-    scores_float = seen[0].scores.dtype == torch.float32
-    if seen[0].scores.dtype not in (torch.float32, torch.bfloat16) or seen_full[0].scores.dtype != torch.float32:
-        return None
-    # The kinds of a linear layer differ in bfloat16.
-    for wide, logits_float in ((False, False), (True, False), (False, True)):
-        call = RouterCall(
-            RouterForm(seen[0].ids.shape[1]), wide, logits_float, scores_float, bias, flattens, settings_of(router)
-        )
-        logits = call.logits(probe, hidden)
-        if all(one.logits.dtype == logits.dtype and torch.equal(one.logits, logits) for one in seen):
-            break
-    else:
-        return None
-    agree = (form for form in _forms(router, seen + seen_full) if all(_agrees(form, one) for one in seen + seen_full))
-    form = next(agree, None)
-    return None if form is None else replace(call, form=form)
-
-
-def _see(router: nn.Module, dtype: torch.dtype, bias: str | None) -> tuple[Any, Tensor, list[_Seen]] | None:
-    """A copy of the router whose hidden states are its logits (before a bias), probes of it, and what it gives."""
-    probe: Any = probe_copy(router, dtype)
-    experts, hidden_size = probe.weight.shape
-    # Near the identity: exact in float32, rounded in 16 bits.
-    eye = torch.eye(experts, dtype=torch.float32, device="cpu")
-    probe.weight = nn.Parameter((eye + 2**-9 * eye.roll(1, 0)).to(dtype), requires_grad=False)
-    for name, value in settings_of(router):
-        if value == hidden_size and name in ("hidden_dim", "hidden_size"):
-            setattr(probe, name, experts)
-    generator = torch.Generator("cpu").manual_seed(0)
-    hidden = _probes(experts, generator).to(dtype)
-    around = torch.randn(experts, generator=generator, device="cpu", dtype=torch.float32)
-    if getattr(probe, "bias", None) is not None:
-        probe.bias.copy_(around)
-    # The correction: none, of both signs, so negative that experts with 0 would win, and in the order of the experts.
-    corrections = [torch.zeros_like(around), 0.5 * around, around - 6.0, around.sort().values]
-    seen = []
-    for correction, training in itertools.product(corrections[: 1 if bias is None else None], (False, True)):
-        stored: Tensor | None = None
-        more: list[Tensor] = []
-        if bias == "":
-            stored = correction.to(dtype)
-            more = [stored]
-        elif bias is not None:
-            target = _at(probe, bias)
-            target.copy_(correction.reshape(target.shape))
-            stored = target.reshape(-1).clone()
-        logits, scores, ids = probe.train(training)(hidden.clone(), *more)
-        shape = (len(hidden), ids.shape[-1])
-        if (logits.shape, scores.shape, ids.shape, ids.dtype) != (hidden.shape, shape, shape, torch.int64):
-            return None
-        seen.append(_Seen(logits, scores, ids, stored, more))
-    return probe, hidden, seen
-
-
-def _flattens(probe: Any, hidden: Tensor, seen: _Seen) -> bool:
-    """Whether hidden states in another shape gave the same."""
-    try:
-        results = probe(hidden.clone().unflatten(0, (2, -1)), *seen.more)
-    except Exception:  # of any kind: it does not
-        return False
-    same = zip(results, (seen.logits, seen.scores, seen.ids), strict=True)
-    return all(one.shape == other.shape and torch.equal(one, other) for one, other in same)
-
-
-def _probes(experts: int, generator: torch.Generator) -> Tensor:
-    """(P, E): logits of several magnitudes, and some whose sigmoids are as small as an epsilon in their sum."""
-    shift = torch.tensor([0.0] * 32 + [-10.0, -14.0, -18.0, -30.0, -44.0, -46.0, -48.0, -50.0] * 2, device="cpu")
-    scale = torch.tensor([0.3, 1.0, 2.0, 8.0] + [1.0] * 2, device="cpu").repeat_interleave(8)
-    logits = torch.randn(len(shift), experts, generator=generator, device="cpu", dtype=torch.float32)
-    return logits * scale[:, None] + shift[:, None]
-
-
-def _forms(router: Any, seen: list[_Seen]) -> Iterator[RouterForm]:
-    """The forms that choose as seen and whose numbers are attributes of the router, the simplest first."""
-    top_k, experts = seen[0].ids.shape[1], seen[0].logits.shape[1]
-    settings = dict(settings_of(router))
-    groups: list[dict[str, Any]] = [{}]
-    for names in _GROUPS:
-        total, kept = (settings.get(name) for name in names)
-        if isinstance(total, int) and isinstance(kept, int) and 1 <= kept < total and experts % total == 0:
-            for best, to_zero in itertools.product((2, 1), (False, True)):
-                if best <= experts // total and top_k <= experts // total * kept:
-                    groups.append(dict(num_groups=total, top_groups=kept, group_best=best, mask_to_zero=to_zero))
-    scales, sums, epsilons = (
-        sorted({*known, *(float(settings.get(name) or known[0]) for name in names)})
-        for known, names in (((1.0, 1.0 / top_k), _SCALES), ((0.0,), _SUMS), ((0.0, 1e-20, 1e-6), _EPSILONS))
-    )
-    for score, group in itertools.product(("softmax", "sigmoid"), groups):
-        form = RouterForm(top_k, score, **group)
-        if not all(_chooses(form, one) for one in seen):
-            continue
-        for scale in scales:
-            yield replace(form, normalize=False, scale=scale)
-            for least_sum, epsilon in itertools.product(sums, epsilons):
-                yield replace(form, scale=scale, least_sum=least_sum, epsilon=epsilon)
-
-
-def _chooses(form: RouterForm, seen: _Seen) -> bool:
-    """Whether the form chooses what was seen, but for the order, and for experts that are equal to rounding."""
-    choice = form.choice(form.scores(seen.logits), seen.correction)
-    best = choice.topk(form.top_k, dim=-1).values
-    own = choice.gather(-1, seen.ids).sort(dim=-1, descending=True).values
-    distinct = bool(seen.ids.sort(dim=-1).values.diff(dim=-1).ne(0).all())
-    return distinct and torch.allclose(own, best, rtol=1e-5, atol=1e-30)
-
-
-def _agrees(form: RouterForm, seen: _Seen) -> bool:
-    """Whether the form gives the scores seen: of 16 bits, nearly always the very same."""
-    scores = form.weigh(form.scores(seen.logits).gather(-1, seen.ids)).to(seen.scores.dtype)
-    if scores.dtype == torch.float32:
-        return torch.allclose(seen.scores, scores, rtol=1e-5, atol=0.0)
-    same = float((seen.scores == scores).float().mean())
-    return same > 0.98 and torch.allclose(seen.scores.float(), scores.float(), rtol=2**-7, atol=0.0)
