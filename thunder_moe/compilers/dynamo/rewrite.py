@@ -32,7 +32,7 @@ from thunder_moe.compilers.dynamo.routers import (
     fuse_router,
     share_orders,
 )
-from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
+from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of, value_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import (
     Site,
@@ -106,6 +106,7 @@ class Rewritten:
         compared: those, and positions of the inputs that may share memory with them: all but parameters and buffers.
         aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
+        told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
     """
 
     kept: list[int]
@@ -117,6 +118,7 @@ class Rewritten:
     compared: tuple[int, ...] = ()
     aliases: frozenset[tuple[int, int]] = frozenset()
     enables_grad: bool = False
+    told_by: int | Tensor | None = None
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         packed = [tensor for pack in self.packs for tensor in pack(given)]
@@ -196,6 +198,7 @@ def rewrite(
         scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     placeholders = root.graph.find_nodes(op="placeholder")
+    told_by = _telling_weight(scopes, weights)
     plans = [_plan(scope, weights) for scope in scopes]
     decisions = [decision for plan in plans for decision in plan.decisions]
     decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
@@ -296,6 +299,7 @@ def rewrite(
         frozen=tuple(map(handle, (node for node in packed_weights if node not in watched))),
         enables_grad=not torch.is_grad_enabled()
         and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
+        told_by=told_by,
         **memory,
     )
     return (
@@ -317,10 +321,26 @@ def _memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
     return dict(written=written, compared=compared, aliases=aliases)
 
 
-def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GroupedGemm]:
-    """The grouped GEMMs of dynamo's graph and those nested in it."""
+def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[GroupedGemm], int | Tensor | None]:
+    """The grouped GEMMs of dynamo's graph and those nested in it; `Rewritten.told_by`."""
     scopes, weights = _scopes_and_weights(gm, example_inputs)
-    return [site.gemm for scope in scopes for site in find_sites(scope, weights)]
+    return [site.gemm for scope in scopes for site in find_sites(scope, weights)], _telling_weight(scopes, weights)
+
+
+def _telling_weight(scopes: list[Scope], weights: Weights) -> int | Tensor | None:
+    """The first weight of a grouped GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
+    tensor that it holds."""
+    sites = [site.weight for scope in scopes for site in find_sites(scope, weights)]
+    operands = [
+        weights.sharing(value_of(node.args[position]))
+        for scope in scopes
+        for node, position, _ in _quantized_calls(scope)
+    ]
+    static = [node for node in weights.tensors if weights.is_static(node)]
+    node = next((node for node in (*sites, *operands, *static) if node is not None), None)
+    if node is None or node.op != "placeholder":
+        return None if node is None else weights.tensors[node]
+    return scopes[0].graph.find_nodes(op="placeholder").index(node)
 
 
 def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Scope], Weights]:
@@ -387,11 +407,18 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
 
 def _quantized_before(scope: Scope, weights: Weights) -> list[Decision]:
     """The NVFP4 operators of modules that quantize_ had swapped in already."""
+    return [
+        (quantized_gemm(node, weights, position), decision, "quantized beforehand")
+        for node, position, decision in _quantized_calls(scope)
+    ]
+
+
+def _quantized_calls(scope: Scope) -> list[tuple[fx.Node, int, str]]:
+    """(call, position of a weight among its arguments, decision on it) of these operators."""
     found = []
     for node in scope.graph.nodes:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        for position, decision in _QUANTIZED.get(target, ()):
-            found.append((quantized_gemm(node, weights, position), decision, "quantized beforehand"))
+        found += [(node, position, decision) for position, decision in _QUANTIZED.get(target, ())]
     return found
 
 
