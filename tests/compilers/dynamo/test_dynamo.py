@@ -180,6 +180,15 @@ def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
     assert relative_error(torch.load(tensors), decoded(moe)(x)) < 0.01
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._functorch.config, "bypass_autograd_cache_key"), reason="this torch does not tell of aot_compile"
+)
+def test_aot_compile_is_refused_with_what_to_do_instead(moe, x):
+    moe.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"quantize_\(model\), then compile it with backend='inductor'"):
+        compiled(moe).forward.aot_compile(((x,), {}))
+
+
 # ---- what is recognised, and what is left alone
 
 

@@ -59,7 +59,13 @@ def thunder_moe_backend(
     Raises:
         ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take, or two formats for the
             projections of one block of experts.
+        NotImplementedError: called by ``aot_compile``, which saves what a backend returns.
     """
+    if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # torch sets it around the call
+        raise NotImplementedError(
+            "aot_compile: the backend 'thunder_moe' packs 16-bit weights at each call, which no file can hold: "
+            "quantize_(model), then compile it with backend='inductor'"
+        )
     options = dict(options or {})
     inner = options.pop("thunder_moe.inner", "inductor")
     attention = options.pop("thunder_moe.attention", None)
