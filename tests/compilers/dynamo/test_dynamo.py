@@ -212,6 +212,19 @@ def test_side_effects_beside_the_experts_survive(inner):
     assert decisions(function) == ["nvfp4"]
 
 
+def test_weights_on_the_meta_device_stay_as_they_are_until_they_hold_numbers():
+    linear = GroupedLinear(4, 64, 32, dtype=BF16, device="meta").requires_grad_(False)
+    function, x = compiled(linear, "eager"), torch.randn(8, 64, dtype=BF16)
+    with pytest.warns(RewriteWarning, match="meta device, which holds no numbers"):
+        assert function(x.to("meta"), EVEN.to("meta")).shape == (8, 32)
+    linear.to_empty(device="cpu")
+    nn.init.normal_(linear.weight)
+    rounded = dequantize(quantize(linear.weight), torch.float32)
+    expected = torch.cat([part @ w.mT for part, w in zip(x.float().split(2), rounded, strict=True)])
+    assert relative_error(function(x, EVEN), expected) < 0.01
+    assert decisions(function)[-1] == "nvfp4"
+
+
 def test_batched_gemms_of_two_batches_are_left_alone():
     batched, weight = torch.randn(4, 8, 64, dtype=BF16), torch.randn(4, 64, 32, dtype=BF16)
     with pytest.warns(RewriteWarning, match="has no call of"):

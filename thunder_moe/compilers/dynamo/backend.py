@@ -23,6 +23,7 @@ from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_fra
 from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
 from thunder_moe.compilers.report import Graph, RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["thunder_moe_backend"]
 
@@ -96,7 +97,7 @@ def thunder_moe_backend(
     with choosing_format("options['thunder_moe.format']", format):
         rewritten, decisions, attended = rewrite(new, example_inputs, attention)
     graph = record(owner, decisions, traced_frame(gm.graph), attended)
-    compiled = compile_(new, rewritten.inputs(example_inputs))
+    compiled = compile_(new, rewritten.example_inputs(example_inputs))
     if not decisions and not attended:
         return compiled
     if not rewritten.packs:
@@ -122,13 +123,14 @@ def _runner(
         in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
             (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
             given an input that the graph changes and that shares its memory with a packed weight, or with another input
-            where it did not before. None where no weight is packed.
+            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
     """
 
     trained = bool(rewritten.trained)
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
+        reason = None
         if in_16_bit is not None:
             trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
             thawed = trains and rewritten.is_thawed(given)
@@ -137,15 +139,20 @@ def _runner(
             shares = rewritten.writes_read(given)
             if shares:
                 rewritten.declare_shared()
-            if thawed or shares or (hidden and rewritten.watched):
-                reason = _THAWED if thawed else _SHARED if shares else _HIDDEN
-                graph.calls_of(given).in_16_bit[reason] += 1
-                rewritten.declare_trained(given, hidden=hidden)
-                return in_16_bit(*given)
-        inputs = rewritten.inputs(given)
+            hides = hidden and rewritten.watched
+            reason = _THAWED if thawed else _SHARED if shares else _HIDDEN if hides else None
+        if reason is None:
+            try:
+                inputs = rewritten.inputs(given)
+            except ValueError as error:  # torch.empty that was not loaded yet, say
+                reason = str(error)
+                warn_once(reason, f"{reason}: calls run in 16 bits until it holds others")
         if hidden or trained:
             rewritten.declare_trained(given, hidden=hidden)
-        return compiled(*inputs)
+        if reason is None or in_16_bit is None:
+            return compiled(*inputs)
+        graph.calls_of(given).in_16_bit[reason] += 1
+        return in_16_bit(*given)
 
     return run
 

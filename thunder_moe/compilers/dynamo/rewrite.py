@@ -77,6 +77,13 @@ class _Pack:
     layout: str
     format: str
 
+    def example(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The operators' weight arguments; of zeros where the weights hold NaN or Inf, because not loaded yet."""
+        with contextlib.suppress(ValueError):
+            return self(inputs)
+        zeros = [torch.zeros_like(weight) for weight in _given(self.weights, inputs)]
+        return replace(self, weights=tuple(zeros))(())
+
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The operators' weight arguments."""
         weights = _given(self.weights, inputs)
@@ -122,6 +129,10 @@ class Rewritten:
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         packed = [tensor for pack in self.packs for tensor in pack(given)]
+        return [given[position] for position in self.kept] + packed
+
+    def example_inputs(self, given: Sequence[Any]) -> list[Any]:
+        packed = [tensor for pack in self.packs for tensor in pack.example(given)]
         return [given[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
@@ -236,7 +247,7 @@ def rewrite(
             layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
             packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout, format)
-            inputs = _add_inputs(root.graph, f"{format}_{len(packs) - 1}", packs[key](example_inputs))
+            inputs = _add_inputs(root.graph, f"{format}_{len(packs) - 1}", packs[key].example(example_inputs))
             packed[key] = Packed(inputs, dict(layout=layout), format)
         scope = sites[0].scope
         return replace(packed[key], nodes=[scope.bring(node) for node in packed[key].nodes])
