@@ -126,7 +126,7 @@ def _runner(
             where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
     """
 
-    trained = bool(rewritten.trained)
+    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # at every call: 0.1 us for a look or a call
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
@@ -136,7 +136,7 @@ def _runner(
             thawed = trains and rewritten.is_thawed(given)
             if thawed:
                 rewritten.declare_thawed(given)
-            shares = rewritten.writes_read(given)
+            shares = writes and rewritten.writes_read(given)
             if shares:
                 rewritten.declare_shared()
             hides = hidden and rewritten.watched

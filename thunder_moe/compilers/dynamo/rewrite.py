@@ -142,8 +142,6 @@ class Rewritten:
         Args:
             given: inputs of dynamo's graph.
         """
-        if not self.written:
-            return False
         owners: dict[int, list[int]] = {}
         for position in self.compared:
             for storage in _storages_of(given[position]):
@@ -167,7 +165,7 @@ class Rewritten:
     def is_thawed(self, given: Sequence[Any]) -> bool:
         """Whether a packed weight that was frozen requires a gradient now. Dynamo before torch 2.13 does not look at
         parameters again while their module has the same ones."""
-        return any(weight.requires_grad for weight in _given(self.frozen, given))
+        return True in [weight.requires_grad for weight in _given(self.frozen, given)]
 
     def declare_thawed(self, given: Sequence[Any]) -> None:
         """`declare_trained` for these weights."""
