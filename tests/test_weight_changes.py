@@ -198,7 +198,25 @@ def collective(compiled):
         dist.broadcast(parameter.data, 0)
 
 
-UNSEEN = {"data in place": data_in_place, "data copied": data_copied, "NumPy": numpy, "collective": collective}
+def version_kept(compiled):
+    parameters = tuple(compiled.parameters())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameters):  # FSDP2 gathers so
+        torch._foreach_mul_(parameters, -3)
+
+
+def storage_copied(compiled):
+    for parameter in compiled.parameters():
+        parameter.untyped_storage().copy_((-3 * parameter.data).untyped_storage())
+
+
+UNSEEN = {
+    "data in place": data_in_place,
+    "data copied": data_copied,
+    "NumPy": numpy,
+    "collective": collective,
+    "version kept": version_kept,
+    "storage copied": storage_copied,
+}
 
 
 @pytest.fixture

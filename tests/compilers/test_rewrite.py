@@ -334,11 +334,24 @@ def test_one_copy_for_graphs_models_and_compilers(x, count):
 
 
 @BOTH
-def test_nan_in_a_weight_names_the_parameter(compiler):
-    block = Block(experts)
+def test_weights_that_are_not_loaded_yet_are_quantized_when_they_are(compiler):
+    block, x, reason = Block(experts), rows(), r"down: weight: got NaN or Inf in experts \[1\]"
+    expected, loaded = experts(rounded(block), x.float(), EVEN), block.down.clone()
     block.down[1, 0, 0] = float("nan")
-    with pytest.raises(Exception, match=r"down: weight: got NaN or Inf in experts \[1\]"):
-        compile_by(compiler, block)(rows(), EVEN)
+    compiled = compile_by(compiler, block)
+    if compiler == "thunder":
+        with pytest.raises(ValueError, match=reason):
+            compiled(x, EVEN)
+    else:
+        with pytest.warns(UserWarning, match=reason + ".*calls run in 16 bits"):
+            out = compiled(x, EVEN)
+        assert out[EVEN[0] : EVEN[1]].isnan().any()
+        assert not out[EVEN[1] :].isnan().any()
+    block.down.copy_(loaded)
+    assert relative_error(compiled(x, EVEN), expected) < 0.01
+    if compiler != "thunder":
+        (calls,) = rewrite_report(compiled).calls
+        assert (calls.calls, *calls.in_16_bit.values()) == (2, 1)
 
 
 @BOTH

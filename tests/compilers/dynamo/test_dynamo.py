@@ -180,6 +180,15 @@ def test_another_process_runs_an_exported_block(moe, x, tmp_path, way):
     assert relative_error(torch.load(tensors), decoded(moe)(x)) < 0.01
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._functorch.config, "bypass_autograd_cache_key"), reason="this torch does not tell of aot_compile"
+)
+def test_aot_compile_is_refused_with_what_to_do_instead(moe, x):
+    moe.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"quantize_\(model\), then compile it with backend='inductor'"):
+        compiled(moe).forward.aot_compile(((x,), {}))
+
+
 # ---- what is recognised, and what is left alone
 
 
@@ -201,6 +210,19 @@ def test_side_effects_beside_the_experts_survive(inner):
         function(torch.randn(8, 64, dtype=BF16))
         assert torch.equal(linear.static, before + 1 if calls == 1 else before + 1 + 1)
     assert decisions(function) == ["nvfp4"]
+
+
+def test_weights_on_the_meta_device_stay_as_they_are_until_they_hold_numbers():
+    linear = GroupedLinear(4, 64, 32, dtype=BF16, device="meta").requires_grad_(False)
+    function, x = compiled(linear, "eager"), torch.randn(8, 64, dtype=BF16)
+    with pytest.warns(RewriteWarning, match="meta device, which holds no numbers"):
+        assert function(x.to("meta"), EVEN.to("meta")).shape == (8, 32)
+    linear.to_empty(device="cpu")
+    nn.init.normal_(linear.weight)
+    rounded = dequantize(quantize(linear.weight), torch.float32)
+    expected = torch.cat([part @ w.mT for part, w in zip(x.float().split(2), rounded, strict=True)])
+    assert relative_error(function(x, EVEN), expected) < 0.01
+    assert decisions(function)[-1] == "nvfp4"
 
 
 def test_batched_gemms_of_two_batches_are_left_alone():

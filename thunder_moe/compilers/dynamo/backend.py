@@ -21,10 +21,16 @@ from thunder_moe.compilers.dynamo.rewrite import Rewritten, grouped_gemms, rewri
 from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_frame
 from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
-from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
+from thunder_moe.compilers.report import Graph, RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.kernels.slow_paths import warn_once
 
 __all__ = ["thunder_moe_backend"]
+
+# Why a call runs dynamo's graph as it is, see `_runner`.
+_THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
+_SHARED = "an input that the graph changes shares its memory with a packed weight or another input"
+_HIDDEN = "the forward of an autograd.Function (or a reentrant checkpoint) trains the weight"
 
 
 def thunder_moe_backend(
@@ -54,7 +60,13 @@ def thunder_moe_backend(
     Raises:
         ValueError: an unknown ``thunder_moe.`` option, or a value that one does not take, or two formats for the
             projections of one block of experts.
+        NotImplementedError: called by ``aot_compile``, which saves what a backend returns.
     """
+    if getattr(torch._functorch.config, "bypass_autograd_cache_key", False):  # torch sets it around the call
+        raise NotImplementedError(
+            "aot_compile: the backend 'thunder_moe' packs 16-bit weights at each call, which no file can hold: "
+            "quantize_(model), then compile it with backend='inductor'"
+        )
     options = dict(options or {})
     inner = options.pop("thunder_moe.inner", "inductor")
     attention = options.pop("thunder_moe.attention", None)
@@ -84,47 +96,63 @@ def thunder_moe_backend(
     new = copy_of(gm)
     with choosing_format("options['thunder_moe.format']", format):
         rewritten, decisions, attended = rewrite(new, example_inputs, attention)
-    record(owner, decisions, traced_frame(gm.graph), attended)
-    compiled = compile_(new, rewritten.inputs(example_inputs))
+    graph = record(owner, decisions, traced_frame(gm.graph), attended)
+    compiled = compile_(new, rewritten.example_inputs(example_inputs))
+    if not decisions and not attended:
+        return compiled
     if not rewritten.packs:
-        return _runner(rewritten, compiled) if rewritten.watched else compiled
+        run = _runner(rewritten, graph, compiled) if rewritten.watched else compiled
+        return graph.counted(rewritten.told_by, run)
     original = copy_of(gm)
     for module in original.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             node.meta.clear()
-    return _runner(rewritten, compiled, torch.compile(original, backend=compile_, dynamic=dynamic))
+    in_16_bit = torch.compile(original, backend=compile_, dynamic=dynamic)
+    return graph.counted(rewritten.told_by, _runner(rewritten, graph, compiled, in_16_bit))
 
 
 def _runner(
-    rewritten: Rewritten, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
+    rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """The callable that replaces dynamo's graph.
 
     Args:
         rewritten: how the inputs become those of the rewritten graph.
+        graph: what reports say of it.
         compiled: the rewritten graph.
         in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
             (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
             given an input that the graph changes and that shares its memory with a packed weight, or with another input
-            where it did not before. None where no weight is packed.
+            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
     """
+
+    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # at every call: 0.1 us for a look or a call
 
     def run(*given: Any) -> Any:
         hidden = is_hidden_training_forward()
+        reason = None
         if in_16_bit is not None:
             trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
             thawed = trains and rewritten.is_thawed(given)
             if thawed:
                 rewritten.declare_thawed(given)
-            shares = rewritten.writes_read(given)
+            shares = writes and rewritten.writes_read(given)
             if shares:
                 rewritten.declare_shared()
-            if thawed or shares or (hidden and rewritten.watched):
-                rewritten.declare_trained(given, hidden=hidden)
-                return in_16_bit(*given)
-        inputs = rewritten.inputs(given)
-        rewritten.declare_trained(given, hidden=hidden)
-        return compiled(*inputs)
+            hides = hidden and rewritten.watched
+            reason = _THAWED if thawed else _SHARED if shares else _HIDDEN if hides else None
+        if reason is None:
+            try:
+                inputs = rewritten.inputs(given)
+            except ValueError as error:  # torch.empty that was not loaded yet, say
+                reason = str(error)
+                warn_once(reason, f"{reason}: calls run in 16 bits until it holds others")
+        if hidden or trained:
+            rewritten.declare_trained(given, hidden=hidden)
+        if reason is None or in_16_bit is None:
+            return compiled(*inputs)
+        graph.calls_of(given).in_16_bit[reason] += 1
+        return in_16_bit(*given)
 
     return run
 
@@ -147,7 +175,7 @@ def _compile_with_thunder(
     from thunder_moe.compilers.thunder.executor import moe_executor
     from thunder_moe.compilers.thunder.rewrite import OPTION
 
-    gemms = grouped_gemms(gm, inputs)
+    gemms, told_by = grouped_gemms(gm, inputs)
     positional_grouped_mm(gm)
     compiler, compiled = thunderfx_compile(gm, inputs, moe_executor, **({} if format is None else {OPTION: format}))
 
@@ -162,8 +190,8 @@ def _compile_with_thunder(
                 found.append(RewriteEntry(0, gemm, "16-bit", "Thunder leaves it to inductor"))
         return found
 
-    record_later(owner, entries, traced_frame(gm.graph))
-    return compiled
+    graph = record_later(owner, entries, traced_frame(gm.graph))
+    return graph.counted(told_by, compiled) if gemms else compiled
 
 
 def _sizes(gemm: GroupedGemm) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from thunder_moe.compilers.dynamo.routers import (
     fuse_router,
     share_orders,
 )
-from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
+from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of, value_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import (
     Site,
@@ -77,6 +77,13 @@ class _Pack:
     layout: str
     format: str
 
+    def example(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The operators' weight arguments; of zeros where the weights hold NaN or Inf, because not loaded yet."""
+        with contextlib.suppress(ValueError):
+            return self(inputs)
+        zeros = [torch.zeros_like(weight) for weight in _given(self.weights, inputs)]
+        return replace(self, weights=tuple(zeros))(())
+
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The operators' weight arguments."""
         weights = _given(self.weights, inputs)
@@ -106,6 +113,7 @@ class Rewritten:
         compared: those, and positions of the inputs that may share memory with them: all but parameters and buffers.
         aliases: pairs of these that shared their memory when the graph was analysed, the lower position first.
         enables_grad: gradients are disabled outside of the graph and enabled at the GEMM of a packed weight.
+        told_by: the weight that tells whose call it is, of the models that share the graph; None: there is none.
     """
 
     kept: list[int]
@@ -117,9 +125,14 @@ class Rewritten:
     compared: tuple[int, ...] = ()
     aliases: frozenset[tuple[int, int]] = frozenset()
     enables_grad: bool = False
+    told_by: int | Tensor | None = None
 
     def inputs(self, given: Sequence[Any]) -> list[Any]:
         packed = [tensor for pack in self.packs for tensor in pack(given)]
+        return [given[position] for position in self.kept] + packed
+
+    def example_inputs(self, given: Sequence[Any]) -> list[Any]:
+        packed = [tensor for pack in self.packs for tensor in pack.example(given)]
         return [given[position] for position in self.kept] + packed
 
     def writes_read(self, given: Sequence[Any]) -> bool:
@@ -129,8 +142,6 @@ class Rewritten:
         Args:
             given: inputs of dynamo's graph.
         """
-        if not self.written:
-            return False
         owners: dict[int, list[int]] = {}
         for position in self.compared:
             for storage in _storages_of(given[position]):
@@ -154,7 +165,7 @@ class Rewritten:
     def is_thawed(self, given: Sequence[Any]) -> bool:
         """Whether a packed weight that was frozen requires a gradient now. Dynamo before torch 2.13 does not look at
         parameters again while their module has the same ones."""
-        return any(weight.requires_grad for weight in _given(self.frozen, given))
+        return True in [weight.requires_grad for weight in _given(self.frozen, given)]
 
     def declare_thawed(self, given: Sequence[Any]) -> None:
         """`declare_trained` for these weights."""
@@ -196,6 +207,7 @@ def rewrite(
         scopes, weights = _scopes_and_weights(gm, example_inputs)
     root = scopes[0]
     placeholders = root.graph.find_nodes(op="placeholder")
+    told_by = _telling_weight(scopes, weights)
     plans = [_plan(scope, weights) for scope in scopes]
     decisions = [decision for plan in plans for decision in plan.decisions]
     decisions += [decision for scope in scopes for decision in _quantized_before(scope, weights)]
@@ -233,7 +245,7 @@ def rewrite(
             layout = stacked_layout(*tensors, transposed=transposed, format=BLOCK_FORMATS[format])
             names = " and ".join(str(site.gemm.weight) for site in sites)
             packs[key] = _Pack(names, tuple(map(handle, nodes)), transposed, interleaved, layout, format)
-            inputs = _add_inputs(root.graph, f"{format}_{len(packs) - 1}", packs[key](example_inputs))
+            inputs = _add_inputs(root.graph, f"{format}_{len(packs) - 1}", packs[key].example(example_inputs))
             packed[key] = Packed(inputs, dict(layout=layout), format)
         scope = sites[0].scope
         return replace(packed[key], nodes=[scope.bring(node) for node in packed[key].nodes])
@@ -296,6 +308,7 @@ def rewrite(
         frozen=tuple(map(handle, (node for node in packed_weights if node not in watched))),
         enables_grad=not torch.is_grad_enabled()
         and any(site.scope.modes[site.node] for plan in plans for site in plan.sites if site.weight in packed_weights),
+        told_by=told_by,
         **memory,
     )
     return (
@@ -317,10 +330,26 @@ def _memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
     return dict(written=written, compared=compared, aliases=aliases)
 
 
-def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[GroupedGemm]:
-    """The grouped GEMMs of dynamo's graph and those nested in it."""
+def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[GroupedGemm], int | Tensor | None]:
+    """The grouped GEMMs of dynamo's graph and those nested in it; `Rewritten.told_by`."""
     scopes, weights = _scopes_and_weights(gm, example_inputs)
-    return [site.gemm for scope in scopes for site in find_sites(scope, weights)]
+    return [site.gemm for scope in scopes for site in find_sites(scope, weights)], _telling_weight(scopes, weights)
+
+
+def _telling_weight(scopes: list[Scope], weights: Weights) -> int | Tensor | None:
+    """The first weight of a grouped GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
+    tensor that it holds."""
+    sites = [site.weight for scope in scopes for site in find_sites(scope, weights)]
+    operands = [
+        weights.sharing(value_of(node.args[position]))
+        for scope in scopes
+        for node, position, _ in _quantized_calls(scope)
+    ]
+    static = [node for node in weights.tensors if weights.is_static(node)]
+    node = next((node for node in (*sites, *operands, *static) if node is not None), None)
+    if node is None or node.op != "placeholder":
+        return None if node is None else weights.tensors[node]
+    return scopes[0].graph.find_nodes(op="placeholder").index(node)
 
 
 def _scopes_and_weights(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[Scope], Weights]:
@@ -387,11 +416,18 @@ def _plan(scope: Scope, weights: Weights) -> _Plan:
 
 def _quantized_before(scope: Scope, weights: Weights) -> list[Decision]:
     """The NVFP4 operators of modules that quantize_ had swapped in already."""
+    return [
+        (quantized_gemm(node, weights, position), decision, "quantized beforehand")
+        for node, position, decision in _quantized_calls(scope)
+    ]
+
+
+def _quantized_calls(scope: Scope) -> list[tuple[fx.Node, int, str]]:
+    """(call, position of a weight among its arguments, decision on it) of these operators."""
     found = []
     for node in scope.graph.nodes:
         target = getattr(node.target, "default", node.target) if node.op == "call_function" else None
-        for position, decision in _QUANTIZED.get(target, ()):
-            found.append((quantized_gemm(node, weights, position), decision, "quantized beforehand"))
+        found += [(node, position, decision) for position, decision in _QUANTIZED.get(target, ())]
     return found
 
 

@@ -171,6 +171,8 @@ class Weights:
         return next((node for storage in storages_of(tensor) for node in self._by_storage.get(storage, ())), None)
 
     def reason_against_packing(self, weight: fx.Node) -> str | None:
+        if self.tensors[weight].is_meta:
+            return "the weight is on the meta device, which holds no numbers"
         storages = storages_of(self._scopes[0].value_of(weight))
         # From the inside out: the innermost knows the name of the operation.
         reasons = (scope.program.reason_against_packing(storages) for scope in reversed(self._scopes))
