@@ -24,7 +24,6 @@ __all__ = [
     "RewriteWarning",
     "RouterEntry",
     "record",
-    "record_later",
     "rewrite_report",
 ]
 
@@ -232,24 +231,20 @@ def _some(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
-def record_later(owner: Any, find: Callable[[], list[RewriteEntry]], frame: tuple[str, int] | None) -> None:
-    """Keeps a call that lists the entries of a graph which another compiler compiles on first use."""
-    if owner is not None:
-        graphs = _graphs_of(owner)
-        number = len(graphs)
-        graphs.append(_Graph(lambda: [replace(entry, graph=number) for entry in find()], frame))
-
-
 def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     """Lists each grouped GEMM of a compiled module or function: sizes, decision, reason.
 
     Args:
-        compiled: what ``thunder.jit(..., executors=[moe_executor])`` or ``torch.compile(..., backend="thunder_moe")``
-            returned, called at least once.
+        compiled: what ``thunder.jit(..., executors=[moe_executor])``, ``thunderfx(..., executors=[moe_executor])`` or
+            ``torch.compile(..., backend="thunder_moe")`` returned, called at least once.
 
     Raises:
         ValueError: compiled is neither, or was not called yet.
     """
+    if "thunder.dynamo" in sys.modules:
+        from thunder.dynamo.compiler import ThunderFXCompiledObject
+
+        compiled = compiled._func if isinstance(compiled, ThunderFXCompiledObject) else compiled
     if isinstance(compiled, torch.nn.Module) and compiled._compiled_call_impl is not None:
         module: Any = type(compiled)
         codes = [module.forward.__code__]
@@ -263,7 +258,9 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
         owner = thunder.compile_data(compiled)
     if owner is None:
         raise ValueError(f"compiled: got {type(compiled).__name__}, wanted what thunder.jit or torch.compile returned")
-    graphs = _GRAPHS[id(owner)].graphs if id(owner) in _GRAPHS else _shared_graphs(owner, codes)
+    # thunderfx's compiler is the backend that torch.compile wraps, and serves one function.
+    known = [each for each in (owner, getattr(owner, "compiler_fn", None)) if id(each) in _GRAPHS]
+    graphs = _GRAPHS[id(known[0])].graphs if known else _shared_graphs(owner, codes)
     if not graphs:
         raise ValueError("compiled: not called yet, or compiled without thunder_moe; call it once, then ask again")
     others = [entry for graph in graphs for entry in graph.others]

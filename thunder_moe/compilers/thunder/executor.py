@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 
 from thunder_moe.compilers.registration import register_plugin
-from thunder_moe.compilers.thunder.compat import import_thunder, put_first, zeros
+from thunder_moe.compilers.thunder.compat import import_thunder, put_first, route_thunderfx, zeros
 
 import_thunder()
 
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.core.dtypes import dtype, to_torch_dtype  # noqa: E402
-from thunder.extend import register_executor  # noqa: E402
+from thunder.extend import register_executor, resolve_executors  # noqa: E402
 
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser, thunderfx  # noqa: E402
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
@@ -53,6 +53,10 @@ moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
 register_plugin()
 nvfp4_rewrite = NVFP4Rewrite()
+route_thunderfx(
+    lambda compiler: moe_executor in resolve_executors(compiler.thunder_options.get("executors")),
+    thunderfx.compile_graph,
+)
 
 
 def _join_compilation() -> None:
@@ -88,6 +92,7 @@ moe_executor._lookasides.update(
         is_eager: lambda: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
+        torch.ops.thunder_moe.trainable_grouped_mm: _grouped_mm_lookaside,
         torch.zeros: zeros,
         **{
             getattr(torch.ops.thunder_moe, f"f16a_{format}weight_moe_experts"): _lookaside(moe_of_format(format))
