@@ -31,7 +31,6 @@ __all__ = [
     "RewriteWarning",
     "RouterEntry",
     "record",
-    "record_later",
     "rewrite_report",
 ]
 
@@ -322,12 +321,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"])
 
 
-def record_later(owner: Any, find: Callable[[], list[RewriteEntry]], frame: tuple[str, int] | None) -> Graph:
-    """Keeps a call that lists the entries of a graph which another compiler compiles on first use."""
-    _graphs_of(owner).append(new := Graph(find, frame))
-    return new
-
-
 def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     """Lists each grouped GEMM of a compiled module or function: sizes, decision, reason.
 
@@ -337,12 +330,16 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
     that gets its model as an argument.
 
     Args:
-        compiled: what ``thunder.jit(..., executors=[moe_executor])`` or ``torch.compile(..., backend="thunder_moe")``
-            returned, called at least once.
+        compiled: what ``thunder.jit(..., executors=[moe_executor])``, ``thunderfx(..., executors=[moe_executor])`` or
+            ``torch.compile(..., backend="thunder_moe")`` returned, called at least once.
 
     Raises:
         ValueError: compiled is neither, or was not called yet.
     """
+    if "thunder.dynamo" in sys.modules:
+        from thunder.dynamo.compiler import ThunderFXCompiledObject
+
+        compiled = compiled._func if isinstance(compiled, ThunderFXCompiledObject) else compiled
     original: Any = getattr(compiled, "_orig_mod", getattr(compiled, "_torchdynamo_orig_callable", None))
     # A method that the class has compiled has one owner for all its instances.
     instance = compiled.__self__ if inspect.ismethod(compiled) else None
@@ -357,6 +354,8 @@ def rewrite_report(compiled: Callable[..., Any]) -> RewriteReport:
         owner = thunder.compile_data(compiled)
     if owner is None:
         raise ValueError(f"compiled: got {type(compiled).__name__}, wanted what thunder.jit or torch.compile returned")
+    # thunderfx's compiler is the backend that torch.compile wraps, and serves one function.
+    owner = next((each for each in (owner, getattr(owner, "compiler_fn", None)) if id(each) in _GRAPHS), owner)
     tensors = _tensors(original)
     found = _graphs_run_by(owner, original, tensors, is_owned=instance is None)
     if not found:

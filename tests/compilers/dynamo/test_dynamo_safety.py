@@ -531,12 +531,10 @@ def test_what_torch_does_not_keep_for_a_backward_may_change_before_it():
     assert "may be changed in place by zero_" in entry.reason
 
 
-def test_what_thunder_hands_to_inductor_is_reported():
+def test_what_thunder_hands_to_inductor_is_in_4_bits():
     code = "return mm(x, self.a, o) + checkpoint(lambda x: mm(x, self.b, o), x, use_reentrant=False)"
     report = compare(program(code), "thunder", x_grad=False)
-    # A graph with a checkpointed GEMM, whole.
-    assert [entry.decision for entry in report] == ["16-bit", "16-bit"]
-    assert {entry.reason for entry in report} == {"Thunder leaves it to inductor"}
+    assert [entry.decision for entry in report] == ["nvfp4", "nvfp4"]
 
 
 @pytest.mark.parametrize("mode", ["outside", "inside"])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from nvfuser_emulator import Ops, statements
 from nvfuser_session import VERSION, OnCpu, run_as_cuda, set_gpu
 from oracle import KERNEL_TOLERANCE, dequantize, grouped_mm, relative_error
+from thunder.dynamo import thunderfx
 
 from thunder_moe import (
     GroupedLinear,
@@ -250,6 +251,14 @@ def test_hopper_runs_our_kernels_between_regions(fusions, implementation, monkey
             "not by nvFuser: the compute capability is 9.0, its NVFP4 kernel runs on 10.0 alone"
         )
     assert relative_error(out, dequantize_(quantize_(copy.deepcopy(moe)))(x)) < 0.01
+
+
+def test_thunderfx_tells_that_nvfuser_gets_no_gemms(fusions, executors):
+    moe = Llama4MoE(Llama4MoEConfig(128, 128, 4), dtype=BF16).requires_grad_(False)
+    compiled = thunderfx(moe, executors=executors)
+    compiled(torch.randn(2, 8, 128, dtype=BF16))
+    for entry in rewrite_report(compiled):
+        assert entry.reason.endswith("; not by nvFuser: it gets expert GEMMs from thunder.jit, not from thunderfx")
 
 
 def test_a_model_without_nvfuser_listed_does_not_mention_it(fusions):

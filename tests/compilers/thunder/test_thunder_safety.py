@@ -527,12 +527,3 @@ def test_thunderfx_needs_no_leave_for_gradients(body, trainable):
     if trainable:
         wanted = {swiglu: [NONE] * 2}.get(body, [SINGLE, NONE])
     assert decisions(compiled) == wanted
-
-
-@pytest.mark.slow  # inductor compiles what Thunder leaves
-def test_thunderfx_tells_of_checkpoints_that_it_leaves():
-    model, reference = (
-        Experts(lambda self, x, o: checkpoint(lambda x: swiglu(self, x, o), x, use_reentrant=False)) for _ in range(2)
-    )
-    with pytest.warns(RewriteWarning, match="leaves those of torch.utils.checkpoint"):
-        assert same(by_thunderfx(model), model, reference)

@@ -1,36 +1,20 @@
 """The torch.compile backend: ``torch.compile(model, backend="thunder_moe")``.
-Called by torch.compile through the entry point `torch_dynamo_backends`; calls rewrite.py, report.py and an inner
-compiler, inductor unless ``options={"thunder_moe.inner": ...}`` names another.
-
-graph of dynamo -> rewrite, report -> inner compiler. The layout of the packed weights is that which the kernels of
-their device read best, an argument of the operators. At each call the packed weights come from the cache, so one graph
-serves all layers that share it, changed and replaced weights are seen, and addresses stay (CUDA graphs).
+Called by torch.compile through the entry point `torch_dynamo_backends`; calls compiled_graph.py with an inner compiler:
+inductor unless ``options={"thunder_moe.inner": ...}`` names another.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.rewrite import Rewritten, grouped_gemms, rewrite
-from thunder_moe.compilers.dynamo.scopes import copy_of
-from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_frame
-from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
-from thunder_moe.compilers.report import Graph, RewriteEntry, record, record_later, rewrite_report
-from thunder_moe.compilers.safety import is_hidden_training_forward
-from thunder_moe.kernels.slow_paths import warn_once
+from thunder_moe.compilers.dynamo.compiled_graph import compile_graph
 
 __all__ = ["thunder_moe_backend"]
-
-# Why a call runs dynamo's graph as it is, see `_runner`.
-_THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
-_SHARED = "an input that the graph changes shares its memory with a packed weight or another input"
-_HIDDEN = "the forward of an autograd.Function (or a reentrant checkpoint) trains the weight"
 
 
 def thunder_moe_backend(
@@ -47,11 +31,11 @@ def thunder_moe_backend(
         gm: dynamo's graph.
         example_inputs: its inputs; parameters are the real ones.
         mode: as inductor's ("reduce-overhead", "max-autotune", ...).
-        options: as inductor's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager", "aot_eager"
-            or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read keys and values without
-            repeating them for the heads of a group: True, False, or None (the default) for on CUDA; not by Thunder.
-            ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or "mxfp8", or a function
-            of a weight's qualified name and its `GroupedGemm` that names one; None leaves the weight 16-bit.
+        options: as the inner compiler's, and ``"thunder_moe.inner"``: "inductor" (the default), "thunder", "eager",
+            "aot_eager" or any other backend's name. ``"thunder_moe.attention"``: whether decode steps read keys and
+            values without repeating them for the heads of a group: True, False, or None (the default) for on CUDA; not
+            by Thunder. ``"thunder_moe.format"``: the number format of the weights, "nvfp4" (the default) or "mxfp8", or
+            a function of a weight's qualified name and its `GroupedGemm` that names one; None leaves the weight 16-bit.
         dynamic: as inductor's.
 
     Returns:
@@ -84,77 +68,21 @@ def thunder_moe_backend(
     owner = _owner(sys._getframe(1))
     if not isinstance(inner, str) and not callable(inner):
         raise TypeError(f"options['thunder_moe.inner']: got {inner!r}, wanted the name of a compiler")
-    if inner not in ("inductor", "thunder"):
-        torch._dynamo.lookup_backend(inner)  # an unknown name fails here
+    chosen = dict(owner=owner, format=format, option="options['thunder_moe.format']")
     if inner == "thunder":
-        with choosing_format("options['thunder_moe.format']", format):
-            return _compile_with_thunder(gm, example_inputs, owner, format)
+        if mode is not None:
+            raise ValueError(f"mode: got {mode!r}, which the inner compiler 'thunder' does not have; leave it out")
+        from thunder_moe.compilers.thunder import thunderfx
+        from thunder_moe.compilers.thunder.executor import moe_executor
+
+        return thunderfx.compile_graph(thunderfx.compiler_with(moe_executor, **options), gm, example_inputs, **chosen)
+    if inner != "inductor":
+        torch._dynamo.lookup_backend(inner)  # an unknown name fails here
 
     def compile_(graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return _compile(inner, graph_module, inputs, mode, options, dynamic)
 
-    new = copy_of(gm)
-    with choosing_format("options['thunder_moe.format']", format):
-        rewritten, decisions, attended = rewrite(new, example_inputs, attention)
-    graph = record(owner, decisions, traced_frame(gm.graph), attended)
-    compiled = compile_(new, rewritten.example_inputs(example_inputs))
-    if not decisions and not attended:
-        return compiled
-    if not rewritten.packs:
-        run = _runner(rewritten, graph, compiled) if rewritten.watched else compiled
-        return graph.counted(rewritten.told_by, run)
-    original = copy_of(gm)
-    for module in original.modules():
-        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            node.meta.clear()
-    in_16_bit = torch.compile(original, backend=compile_, dynamic=dynamic)
-    return graph.counted(rewritten.told_by, _runner(rewritten, graph, compiled, in_16_bit))
-
-
-def _runner(
-    rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """The callable that replaces dynamo's graph.
-
-    Args:
-        rewritten: how the inputs become those of the rewritten graph.
-        graph: what reports say of it.
-        compiled: the rewritten graph.
-        in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
-            (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
-            given an input that the graph changes and that shares its memory with a packed weight, or with another input
-            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
-    """
-
-    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # at every call: 0.1 us for a look or a call
-
-    def run(*given: Any) -> Any:
-        hidden = is_hidden_training_forward()
-        reason = None
-        if in_16_bit is not None:
-            trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
-            thawed = trains and rewritten.is_thawed(given)
-            if thawed:
-                rewritten.declare_thawed(given)
-            shares = writes and rewritten.writes_read(given)
-            if shares:
-                rewritten.declare_shared()
-            hides = hidden and rewritten.watched
-            reason = _THAWED if thawed else _SHARED if shares else _HIDDEN if hides else None
-        if reason is None:
-            try:
-                inputs = rewritten.inputs(given)
-            except ValueError as error:  # torch.empty that was not loaded yet, say
-                reason = str(error)
-                warn_once(reason, f"{reason}: calls run in 16 bits until it holds others")
-        if hidden or trained:
-            rewritten.declare_trained(given, hidden=hidden)
-        if reason is None or in_16_bit is None:
-            return compiled(*inputs)
-        graph.calls_of(given).in_16_bit[reason] += 1
-        return in_16_bit(*given)
-
-    return run
+    return compile_graph(gm, example_inputs, compile_, attention=attention, dynamic=dynamic, **chosen)
 
 
 def _compile(
@@ -165,37 +93,6 @@ def _compile(
         return cast("Callable[..., Any]", inductor(mode, options, dynamic)(gm, inputs))
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
     return cast("Callable[..., Any]", torch._dynamo.lookup_backend(inner)(gm, inputs, **given))
-
-
-def _compile_with_thunder(
-    gm: fx.GraphModule, inputs: Sequence[Any], owner: Any, format: Format | None
-) -> Callable[..., Any]:
-    """Hands the graph to thunderfx with moe_executor, which does the rewrite by the same predicate."""
-    from thunder_moe.compilers.thunder.compat import thunderfx_compile
-    from thunder_moe.compilers.thunder.executor import moe_executor
-    from thunder_moe.compilers.thunder.rewrite import OPTION
-
-    gemms, told_by = grouped_gemms(gm, inputs)
-    positional_grouped_mm(gm)
-    compiler, compiled = thunderfx_compile(gm, inputs, moe_executor, **({} if format is None else {OPTION: format}))
-
-    def entries() -> list[RewriteEntry]:
-        functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns]
-        found = [entry for fn in functions for entry in rewrite_report(fn)]
-        # Thunder knows other names than dynamo does. What it cannot trace it hands to inductor without a word.
-        taken = Counter(_sizes(entry.gemm) for entry in found)
-        for gemm in gemms:
-            taken[_sizes(gemm)] -= 1
-            if taken[_sizes(gemm)] < 0:
-                found.append(RewriteEntry(0, gemm, "16-bit", "Thunder leaves it to inductor"))
-        return found
-
-    graph = record_later(owner, entries, traced_frame(gm.graph))
-    return graph.counted(told_by, compiled) if gemms else compiled
-
-
-def _sizes(gemm: GroupedGemm) -> tuple[int, int, int]:
-    return gemm.experts, gemm.out_features, gemm.in_features
 
 
 def _owner(frame: Any) -> Any:

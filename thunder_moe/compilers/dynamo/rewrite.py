@@ -44,14 +44,14 @@ from thunder_moe.compilers.dynamo.sites import (
     quantized_gemm,
 )
 from thunder_moe.compilers.dynamo.whole_experts import WholeExperts, find_whole_experts, whole_selected_experts
-from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, GroupedGemm, common_format, describe
+from thunder_moe.compilers.eligibility import EXPERTS, QUANTIZED, Decision, common_format, describe
 from thunder_moe.compilers.report import Others, RouterEntry
 from thunder_moe.formats.block_format import BLOCK_FORMATS
 from thunder_moe.kernels.slow_paths import warn_once
 from thunder_moe.ops import experts, experts_lora, trainable_grouped_mm  # noqa: F401  (registers the operators)
 from thunder_moe.weight_cache import WEIGHT_CACHE, stacked_layout
 
-__all__ = ["Rewritten", "grouped_gemms", "rewrite"]
+__all__ = ["Rewritten", "rewrite"]
 
 _OPS = torch.ops.thunder_moe
 _PARTS = ("weight", "scale", "global_scale")
@@ -330,12 +330,6 @@ def _memory_of_inputs(root: Scope, weights: Weights) -> dict[str, Any]:
     return dict(written=written, compared=compared, aliases=aliases)
 
 
-def grouped_gemms(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[list[GroupedGemm], int | Tensor | None]:
-    """The grouped GEMMs of dynamo's graph and those nested in it; `Rewritten.told_by`."""
-    scopes, weights = _scopes_and_weights(gm, example_inputs)
-    return [site.gemm for scope in scopes for site in find_sites(scope, weights)], _telling_weight(scopes, weights)
-
-
 def _telling_weight(scopes: list[Scope], weights: Weights) -> int | Tensor | None:
     """The first weight of a grouped GEMM, else the first parameter or buffer: a position among the graph's inputs, or a
     tensor that it holds."""
@@ -516,6 +510,7 @@ def _route(
     graph = first.scope.graph
     if router is not None:
         scale, indices = call_router(router[0])
+        scale.meta.clear()  # of the scores of all experts
     with graph.inserting_before(routing.rows):
         for node in routing.scores if router is None else ():
             scale = graph.create_node(node.op, node.target, (scale, *node.args[1:]), node.kwargs)

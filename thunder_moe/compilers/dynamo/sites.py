@@ -13,13 +13,11 @@ for the graph around it, and gate_up.py.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
 import re
 from collections.abc import Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +49,6 @@ __all__ = [
     "find_swiglu",
     "only_user",
     "part_of",
-    "positional_grouped_mm",
     "quantized_gemm",
     "site_of",
     "traced_frame",
@@ -296,63 +293,6 @@ def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGem
     k, m = format.codes_per_byte * int(codes), rows.shape[0] if isinstance(rows.shape[0], int) else None
     sizes = (int(experts), int(n), k, m)
     return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node), format=format.name)
-
-
-def positional_grouped_mm(gm: fx.GraphModule) -> None:
-    """Rewrites calls to ``torch._grouped_mm(mat_a, mat_b, offs)``: thunderfx in Thunder 0.2.6 names its arguments
-    otherwise, and leaves calls with keywords to inductor without a word. Thunder knows no operators of ours: those of
-    expert linears without a bias become such calls, too, and zeros past the last row end."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.thunder_moe.grouped_linear):
-        _as_grouped_mm(gm.graph, node)
-    for node in gm.graph.find_nodes(op="call_function", target=LINEAR):
-        _as_grouped_mm(gm.graph, node)
-    for node in gm.graph.find_nodes(op="call_function", target=torch._grouped_mm):
-        arguments = _arguments(node)
-        if arguments.get("bias") is None and arguments.get("out_dtype") is None and arguments.get("offs") is not None:
-            node.args, node.kwargs = (arguments["mat_a"], arguments["mat_b"], arguments["offs"]), {}
-    gm.recompile()
-
-
-def _as_grouped_mm(graph: fx.Graph, node: fx.Node) -> None:
-    """Puts torch's grouped GEMM in the place of a `grouped_linear` without a bias."""
-    arguments = _arguments(node)
-    offsets = value_of(arguments["offs"])
-    if arguments.get("bias") is not None or offsets is None or offsets.dtype != torch.int32:
-        return
-    weight, rows = arguments["weight"], value_of(arguments["mat_a"])
-
-    def call(kind: str, target: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None) -> fx.Node:
-        new = graph.create_node(kind, target, args, options)
-        values = [value_of(arg) if isinstance(arg, fx.Node) else arg for arg in args]
-        function = getattr(values[0], target) if kind == "call_method" else partial(target, values[0])
-        with getattr(rows, "fake_mode", contextlib.nullcontext()):
-            new.meta = dict(node.meta, example_value=function(*values[1:], **(options or {})))
-        return new
-
-    with graph.inserting_before(node):
-        swapped = call("call_method", "transpose", (weight, -2, -1))
-        out = graph.call_function(torch._grouped_mm, (arguments["mat_a"], swapped, arguments["offs"]))
-        out.meta = dict(node.meta)
-        if not _read_by_linears(node, arguments["offs"]):
-            positions = call("call_function", torch.arange, (rows.shape[0],), dict(device=rows.device))
-            end = call("call_method", "select", (arguments["offs"], 0, -1))
-            live = call("call_method", "unsqueeze", (call("call_function", torch.lt, (positions, end)), 1))
-            out = call("call_function", torch.where, (live, out, 0.0))
-    node.replace_all_uses_with(out)
-    graph.erase_node(node)
-
-
-def _read_by_linears(node: fx.Node, offsets: fx.Node) -> bool:
-    """Whether expert linears of the same rows alone read what becomes of a node by functions that keep rows apart."""
-
-    def is_careful(user: fx.Node) -> bool:
-        if _overload(user) in _NAMES:
-            return user.args[0] in user.all_input_nodes and _arguments(user)["offs"] is offsets
-        if user.op == "call_function" and user.target is torch._grouped_mm:
-            return user.args[2:3] == (offsets,)
-        return calls(user, SILU | MUL | _CHUNK | {operator.getitem}) and _read_by_linears(user, offsets)
-
-    return bool(node.users) and all(map(is_careful, node.users))
 
 
 def _arguments(node: Any) -> dict[str, Any]:

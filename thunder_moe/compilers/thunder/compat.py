@@ -1,6 +1,6 @@
 """All that the package changes in Thunder 0.2.6, or in torch for Thunder: what, when, why, and until which version.
-Called by compilers.registration when somebody imports thunder, by the modules of compilers.thunder, and by the
-torch.compile backend; calls nothing of the package but report, for its warning.
+Called by compilers.registration when somebody imports thunder, and by the modules of compilers.thunder; calls nothing of
+the package but import_hooks.
 
 | what is changed | when, for how long | why | unnecessary from the first Thunder release |
 |---|---|---|---|
@@ -12,8 +12,12 @@ torch.compile backend; calls nothing of the package but report, for its warning.
 | a compilation's list of transforms is a copy with the rewrite in front | each compilation with moe_executor | an executor has no transforms of its own; the list is the user's | in which executors bring transforms |
 | torch.zeros and torch.tensor take dtype=int | lookaside of moe_executor: functions compiled with it | Thunder passes Python types on to where only its own dtypes are known; Llama 4's mask and sliding layers of a static cache have one | that takes them |
 | scaled_dot_product_attention takes enable_gqa | lookaside of moe_executor: functions compiled with it | Thunder refuses the argument; models of transformers give it for a prompt | whose attention takes it |
-| ThunderCompiler does not send grouped_mm to inductor | while the inner backend "thunder" compiles a graph | Thunder's own grouped_mm has no gradient | whose grouped_mm has one |
-| no lazy recompilation of graph modules | while the inner backend "thunder" compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
+| ThunderCompiler.__call__ rewrites dynamo's graph first | once moe_executor is imported, to stay; acts where it is among the compiler's executors | an executor sees no graph before thunderfx splits it | in which executors can |
+| no lazy recompilation of graph modules | while such a compiler compiles a graph | Thunder traces into it from torch 2.12 on | whose thunderfx runs on torch 2.12 |
+| x.mT and x.T become calls of transpose | in the copy of the graph that such a compiler gets | Thunder takes them for no views, and moves reads of them past changes of x | that takes them for views |
+| sizes become numbers and symbols | likewise | thunderfx splits graphs at y.reshape(x.shape) and at sizes of static shapes; its autograd fails behind that | that takes them |
+| moe_executor is the only executor of graphs that change tensors in place | likewise | fusion moves reads of a tensor past its changes | whose fusion keeps their order |
+| torch.inference_mode in a graph is an error | likewise | Thunder leaves the process in inference mode | that takes it |
 
 `import thunder_moe` arranges for the changes tied to imports; with THUNDER_MOE_AUTO_REGISTER=0 in the environment it does
 not (compilers/registration.py), and they are made when compilers.thunder.executor is imported.
@@ -33,18 +37,18 @@ from typing import Any
 
 import torch
 
-from thunder_moe.compilers.report import RewriteWarning
 from thunder_moe.import_hooks import after_import
 
 __all__ = [
     "alias_nvfuser",
     "import_thunder",
     "importing_thunder",
+    "original_thunderfx",
     "put_first",
     "refuse_changes_in_graphs",
     "refuse_delayed_changes",
+    "route_thunderfx",
     "scaled_dot_product_attention",
-    "thunderfx_compile",
     "with_python_types",
     "without_gradient",
 ]
@@ -253,59 +257,34 @@ def refuse_delayed_changes(backward_trace: Any) -> None:
             )
 
 
-def thunderfx_compile(
-    gm: torch.fx.GraphModule, inputs: Sequence[Any], executor: Any, **options: Any
-) -> tuple[Any, Callable[..., Any]]:
-    """(thunderfx's compiler, what it made of the graph), with an executor before Thunder's own and options of its jit.
+def route_thunderfx(takes: Callable[[Any], bool], compile_graph: Callable[..., Any]) -> None:
+    """Has `compile_graph(compiler, gm, inputs)` compile dynamo's graphs in the place of a ThunderCompiler that `takes`
+    them. Thunder 0.2.6 has no other way for an executor to see a graph before thunderfx splits it.
+    Unnecessary from the first Thunder release in which an executor has a say in that."""
+
+    def replace(module: Any) -> None:
+        @functools.wraps(module.ThunderCompiler.__call__)
+        def call(self: Any, gm: torch.fx.GraphModule, sample_args: Any) -> Any:
+            return (compile_graph if takes(self) else call.__wrapped__)(self, gm, sample_args)
+
+        module.ThunderCompiler.__call__ = call
+
+    after_import("thunder.dynamo.compiler", replace)
+
+
+def original_thunderfx(compiler: Any, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What Thunder's own ThunderCompiler makes of a graph.
 
     From torch 2.12 on Thunder 0.2.6 traces into the lazy recompilation of dynamo's graph modules and fails: force it
     first, and have none made inside. Unnecessary from the first Thunder release whose thunderfx runs on torch 2.12."""
-    import thunder
     from thunder.dynamo import ThunderCompiler
     from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
-    compiler = ThunderCompiler(executors=[executor, *thunder.get_default_executors()], **options)
+    original: Any = ThunderCompiler.__call__
     _LazyGraphModule.force_recompile(gm)
-    with _use_lazy_graph_module(False), _grouped_mm_is_supported(gm):
-        return compiler, compiler(gm, inputs)
-
-
-@contextlib.contextmanager
-def _grouped_mm_is_supported(gm: torch.fx.GraphModule) -> Iterator[None]:
-    """thunderfx tries Thunder's own symbol for grouped_mm, with its gradient, which that one lacks in 0.2.6: graphs
-    that need gradients would go to inductor without a word. The executor has a gradient, so its calls are supported,
-    but in checkpoints, where thunderfx replaces calls of torch by Thunder's own symbols: those go to inductor.
-    Unnecessary from the first Thunder release whose grouped_mm has a gradient."""
-    import thunder.dynamo.utils as fx_utils
-
-    functions, try_symbol = (torch._grouped_mm, torch.nn.functional.grouped_mm), fx_utils.try_execute_thunder_symbol
-    nested = [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule) and module is not gm]
-    checkpointed = any(node.target in functions for module in nested for node in module.graph.nodes)
-
-    def try_execute(symbol: Any, node: torch.fx.Node, options: dict[str, Any]) -> tuple[bool, Any]:
-        if node.target not in functions:
-            result: tuple[bool, Any] = try_symbol(symbol, node, options)
-            return result
-        given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
-        operands = (given[name].meta.get("example_value") for name in ("mat_a", "mat_b"))
-        dims = [getattr(operand, "ndim", None) for operand in operands]
-        if dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None and not checkpointed:
-            return True, None
-        reason = "moe_executor takes 2-D rows, 3-D weights, offsets and no bias, in graphs without checkpointed ones"
-        return False, fx_utils.SplitReason(fx_utils.SplitReasonType.MISSING_OP_SUPPORT, reason)
-
-    if checkpointed:
-        warnings.warn(
-            "thunder_moe rewrote no expert GEMM: thunderfx leaves those of torch.utils.checkpoint, and their "
-            'whole graph, to inductor; use the backend\'s own "thunder_moe.inner", or thunder.jit',
-            RewriteWarning,
-            stacklevel=3,
-        )
-    fx_utils.try_execute_thunder_symbol = try_execute
-    try:
-        yield
-    finally:
-        fx_utils.try_execute_thunder_symbol = try_symbol
+    with _use_lazy_graph_module(False):
+        compiled: Callable[..., Any] = original.__wrapped__(compiler, gm, inputs)
+    return compiled
 
 
 def alias_nvfuser() -> None:

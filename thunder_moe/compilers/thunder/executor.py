@@ -17,6 +17,7 @@ from thunder_moe.compilers.registration import register_plugin
 from thunder_moe.compilers.thunder.compat import (
     import_thunder,
     put_first,
+    route_thunderfx,
     scaled_dot_product_attention,
     with_python_types,
 )
@@ -26,9 +27,9 @@ import_thunder()
 import thunder.torch as ltorch  # noqa: E402
 from thunder.core.compile_data import get_compile_data  # noqa: E402
 from thunder.core.dtypes import dtype, to_torch_dtype  # noqa: E402
-from thunder.extend import register_executor  # noqa: E402
+from thunder.extend import register_executor, resolve_executors  # noqa: E402
 
-from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder import nvfuser, thunderfx  # noqa: E402
 from thunder_moe.compilers.thunder.rewrite import NVFP4Rewrite  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
@@ -58,6 +59,10 @@ moe_executor = register_executor(EXECUTOR)
 nvfuser.register()
 register_plugin()
 nvfp4_rewrite = NVFP4Rewrite()
+route_thunderfx(
+    lambda compiler: moe_executor in resolve_executors(compiler.thunder_options.get("executors")),
+    thunderfx.compile_graph,
+)
 
 
 def _join_compilation() -> None:
@@ -100,6 +105,7 @@ moe_executor._lookasides.update(
         is_eager: lambda: False,
         torch._grouped_mm: _grouped_mm_lookaside,
         F.grouped_mm: _grouped_mm_lookaside,
+        torch.ops.thunder_moe.trainable_grouped_mm: _grouped_mm_lookaside,
         torch.tensor: with_python_types("tensor"),
         torch.zeros: with_python_types("zeros"),
         F.scaled_dot_product_attention: scaled_dot_product_attention,

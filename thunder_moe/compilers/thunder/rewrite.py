@@ -35,7 +35,6 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, 
 from thunder.core.transform_common import Transform  # noqa: E402
 
 from thunder_moe.compilers.eligibility import Decision, GroupedGemm, choosing_format, common_format, describe  # noqa: E402
-from thunder_moe.compilers.report import record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.routers import find_routers, fuse_router  # noqa: E402
@@ -51,6 +50,7 @@ from thunder_moe.compilers.thunder.sites import (  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXECUTOR,
     EXPERTS_LORA,
+    OPTION,
     SYMBOLS,
     check_grad_mode,
     check_memory,
@@ -73,7 +73,6 @@ from thunder_moe.weight_cache import pad_rows, stacked_layout  # noqa: E402
 __all__ = ["NVFP4Rewrite"]
 
 _PARTS = ("packed", "scale", "global_scale")
-OPTION = "moe_format"  # of thunder.jit
 _OPTION_SAYS = (
     "number format of expert weights, 'nvfp4' (default) or 'mxfp8', or a function of a weight's name and GEMM"
 )
@@ -126,8 +125,7 @@ class NVFP4Rewrite(Transform):
             _describe(site, id(site) in fused, unfused.get(id(site)), routes.get(id(site), "")) for site in sites
         ]
         decisions += [(q.gemm, q.decision, f"quantized beforehand{routes[id(q)]}") for q in before]
-        EXECUTOR.recorded(get_compile_data())
-        record(get_compile_data(), decisions, others=[entry for _, entry in routers])
+        EXECUTOR.record(get_compile_data(), decisions, [entry for _, entry in routers])
         checks, declarations = _conditions(computation, sites, list(packs.values()))
         arguments = computation_trace.args
         if replacements or computation.written_arguments():

@@ -33,7 +33,8 @@ from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.extend import OperatorExecutor  # noqa: E402
 
 from thunder_moe import __version__  # noqa: E402
-from thunder_moe.compilers.report import record  # noqa: E402
+from thunder_moe.compilers.eligibility import Decision, GroupedGemm  # noqa: E402
+from thunder_moe.compilers.report import Others, record  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
 from thunder_moe.formats.block_format import BLOCK_FORMATS, MXFP8, NVFP4, BlockFormat  # noqa: E402
 from thunder_moe.formats.layouts import LINEAR, SWIZZLED_128X4, scale_shape  # noqa: E402
@@ -50,9 +51,11 @@ from thunder_moe.weight_cache import WEIGHT_CACHE, pad_rows  # noqa: E402
 __all__ = [
     "EXECUTOR",
     "EXPERTS_LORA",
+    "OPTION",
     "SYMBOLS",
     "check_grad_mode",
     "check_memory",
+    "decided_before",
     "declare_changed",
     "grouped_mm",
     "moe_combine",
@@ -71,6 +74,13 @@ __all__ = [
 ]
 
 
+OPTION = "moe_format"  # of thunder.jit
+
+
+def decided_before(gemm: GroupedGemm, name: str) -> None:
+    """Leave a GEMM as it is: the value of `OPTION` for graphs that have been rewritten and reported already."""
+
+
 class MoEExecutor(OperatorExecutor):
     """An operator executor that notices compilations in which no grouped GEMM was traced."""
 
@@ -78,16 +88,17 @@ class MoEExecutor(OperatorExecutor):
         super().__init__("thunder_moe", version=__version__)
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def recorded(self, compile_data: Any) -> None:
-        """The rewrite is a part of this compilation and records what it does."""
-        self._seen.add(compile_data)
+    def record(self, data: Any, decisions: list[Decision], others: Sequence[Others] = ()) -> None:
+        """Records what was decided in a compilation, unless that has happened before it."""
+        self._seen.add(data)
+        if data.compile_options.get(OPTION) is not decided_before:
+            record(data, decisions, others=others)
 
     def can_execute(self, bsym: BoundSymbol) -> bool:
         # Thunder asks about every symbol of a computation; by the first one, the tracing is over.
         data = get_compile_data()
         if data is not None and data not in self._seen:
-            self._seen.add(data)
-            record(data, [])
+            self.record(data, [])
         return bool(super().can_execute(bsym))
 
 

@@ -1,0 +1,123 @@
+"""A graph of dynamo, rewritten and compiled: `compile_graph`, for whichever compiler is to compile it.
+Called by backend.py and thunder/thunderfx.py; calls rewrite.py, report.py and the compiler that it is given.
+
+graph of dynamo -> rewrite, report -> compiler. The layout of the packed weights is that which the kernels of
+their device read best, an argument of the operators. At each call the packed weights come from the cache, so one graph
+serves all layers that share it, changed and replaced weights are seen, and addresses stay (CUDA graphs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from thunder_moe.compilers.dynamo.rewrite import Rewritten, rewrite
+from thunder_moe.compilers.dynamo.scopes import copy_of
+from thunder_moe.compilers.dynamo.sites import traced_frame
+from thunder_moe.compilers.eligibility import Format, choosing_format
+from thunder_moe.compilers.report import Graph, record
+from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.kernels.slow_paths import warn_once
+
+__all__ = ["compile_graph"]
+
+# Why a call runs dynamo's graph as it is, see `_runner`.
+_THAWED = "a weight that was frozen when the graph was compiled requires a gradient"
+_SHARED = "an input that the graph changes shares its memory with a packed weight or another input"
+_HIDDEN = "the forward of an autograd.Function (or a reentrant checkpoint) trains the weight"
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    *,
+    owner: Any,
+    format: Format | None,
+    option: str,
+    attention: bool | None = None,
+    dynamic: bool | None = None,
+    note: str = "",
+) -> Callable[..., Any]:
+    """Rewrites a graph and compiles the result.
+
+    Args:
+        gm: dynamo's graph.
+        example_inputs: its inputs; parameters are the real ones.
+        compile_: compiles a graph for inputs; it gets the rewritten graph, and later maybe the original one.
+        owner: to whom `rewrite_report` attributes the graph.
+        format: the number format of the weights, or a function that names one.
+        option: the name of the option that gave the format, for errors.
+        attention: whether attention that repeats keys and values is rewritten; None: on CUDA.
+        dynamic: as torch.compile's.
+        note: what the report adds to the reason of each GEMM that is rewritten.
+
+    Returns:
+        What runs in place of the graph.
+    """
+    new = copy_of(gm)
+    with choosing_format(option, format):
+        rewritten, decisions, attended = rewrite(new, example_inputs, attention)
+    decisions = [(gemm, to, reason if to == "16-bit" else reason + note) for gemm, to, reason in decisions]
+    graph = record(owner, decisions, traced_frame(gm.graph), attended)
+    compiled = compile_(new, rewritten.example_inputs(example_inputs))
+    if not decisions and not attended:
+        return compiled
+    if not rewritten.packs:
+        run = _runner(rewritten, graph, compiled) if rewritten.watched else compiled
+        return graph.counted(rewritten.told_by, run)
+    original = copy_of(gm)
+    for module in original.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.clear()
+    in_16_bit = torch.compile(original, backend=compile_, dynamic=dynamic)
+    return graph.counted(rewritten.told_by, _runner(rewritten, graph, compiled, in_16_bit))
+
+
+def _runner(
+    rewritten: Rewritten, graph: Graph, compiled: Callable[..., Any], in_16_bit: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """The callable that replaces dynamo's graph.
+
+    Args:
+        rewritten: how the inputs become those of the rewritten graph.
+        graph: what reports say of it.
+        compiled: the rewritten graph.
+        in_16_bit: dynamo's graph, for calls that nothing but a look at each can tell from others: training forwards
+            (dynamo guards on the grad mode alone, and before torch 2.13 not on what its parameters require), and those
+            given an input that the graph changes and that shares its memory with a packed weight, or with another input
+            where it did not before; and where a weight holds NaN or Inf. None where no weight is packed.
+    """
+
+    trained, writes = bool(rewritten.trained), bool(rewritten.written)  # at every call: 0.1 us for a look or a call
+
+    def run(*given: Any) -> Any:
+        hidden = is_hidden_training_forward()
+        reason = None
+        if in_16_bit is not None:
+            trains = hidden or torch.is_grad_enabled() or rewritten.enables_grad
+            thawed = trains and rewritten.is_thawed(given)
+            if thawed:
+                rewritten.declare_thawed(given)
+            shares = writes and rewritten.writes_read(given)
+            if shares:
+                rewritten.declare_shared()
+            hides = hidden and rewritten.watched
+            reason = _THAWED if thawed else _SHARED if shares else _HIDDEN if hides else None
+        if reason is None:
+            try:
+                inputs = rewritten.inputs(given)
+            except ValueError as error:  # torch.empty that was not loaded yet, say
+                reason = str(error)
+                warn_once(reason, f"{reason}: calls run in 16 bits until it holds others")
+        if hidden or trained:
+            rewritten.declare_trained(given, hidden=hidden)
+        if reason is None or in_16_bit is None:
+            return compiled(*inputs)
+        graph.calls_of(given).in_16_bit[reason] += 1
+        return in_16_bit(*given)
+
+    return run

@@ -1,0 +1,193 @@
+"""thunderfx with moe_executor: dynamo's graph is rewritten as for any other compiler before Thunder splits it.
+Called by ThunderCompiler (compat.py puts `compile_graph` there) and by the torch.compile backend; calls
+dynamo/compiled_graph.py for the rewrite and Thunder's own ThunderCompiler for what it leaves.
+
+Thunder takes the operators of the rewritten graph by the executor's lookasides. What it does not take goes to inductor,
+with the operators: 4 bits stay 4 bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from thunder_moe.compilers.dynamo import compiled_graph
+from thunder_moe.compilers.dynamo.scopes import copy_of, value_of
+from thunder_moe.compilers.thunder.compat import import_thunder, original_thunderfx
+
+import_thunder()
+
+import thunder  # noqa: E402
+from thunder.extend import resolve_executors  # noqa: E402
+
+from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
+from thunder_moe.compilers.thunder.symbols import EXECUTOR, OPTION, decided_before  # noqa: E402
+
+__all__ = ["compile_graph", "compiler_with"]
+
+
+def compile_graph(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """Compiles a graph of dynamo in the place of `ThunderCompiler.__call__`.
+
+    Args:
+        compiler: the ThunderCompiler; its option `moe_format` chooses the number format of the weights.
+        gm: dynamo's graph.
+        inputs: its inputs.
+        **options: the owner, format and option of `compiled_graph.compile_graph`, where they are not the compiler's.
+    """
+    given = dict(owner=compiler, format=compiler.thunder_options.get(OPTION), option=OPTION) | options
+    listed = nvfuser.is_listed(resolve_executors(compiler.thunder_options.get("executors")))
+    note = "; not by nvFuser: it gets expert GEMMs from thunder.jit, not from thunderfx" if listed else ""
+    return compiled_graph.compile_graph(gm, inputs, partial(_compile, compiler), attention=False, note=note, **given)
+
+
+def compiler_with(executor: Any, **options: Any) -> Any:
+    """Returns a ThunderCompiler.
+
+    Args:
+        executor: comes before the others.
+        **options: of `thunder.jit`; `executors` replaces Thunder's own.
+    """
+    from thunder.dynamo import ThunderCompiler
+
+    executors = options.pop("executors", thunder.get_default_executors())
+    return ThunderCompiler(executors=[executor, *executors], **options)
+
+
+def _compile(compiler: Any, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Has Thunder compile a graph whose GEMMs have been decided on.
+
+    Raises:
+        NotImplementedError: the graph enters inference mode.
+    """
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.target is torch.autograd.grad_mode._enter_inference_mode:
+                raise NotImplementedError(
+                    "torch.inference_mode() inside of what thunderfx compiles: Thunder would leave the whole process in"
+                    " it; enter it around the call of the compiled function, or use torch.no_grad()"
+                )
+    changes = any(map(_may_change, gm.graph.nodes))
+    gm = copy_of(gm)
+    _add_example_values(gm)
+    _spell_out_sizes(gm.graph)
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is getattr and _is_transpose(node):
+            # Thunder takes it for no view, and moves reads of it past changes of what it views.
+            node.op, node.target, node.args = "call_method", "transpose", (node.args[0], -2, -1)
+        elif node.op == "call_function":
+            node.target = _taken_by_thunder(node)
+    options = compiler.thunder_options
+    executors = resolve_executors(options.get("executors"))
+    compiler.thunder_options = options | {
+        OPTION: decided_before,
+        "transforms": list(options.get("transforms") or ()),  # Thunder adds to it at each graph
+        # The passes of others move reads of a tensor past its changes in place.
+        "executors": [EXECUTOR] if changes else executors,
+    }
+    try:
+        compiled: Callable[..., Any] = original_thunderfx(compiler, gm, inputs)
+    finally:
+        compiler.thunder_options = options
+    return compiled
+
+
+def _may_change(node: fx.Node) -> bool:
+    """True if a call may change a tensor in place, by its name, or since nobody reads what it gives."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") or name == "setitem" or (name.startswith("i") and hasattr(operator, name))
+    return in_place or "out" in node.kwargs or not node.users
+
+
+def _add_example_values(gm: fx.GraphModule) -> None:
+    """Gives inputs and calls that the rewrite added example values of dynamo's fake mode, as all other nodes have: from
+    them Thunder takes shapes, what has a gradient, and the inputs of what inductor compiles."""
+    tensors = [value_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+    if mode is None:
+        return
+    with mode:
+        for module in gm.modules():
+            for node in module.graph.find_nodes(op="placeholder") if isinstance(module, fx.GraphModule) else ():
+                value = value_of(node)
+                if isinstance(value, FakeTensor) and value.fake_mode is not mode:  # of the compilation
+                    node.meta["example_value"] = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+        for node in gm.graph.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+            known = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+            if node.meta or not (known or node.target is torch.arange):
+                continue  # dynamo's own, without meta data where it changes the grad mode
+            if node.op == "call_method":
+                node.meta["example_value"] = getattr(args[0], node.target)(*args[1:], **kwargs)
+            elif node.op == "call_function":
+                node.meta["example_value"] = node.target(*args, **kwargs)
+
+
+def _spell_out_sizes(graph: fx.Graph) -> None:
+    """Replaces a torch.Size that is an argument (``y.reshape(x.shape)``) by its numbers, and calls that give an int:
+    thunderfx splits graphs at both, and its autograd fails where either is the result of a part."""
+    for node in graph.find_nodes(op="call_method", target="size"):
+        value: Any = value_of(node)
+        users = [user for user in node.users if user.target is not operator.getitem]
+        if not users or not isinstance(value, (int, torch.Size)):
+            continue
+        if isinstance(value, torch.Size):
+            with graph.inserting_after(node):
+                value = tuple(
+                    size if isinstance(size, int) else graph.call_method("size", (node.args[0], dim))
+                    for dim, size in enumerate(value)
+                )
+            for size, new in zip(value_of(node), value, strict=True):
+                if isinstance(new, fx.Node):
+                    new.meta = dict(node.meta, example_value=size)
+        for user in users:
+            replacing = partial(_replaced, node, value)
+            user.args, user.kwargs = fx.map_arg(user.args, replacing), fx.map_arg(user.kwargs, replacing)
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.args[1:] == ("mT",) or (node.args[1:] == ("T",) and value_of(node.args[0]).ndim == 2)
+
+
+def _replaced(old: fx.Node, new: Any, node: fx.Node) -> Any:
+    return new if node is old else node
+
+
+def _taken_by_thunder(node: fx.Node) -> Any:
+    """The target of a call as Thunder's splitter takes it: marked, where the executor has a lookaside for it."""
+    function: Any = getattr(node.target, "overloadpacket", node.target)
+    if function in (torch._grouped_mm, F.grouped_mm, torch.ops.aten._grouped_mm):
+        function = torch._grouped_mm if function is torch.ops.aten._grouped_mm else function
+        given: dict[str, Any] = dict(zip(("mat_a", "mat_b", "offs", "bias"), node.args, strict=False)) | node.kwargs
+        dims = [getattr(value_of(given[name]), "ndim", None) for name in ("mat_a", "mat_b")]
+        taken = dims == [2, 3] and given.get("offs") is not None and given.get("bias") is None
+    else:
+        taken = isinstance(function, torch._ops.OpOverloadPacket) and function in EXECUTOR._lookasides
+    return _marked(function) if taken else node.target
+
+
+@cache
+def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls another one, with the mark by which Thunder's splitter tells what Thunder can trace."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.thunder_supported = True  # type: ignore[attr-defined]
+    EXECUTOR._lookasides[call] = EXECUTOR._lookasides[function]
+    return call
