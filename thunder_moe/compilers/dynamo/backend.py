@@ -17,9 +17,10 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from thunder_moe.compilers.dynamo.expert_linears import positional_grouped_mm
+from thunder_moe.compilers.dynamo.nodes import traced_frame
 from thunder_moe.compilers.dynamo.rewrite import Rewritten, grouped_gemms, rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
-from thunder_moe.compilers.dynamo.sites import positional_grouped_mm, traced_frame
 from thunder_moe.compilers.eligibility import Format, GroupedGemm, choosing_format
 from thunder_moe.compilers.report import RewriteEntry, record, record_later, rewrite_report
 from thunder_moe.compilers.safety import is_hidden_training_forward

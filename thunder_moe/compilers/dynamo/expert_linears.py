@@ -1,5 +1,5 @@
 """Puts NVFP4 operators in the place of GroupedLinear and GroupedMLP, with biases, scales, interleaved gate and up.
-Called by rewrite.py; calls sites.py for what is replaced.
+Called by rewrite.py, and by backend.py for Thunder, which knows none of them; calls sites.py for what is replaced.
 
     grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
     activated_grouped_linear(y, w, ...)      -> scaled_activation -> NVFP4 GEMM -> grouped_bias with scales
@@ -10,18 +10,20 @@ The results are zero past the last row end, where those of the NVFP4 operators a
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.scopes import value_of
-from thunder_moe.compilers.dynamo.sites import ACTIVATED, ACTIVATION, LINEAR, Site, SwiGLUNodes
+from thunder_moe.compilers.dynamo.nodes import calls, given, value_of
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, read_live_rows_alone
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
-__all__ = ["Packed", "replace_own", "replace_own_swiglu"]
+__all__ = ["Packed", "positional_grouped_mm", "replace_own", "replace_own_swiglu"]
 
 _OPS = torch.ops.thunder_moe
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
@@ -47,9 +49,9 @@ def replace_own(site: Site, weight: Packed) -> None:
     with graph.inserting_before(node):
         ends = _int32(graph, offsets)
         bias_scale, scales = arguments.get("bias_scale"), arguments.get("scales")
-        if "scales" in arguments or any(name in node.kwargs for name in _FORM):
-            form = {name: node.kwargs[name] for name in _FORM if name in node.kwargs}
-            rows = graph.call_function(ACTIVATION, (rows, None, offsets), form)
+        if calls(node, "activated"):
+            form = {name: arguments[name] for name in _FORM if name in arguments}
+            rows = graph.call_function(_OPS.scaled_activation.default, (rows, None, offsets), form)
         out = graph.call_function(weight.operator("scaled_grouped_mm"), (rows, *weight.nodes, ends), weight.options)
         out = _finished(graph, out, rows, offsets, arguments.get("bias"), bias_scale, scales)
     _hand_over(node, out)
@@ -69,7 +71,7 @@ def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None 
         if down is not None and block.down is not None:
             out = graph.call_function(down.operator("scaled_grouped_mm"), (out, *down.nodes, ends), down.options)
             out = _finished(graph, out, rows, offsets, block.down.arguments.get("bias"), None, block.scales)
-        elif block.scales is not None or not _read_by_linears(node, offsets):
+        elif block.scales is not None or not read_live_rows_alone(node, offsets):
             out = _finished(graph, out, rows, offsets, None, None, block.scales)
     _hand_over(node, out)
 
@@ -93,23 +95,51 @@ def _finished(
     """Zeros past the last row end; bias and factors, if there are any."""
     if bias is not None or scales is not None:
         return graph.call_function(_OPS.grouped_bias.default, (out, offsets, bias, bias_scale, scales))
-    # In torch's functions, which inductor makes a part of the kernel that reads the result.
+    return _zeros_past_the_end(graph, out, offsets)[-1]
+
+
+def _zeros_past_the_end(graph: fx.Graph, out: fx.Node, offsets: fx.Node) -> list[fx.Node]:
+    """Nodes of torch's functions, which inductor makes a part of the kernel that reads the last one."""
     count = graph.call_method("size", (out, 0))
     options = dict(device=value_of(offsets).device, dtype=torch.int32)
     positions = graph.call_function(torch.arange, (count,), options)
     end = graph.call_method("select", (offsets, 0, -1))
-    live = graph.call_method("unsqueeze", (graph.call_function(torch.lt, (positions, end)), 1))
-    return graph.call_function(torch.where, (live, out, 0))
+    before = graph.call_function(torch.lt, (positions, end))
+    live = graph.call_method("unsqueeze", (before, 1))
+    return [count, positions, end, before, live, graph.call_function(torch.where, (live, out, 0))]
 
 
-def _read_by_linears(node: fx.Node, offsets: fx.Node) -> bool:
-    """Whether all that reads a node are expert linears of the same rows, which read no row past the end."""
+def positional_grouped_mm(gm: fx.GraphModule) -> None:
+    """Rewrites calls to ``torch._grouped_mm(mat_a, mat_b, offs)``: thunderfx in Thunder 0.2.6 names its arguments
+    otherwise, and leaves calls with keywords to inductor without a word. Thunder knows no operators of ours: those of
+    expert linears without a bias become such calls, too, and zeros past the last row end."""
+    for node in gm.graph.nodes:
+        named = given(node)
+        if calls(node, "linear") and "bias" not in named:
+            _as_grouped_mm(gm.graph, node)
+        elif node.target is torch._grouped_mm and named.keys() == {"mat_a", "mat_b", "offs"}:
+            node.args, node.kwargs = tuple(named.values()), {}
+    gm.recompile()
 
-    def same_rows(user: fx.Node) -> bool:
-        target = getattr(user.target, "default", user.target)
-        return target in (LINEAR, ACTIVATED) and user.args[:1] == (node,) and user.args[2:3] == (offsets,)
 
-    return all(map(same_rows, node.users))
+def _as_grouped_mm(graph: fx.Graph, node: fx.Node) -> None:
+    """Puts torch's grouped GEMM in the place of a `grouped_linear` without a bias."""
+    rows, weight, offsets = list(given(node).values())[:3]
+    if value_of(offsets) is None or value_of(offsets).dtype != torch.int32:
+        return
+    with graph.inserting_before(node):
+        swapped = graph.call_method("transpose", (weight, -2, -1))
+        out = graph.call_function(torch._grouped_mm, (rows, swapped, offsets))
+        careful = read_live_rows_alone(node, offsets)
+        new = [swapped, *([] if careful else _zeros_past_the_end(graph, out, offsets))]
+    out.meta = dict(node.meta)
+    with getattr(value_of(rows), "fake_mode", contextlib.nullcontext()):  # Thunder reads the example values
+        for each in new:
+            args, options = fx.map_arg((each.args, each.kwargs), value_of)
+            call = getattr(args[0], each.target) if each.op == "call_method" else partial(each.target, args[0])
+            each.meta = dict(node.meta, example_value=call(*args[1:], **options))
+    node.replace_all_uses_with(out if careful else new[-1])
+    graph.erase_node(node)
 
 
 def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:

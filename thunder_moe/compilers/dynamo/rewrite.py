@@ -24,6 +24,7 @@ from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, fi
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.expert_ids import erase_idle_masks
 from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
+from thunder_moe.compilers.dynamo.nodes import kind_of
 from thunder_moe.compilers.dynamo.routers import (
     Router,
     call_router,
@@ -38,7 +39,6 @@ from thunder_moe.compilers.dynamo.sites import (
     Site,
     SwiGLUNodes,
     Weights,
-    calls,
     find_sites,
     find_swiglu,
     quantized_gemm,
@@ -457,7 +457,7 @@ def _run_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
     for node in nodes:
         if node._erased or node.users:
             continue
-        if not calls(node, {operator.setitem}):
+        if kind_of(node) != "setitem":
             _erase(scope, node)
         elif set(node.args[0].users) == {node}:
             graph.erase_node(node)

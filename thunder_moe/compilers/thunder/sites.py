@@ -1,5 +1,5 @@
 """Finds the grouped GEMMs of a computation trace, the parameters behind them, and the SwiGLUs that consume them.
-Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, gate_up.py.
+Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, spellings.py.
 
     y = moe_grouped_mm(x, transpose(w), offs)                              -> Site
     silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLUSymbols of two sites
@@ -17,22 +17,21 @@ from thunder_moe.compilers.thunder.compat import import_thunder
 import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
 from thunder.core.prims import PrimIDs  # noqa: E402
 from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
-from thunder_moe.compilers.gate_up import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.spellings import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXPERTS_LORA,
     SYMBOLS,
     grouped_mm,
 )
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
 
@@ -156,14 +155,15 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbo
             own = _own_swiglu(computation, by_output, position)
             blocks += [] if own is None else [own]
             continue
-        if product.sym.id != ltorch.mul.id or len(product.flat_proxy_args) != 2:
+        kind, factors = spelled(product)
+        if kind != "mul" or product.sym.name == "mul_" or len(product.flat_proxy_args) != 2:
             continue
-        for activated, up in (product.args, product.args[::-1]):
+        for activated, up in ((factors["input"], factors["other"]), (factors["other"], factors["input"])):
             silu = computation.position.get(activated.name, position)
-            bsym = computation.bound_symbols[silu]
-            if bsym.sym.id != ltorch.silu.id or any(bsym.args[1:]):  # not in place
+            kind, named = spelled(computation.bound_symbols[silu])
+            if kind != "silu" or named.get("inplace"):
                 continue
-            block = _swiglu(computation, by_output, bsym.args[0], up, silu, position)
+            block = _swiglu(computation, by_output, named["input"], up, silu, position)
             if block is not None:
                 blocks.append(block)
                 break
