@@ -88,9 +88,12 @@ _ALIASES |= dict(x="mat_a", y="mat_a", offsets="offs")
 _GEMM, _FORM = "mat_a weight offs", "kind alpha limit up_shift interleave"
 
 _TABLE = (
-    # Scores and choices of experts
+    # Scores and choices of experts; of transformers 5.24: deepseek_v3 has scatter_, masked_fill and "not", deepseek_v2
+    # max, ernie4_5_moe clamp, granitemoe type_as
     Spelling("softmax", "input dim dtype", "softmax", "_softmax", (aten.softmax.int,)),
     Spelling("softmax", "input dim _stacklevel dtype", functions=(F.softmax,)),
+    # no model of transformers 5.24 has this one: the example of docs/design.md
+    Spelling("softmax", "input dim * dtype", functions=(torch.special.softmax,)),
     Spelling("sigmoid", "input", "sigmoid", functions=(torch.special.expit,)),
     Spelling("topk", "input k dim largest sorted", "topk"),
     Spelling("max", "input dim keepdim", "max amax", "torch_max", (aten.max.dim,)),
@@ -103,7 +106,7 @@ _TABLE = (
     Spelling("at_least", "input other", "ge", functions=(operator.ge, aten.ge.Scalar)),
     Spelling("clamp", "input min max", "clamp clamp_"),
     Spelling("clamp", "input min", "clamp_min"),
-    # Sorts and counts of rows
+    # Sorts and counts of rows: integrations/moe.py of transformers 5.24 has sort and histc
     Spelling("sort", "input dim descending * stable", "sort", functions=(aten.sort.stable,)),
     Spelling("argsort", "input dim descending * stable", "argsort", functions=(aten.argsort.stable,)),
     Spelling("scatter", "input dim index value", "scatter", functions=(aten.scatter.value, aten.scatter.src)),
@@ -128,7 +131,7 @@ _TABLE = (
     Spelling("sum", "input dim keepdim dtype", "sum", functions=(aten.sum.dim_IntList,)),
     Spelling("silu", "input inplace", "", "silu"),
     Spelling("bmm", "input mat2", "bmm"),
-    # Casts and views; `keeps_order` says which of them are views of all elements in their order
+    # Casts and views, for `keeps_order` too; llama4 of transformers 5.24 has repeat and transpose
     Spelling("cast", "input ...", "to type type_as float half bfloat16 bool", "torch_type", (aten._to_copy.default,)),
     Spelling("cast", "input ...", "int long double"),
     Spelling("detach", "input", "detach"),

@@ -1,11 +1,12 @@
-"""Puts NVFP4 operators in the place of GroupedLinear and GroupedMLP, with biases, scales, interleaved gate and up.
+"""Puts NVFP4 operators in the place of grouped GEMMs and SwiGLUs: torch's, and those of GroupedLinear and GroupedMLP.
 Called by rewrite.py, and by backend.py for Thunder, which knows none of them; calls sites.py for what is replaced.
 
+    grouped_mm(x, w.mT, offs)                -> NVFP4 GEMM
     grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
     activated_grouped_linear(y, w, ...)      -> scaled_activation -> NVFP4 GEMM -> grouped_bias with scales
     both, one after the other                -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM -> grouped_bias with scales
 
-The results are zero past the last row end, where those of the NVFP4 operators are undefined.
+The results of the latter are zero past the last row end, where those of the NVFP4 operators are undefined.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, read_live_rows
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
-__all__ = ["Packed", "positional_grouped_mm", "replace_own", "replace_own_swiglu"]
+__all__ = ["Packed", "positional_grouped_mm", "replace_gemm", "replace_swiglu"]
 
 _OPS = torch.ops.thunder_moe
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
@@ -42,36 +43,37 @@ class Packed:
         return getattr(_OPS, f"f16a_{self.format}weight_{stem}").default
 
 
-def replace_own(site: Site, weight: Packed) -> None:
-    """Replaces the uses of a `grouped_linear` or `activated_grouped_linear`; the node stays, without users."""
+def replace_gemm(site: Site, weight: Packed) -> None:
+    """Replaces the uses of a grouped GEMM; the node stays, without users."""
     graph, node, arguments = site.scope.graph, site.node, site.arguments
     rows, _, offsets = site.operands
     with graph.inserting_before(node):
         ends = _int32(graph, offsets)
-        bias_scale, scales = arguments.get("bias_scale"), arguments.get("scales")
         if calls(node, "activated"):
             form = {name: arguments[name] for name in _FORM if name in arguments}
             rows = graph.call_function(_OPS.scaled_activation.default, (rows, None, offsets), form)
         out = graph.call_function(weight.operator("scaled_grouped_mm"), (rows, *weight.nodes, ends), weight.options)
-        out = _finished(graph, out, rows, offsets, arguments.get("bias"), bias_scale, scales)
+        if site.own:
+            added = (arguments.get(name) for name in ("bias", "bias_scale", "scales"))
+            out = _finished(graph, out, rows, offsets, *added)
     _hand_over(node, out)
 
 
-def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
-    """Replaces the uses of a SwiGLU on `grouped_linear`, with `down` those of the `activated_grouped_linear` that it is
-    a part of; the node stays, without users."""
+def replace_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
+    """Replaces the uses of a SwiGLU and its GEMMs, with `down` those of the `activated_grouped_linear` that it is a
+    part of; the node stays, without users."""
     graph, node = block.sites[0].scope.graph, block.product
     rows, _, offsets = block.sites[0].operands
     with graph.inserting_before(node):
         ends = _int32(graph, offsets)
         bias = _bias_of(graph, block)
         options = gate_up.options | block.form
-        swiglu = gate_up.operator("grouped_swiglu")
-        out = graph.call_function(swiglu, (rows, *gate_up.nodes, ends, None, None, bias), options)
+        more = () if bias is None else (None, None, bias)
+        out = graph.call_function(gate_up.operator("grouped_swiglu"), (rows, *gate_up.nodes, ends, *more), options)
         if down is not None and block.down is not None:
             out = graph.call_function(down.operator("scaled_grouped_mm"), (out, *down.nodes, ends), down.options)
             out = _finished(graph, out, rows, offsets, block.down.arguments.get("bias"), None, block.scales)
-        elif block.scales is not None or not read_live_rows_alone(node, offsets):
+        elif block.sites[0].own and (block.scales is not None or not read_live_rows_alone(node, offsets)):
             out = _finished(graph, out, rows, offsets, None, None, block.scales)
     _hand_over(node, out)
 

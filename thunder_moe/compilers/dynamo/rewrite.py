@@ -23,7 +23,7 @@ from thunder_moe.compilers.dynamo.attention import find_repeated_attention, grou
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.expert_ids import erase_idle_masks
-from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
+from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_gemm, replace_swiglu
 from thunder_moe.compilers.dynamo.nodes import kind_of
 from thunder_moe.compilers.dynamo.routers import (
     Router,
@@ -242,24 +242,13 @@ def rewrite(
         for site in plan.to_train:
             _replace(site.scope, site.node, _OPS.trainable_grouped_mm.default, site.operands)
         for call in plan.calls:
-            if isinstance(call, SwiGLUNodes) and call.sites[0].own:
-                down = [] if call.down is None else [packed_inputs(call.down)]
-                replace_own_swiglu(call, packed_inputs(call), *down)
-                _erase(call.sites[0].scope, call.product)
-            elif isinstance(call, Site) and call.own:
-                replace_own(call, packed_inputs(call))
+            if isinstance(call, Site):
+                replace_gemm(call, packed_inputs(call))
                 _erase(call.scope, call.node)
-            elif isinstance(call, Site):
-                rows, _, offsets = call.operands
-                weight = packed_inputs(call)
-                operation = weight.operator("scaled_grouped_mm")
-                _replace(call.scope, call.node, operation, (rows, *weight.nodes, offsets), weight.options)
             else:
-                rows, _, offsets = call.sites[0].operands
-                weight = packed_inputs(call)
-                arguments = (rows, *weight.nodes, offsets)
-                operation = weight.operator("grouped_swiglu")
-                _replace(call.sites[0].scope, call.product, operation, arguments, weight.options)
+                down = [] if call.down is None else [packed_inputs(call.down)]
+                replace_swiglu(call, packed_inputs(call), *down)
+                _erase(call.sites[0].scope, call.product)
         for whole in plan.whole:
             common_format(*(site.gemm for site in (*whole.first.sites, whole.down)))
             _run_whole(whole, packed_inputs(whole.first), packed_inputs(whole.down))

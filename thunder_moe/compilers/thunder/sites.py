@@ -271,38 +271,32 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
     """The calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
-        if bsym.sym.id in _WITH_LORA:  # one operator, which nvFuser does not take
-            format = _WITH_LORA[bsym.sym.id]
-            for weight in (bsym.args[3], bsym.args[3 + len(format.fields)]):
-                source = (computation.argument_behind(weight.name) or (weight,))[0]
-                dtype, (experts, codes, n) = dtypes.to_torch_dtype(bsym.args[0].dtype), weight.shape
-                rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
-                name = names.get(computation.origin(weight.name), source.name)
-                k = format.codes_per_byte * codes
-                gemm = GroupedGemm(name, experts, n, k, rows, dtype, dtype, False, format=format.name)
-                found.append(Quantized(bsym, gemm, format.name, None))
-        if bsym.sym.id not in _FORMATS:
+        with_lora = bsym.sym.id in _WITH_LORA
+        if not with_lora and bsym.sym.id not in _FORMATS:
             continue
-        format = BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
-        a, packed, *scales = bsym.args[: 1 + len(format.fields)]
-        behind = computation.argument_behind(packed.name)
-        source = packed if behind is None else behind[0]
-        dtype = dtypes.to_torch_dtype(a.dtype)
-        experts, codes, n = packed.shape
-        buffer = computation.origin(packed.name)  # behind the views of a module's in another layout than "linear"
-        sizes = experts, n, format.codes_per_byte * codes, a.shape[0]
-        gemm = GroupedGemm(names.get(buffer, source.name), *sizes, dtype, dtype, False, format=format.name)
-        decision = QUANTIZED[bsym.sym.name]
-        if format.name != NVFP4.name:  # nvFuser takes no other
-            found.append(Quantized(bsym, gemm, decision, None))
-            continue
-        plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
-        buffers = (source, *scales)
-        swapped = behind is not None and behind[1]
-        fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
-        changed = computation.program.reason_against_packing(computation.storage(proxy.name) for proxy in buffers)
-        tensors = buffers if plain and swapped and fixed and changed is None else None
-        found.append(Quantized(bsym, gemm, decision, tensors))
+        format = _WITH_LORA[bsym.sym.id] if with_lora else BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
+        rows, dtype = bsym.args[0].shape[0], dtypes.to_torch_dtype(bsym.args[0].dtype)
+        if with_lora:
+            rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
+        for packed in (bsym.args[3], bsym.args[3 + len(format.fields)]) if with_lora else bsym.args[1:2]:
+            behind = computation.argument_behind(packed.name)
+            source = packed if behind is None else behind[0]
+            experts, codes, n = packed.shape
+            # Behind the views of a module's buffer in another layout than "linear".
+            name = names.get(computation.origin(packed.name), source.name)
+            sizes = experts, n, format.codes_per_byte * codes, rows
+            gemm = GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name)
+            tensors = None
+            if not with_lora and format.name == NVFP4.name:  # what nvFuser may take
+                plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
+                buffers = (source, *bsym.args[2 : 1 + len(format.fields)])
+                fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
+                changed = computation.program.reason_against_packing(
+                    map(computation.storage, (b.name for b in buffers))
+                )
+                swapped = behind is not None and behind[1]
+                tensors = buffers if plain and swapped and fixed and changed is None else None
+            found.append(Quantized(bsym, gemm, QUANTIZED.get(bsym.sym.name, format.name), tensors))
     return found
 
 
