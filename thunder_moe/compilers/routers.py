@@ -14,6 +14,7 @@ Legend: T tokens, E experts, A = top_k, G groups.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -317,80 +318,61 @@ class _Matcher:
         found.scores = result
 
     def follow(self) -> None:
-        """Adds what is done to the scores: normalization, a scale, a cast at last."""
+        """Adds what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
         graph, found = self.graph, self.found
-        while graph.example(found.scores).dtype == torch.float32:
-            readers, scaled = graph.readers(found.scores), "scale" in found.options
-            if len(readers) == 2 and not found.options["normalize"] and not scaled:
-                if not self.normalization(readers):
-                    return
-                continue
-            if len(readers) != 1:
-                return
-            (operation,) = readers
-            kind, given, result = graph.kind(operation), graph.given(operation), graph.result(operation)
-            if kind == "cast":
-                before, after = graph.example(found.scores), graph.example(result)
-                if after is None or after.dtype not in _DTYPES or after.device != before.device:
-                    return
-            elif kind in ("mul", "div") and not scaled and given.keys() == {"input", "other"}:
-                scores, factor = given["input"], given["other"]
-                if kind == "mul" and _is_number(scores):
-                    scores, factor = factor, scores
-                if scores is not found.scores or not _is_number(factor) or (kind == "div" and factor == 0):
-                    return
-                found.options["scale"] = float(factor) if kind == "mul" else 1.0 / factor
-            else:
-                return
-            if result is None:
-                return
-            found.operations[operation] = None
-            found.scores = result
+        with contextlib.suppress(MismatchError):
+            while graph.example(found.scores).dtype == torch.float32:
+                readers = graph.readers(found.scores)
+                if len(readers) == 2:
+                    operations, options = self.normalization(readers)
+                else:
+                    operations, options = self.scale_or_cast(self.only_reader(found.scores))
+                result = graph.result(operations[-1])
+                require(result is not None)
+                found.operations |= dict.fromkeys(operations)
+                found.options |= options
+                found.scores = result
 
-    def normalization(self, readers: set[Any]) -> bool:
-        """Adds ``scores / (sum of scores)`` if that is what two operations do."""
+    def scale_or_cast(self, operation: Any) -> tuple[list[Any], dict[str, Any]]:
+        """(operation, options) of one that multiplies, divides or casts the scores."""
         graph, found = self.graph, self.found
+        kind, given = graph.kind(operation), graph.given(operation)
+        if kind == "cast":
+            before, after = graph.example(found.scores), graph.example(graph.result(operation))
+            require(after is not None and after.dtype in _DTYPES and after.device == before.device)
+            return [operation], {}
+        require(kind in ("mul", "div") and "scale" not in found.options)
+        scores, factor = given.get("input"), given.get("other")
+        if kind == "mul" and _is_number(scores):
+            scores, factor = factor, scores
+        require(scores is found.scores and _is_number(factor) and (kind == "mul" or factor != 0))
+        return [operation], dict(scale=float(factor) if kind == "mul" else 1.0 / factor)
+
+    def normalization(self, readers: set[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """(operations, options) of ``scores / (sum of scores)``, in this order."""
+        graph, found = self.graph, self.found
+        require(not found.options["normalize"] and "scale" not in found.options)
         total = next((operation for operation in readers if graph.kind(operation) == "sum"), None)
-        if total is None:
-            return False
-        given, operations = graph.given(total), [total]
-        options: dict[str, Any] = dict(normalize=True)
-        (divide,) = readers - {total}
-        dims = (*_LAST, [-1], (-1,), [1], (1,))
-        if given.get("dim") not in dims or given.get("keepdim") is not True or given.get("dtype") is not None:
-            return False
-        divisor = graph.result(total)
+        given = self.given(total, "sum")
+        last = given.get("dim") in (*_LAST, [-1], (-1,), [1], (1,))
+        require(last and given.get("keepdim") is True and "dtype" not in given)
+        operations, divisor, options = [total], graph.result(total), dict[str, Any](normalize=True)
         for kind, name in (("add", "epsilon"), ("clamp", "least_sum")):
-            after = graph.readers(divisor)
-            operation = next(iter(after)) if len(after) == 1 else None
+            operation = self.only_reader(divisor)
             if graph.kind(operation) != kind:
                 continue
             given = graph.given(operation)
-            number = given.get("min") if kind == "clamp" else given.get("other")
-            tensor = given.get("input")
-            if kind == "add" and _is_number(tensor):
-                tensor, number = number, tensor
-            if (
-                tensor is not divisor
-                or number is None
-                or not _is_number(number)
-                or number < 0
-                or given.get("max") is not None
-            ):
-                return False
-            options[name] = float(number)
+            numbers = [value for value in given.values() if _is_number(value)]
+            require(len(given) == 2 and any(value is divisor for value in given.values()))
+            require("max" not in given and len(numbers) == 1 and numbers[0] >= 0)
+            options[name] = float(numbers[0])
             operations.append(operation)
             divisor = graph.result(operation)
-        given = graph.given(divide)
-        both = given.get("input") is found.scores and given.get("other") is divisor
-        if graph.kind(divide) != "div" or given.keys() != {"input", "other"} or not both:
-            return False
-        if graph.readers(divisor) != {divide} or graph.result(divide) is None:
-            return False
-        found.operations |= dict.fromkeys([*operations, divide])
-        found.options |= options
-        found.scores = graph.result(divide)
-        return True
+        (divide,) = readers - {total}
+        given = self.given(divide, "div")
+        require(given.get("input") is found.scores and given.get("other") is divisor)
+        require(graph.readers(divisor) == {divide})
+        return [*operations, divide], options
 
     def behind_casts(self) -> None:
         """The logits before a cast to float32, which `moe_router` does itself."""

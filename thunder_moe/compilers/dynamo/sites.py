@@ -98,6 +98,16 @@ class SwiGLUNodes:
     scales: fx.Node | None = None
     down: Site | None = None
 
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """All of its nodes, those of its GEMMs among them, before anything is rewritten."""
+        found = {self.product, *(site.node for site in self.sites)}
+        for node in (factors(self.product) or [()])[0]:
+            while node not in found:
+                found.add(node)
+                node = given(node)["input"]
+        return found
+
 
 class Weights:
     """The parameters and buffers among the inputs of a graph and of those nested in it."""
@@ -203,25 +213,16 @@ def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLUNodes], dic
     found: list[SwiGLUNodes] = []
     unfused: dict[Site, str] = {}
     for product in scope.graph.nodes:
-        own = _own_activation(by_node, product)
-        if own is not None:
-            reason = _reason_against_fusing(scope, own, set())
-            if reason is None:
-                found.append(own)
-            else:
-                unfused |= dict.fromkeys(own.sites, reason)
-            continue
+        blocks = [_own_activation(by_node, product)]
         for silu, gate, up in products_with_silu(product):
-            if not only_user(silu, product) or not only_user(gate, silu) or not only_user(up, product):
-                continue
-            block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
-            if block is not None:
-                reason = _reason_against_fusing(scope, block, {gate, up, silu})
-                if reason is None:
-                    found.append(block)
-                else:
-                    unfused |= dict.fromkeys(block.sites, reason)
-                break
+            if only_user(silu, product) and only_user(gate, silu) and only_user(up, product):
+                blocks += [_two_gemms(by_node, gate, up, product), _one_gemm(by_node, gate, up, product)]
+        block = next((block for block in blocks if block is not None), None)
+        reason = None if block is None else _reason_against_fusing(scope, block)
+        if block is not None and reason is None:
+            found.append(block)
+        elif block is not None:
+            unfused |= dict.fromkeys(block.sites, str(reason))
     return found, unfused
 
 
@@ -233,9 +234,8 @@ def products_with_silu(product: Any) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     ]
 
 
-def _reason_against_fusing(scope: Scope, block: SwiGLUNodes, parts: set[fx.Node]) -> str | None:
-    chunks: set[Any] = {given(part)["input"] for part in parts if calls(part, "getitem")}
-    replaced = {block.product, *(site.node for site in block.sites)} | parts | chunks
+def _reason_against_fusing(scope: Scope, block: SwiGLUNodes) -> str | None:
+    replaced = block.nodes
     rows, _, offsets = block.sites[0].operands
     read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
     read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")

@@ -312,8 +312,7 @@ class _Matcher:
         require(weights.dtype in (torch.bfloat16, torch.float16, torch.float32))
         sorter: Any = found.ids
         require(reason_against_ids(scope, found.operands[1], sorter[0], self.experts) is None)
-        product: Any = found.first.product
-        found.nodes |= self.between(product)
+        found.nodes |= found.first.nodes
         members: list[Any] = list(found.nodes)
         for node in members:  # in place: seen by nobody else
             if is_in_place(node):
@@ -329,16 +328,6 @@ class _Matcher:
         reason = scope.program.reason_against_fusing(positions, storages, read if differentiable else None)
         require(reason is None)
         return found
-
-    def between(self, product: fx.Node) -> set[fx.Node]:
-        """The nodes of the SwiGLU, and the casts behind it."""
-        found, inner = self.found, {product}
-        for argument in given(product).values():
-            node: Any = argument
-            while isinstance(node, fx.Node) and node not in {site.node for site in found.first.sites}:
-                inner.add(node)
-                node = given(node)["input"]
-        return inner
 
 
 def _is_gather(node: Any) -> bool:
