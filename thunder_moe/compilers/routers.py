@@ -342,7 +342,7 @@ class _Matcher:
             require(after is not None and after.dtype in _DTYPES and after.device == before.device)
             return [operation], {}
         require(kind in ("mul", "div") and "scale" not in found.options)
-        scores, factor = given.get("input"), given.get("other")
+        scores, factor = given["input"], given["other"]
         if kind == "mul" and _is_number(scores):
             scores, factor = factor, scores
         require(scores is found.scores and _is_number(factor) and (kind == "mul" or factor != 0))

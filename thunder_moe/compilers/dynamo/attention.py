@@ -126,7 +126,7 @@ def _behind_repeat(node: Any) -> _Repeat | None:
         right = dim in (1, -3) and isinstance(repeats, int) and _repeats(source, node) == repeats
         return _Repeat(source, frozenset({node})) if right else None
     expanded = source_of(node, "view")
-    unsqueezed = given(expanded)["input"] if calls(expanded, "expand") else None
+    unsqueezed: Any = given(expanded)["input"] if calls(expanded, "expand") else None
     if not calls(unsqueezed, "unsqueeze", "getitem"):
         return None
     source, place = given(unsqueezed).values()

@@ -137,8 +137,9 @@ def _as_grouped_mm(graph: fx.Graph, node: fx.Node) -> None:
     out.meta = dict(node.meta)
     with getattr(value_of(rows), "fake_mode", contextlib.nullcontext()):  # Thunder reads the example values
         for each in new:
+            target: Any = each.target
             args, options = fx.map_arg((each.args, each.kwargs), value_of)
-            call = getattr(args[0], each.target) if each.op == "call_method" else partial(each.target, args[0])
+            call = getattr(args[0], target) if each.op == "call_method" else partial(target, args[0])
             each.meta = dict(node.meta, example_value=call(*args[1:], **options))
     node.replace_all_uses_with(out if careful else new[-1])
     graph.erase_node(node)

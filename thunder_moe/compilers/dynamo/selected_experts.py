@@ -73,7 +73,7 @@ def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[Selected
 
 
 def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
-    product = given(node)["input"] if calls(node, "squeeze") else None
+    product: Any = given(node)["input"] if calls(node, "squeeze") else None
     if not calls(product, "bmm") or not only_user(product, node):
         return None
     first, second = given(product).values()

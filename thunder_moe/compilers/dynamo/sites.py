@@ -102,7 +102,7 @@ class SwiGLUNodes:
     def nodes(self) -> set[fx.Node]:
         """All of its nodes, those of its GEMMs among them, before anything is rewritten."""
         found = {self.product, *(site.node for site in self.sites)}
-        for node in (factors(self.product) or [()])[0]:
+        for node, _ in factors(self.product):
             while node not in found:
                 found.add(node)
                 node = given(node)["input"]
@@ -312,7 +312,7 @@ def _own_activation(by_node: dict[fx.Node, Site], product: fx.Node) -> SwiGLUNod
         return None
     if site.operands[2] is not offsets and (activated or offsets is not None):
         return None
-    form = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
+    form: dict[str, Any] = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
     return SwiGLUNodes((site,), product, named.get("interleave", 0), form, named.get("scales"), down)
 
 
