@@ -184,7 +184,7 @@ def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
     """The casts and the sigmoid that lead from the scattered values to the scores, in order; the scattering node."""
     chain: list[fx.Node] = []
     while calls(node, "cast", "sigmoid"):
-        require(tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
+        require(node.args and tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
         chain.insert(0, node)
         node = given(node)["input"]
     require(sum(calls(step, "sigmoid") for step in chain) == 1, "its scores are not a sigmoid, 0 at -inf")

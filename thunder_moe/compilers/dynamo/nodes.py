@@ -49,7 +49,8 @@ def given(node: Any) -> dict[str, Any]:
 
 def _row(node: Any) -> Spelling | None:
     is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method")
-    return TARGETS.get(node.target) if is_call else None
+    # What is changed in place has to be the first positional argument.
+    return TARGETS.get(node.target) if is_call and (node.args or node.target not in IN_PLACE) else None
 
 
 def kind_of(node: Any) -> str:
@@ -60,7 +61,7 @@ def kind_of(node: Any) -> str:
 
 def is_in_place(node: Any) -> bool:
     """True if a node changes its first argument, by an operation of the table."""
-    return _row(node) is not None and node.target in IN_PLACE and bool(node.args)
+    return _row(node) is not None and node.target in IN_PLACE
 
 
 def calls(node: Any, *kinds: str) -> bool:
