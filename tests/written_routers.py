@@ -27,6 +27,12 @@ def olmoe(logits):
     return values.type_as(logits), ids
 
 
+def special(logits):
+    """The example of docs/design.md."""
+    values, ids = torch.special.softmax(logits, dim=-1, dtype=torch.float32).topk(A)
+    return values / values.sum(-1, keepdim=True), ids
+
+
 def gpt_oss(logits):
     values, ids = torch.topk(logits, A, dim=-1)
     return F.softmax(values, dim=1, dtype=values.dtype), ids
@@ -150,6 +156,7 @@ FUSED = {
     qwen: dict(normalize=True),
     mixtral: dict(normalize=True),
     olmoe: dict(normalize=False),
+    special: dict(normalize=True),
     gpt_oss: dict(normalize=True),
     granite: dict(normalize=True),
     with_epsilon_and_scale: dict(normalize=True, epsilon=1e-3, scale=2.5),

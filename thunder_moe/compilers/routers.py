@@ -14,16 +14,19 @@ Legend: T tokens, E experts, A = top_k, G groups.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from thunder_moe.compilers.report import RouterEntry
+from thunder_moe.compilers.spellings import MismatchError, require
 from thunder_moe.kernels.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
-from thunder_moe.ops.checks import ACTIVATION_DTYPES as ROUTER_DTYPES
+from thunder_moe.ops.checks import ACTIVATION_DTYPES as _DTYPES
 
-__all__ = ["ROUTER_DTYPES", "RouterGraph", "RouterMatch", "limits_of_kernels", "match_router"]
+__all__ = ["RouterGraph", "RouterMatch", "match_router", "reason_against_kernels"]
 
 _SCORES = ("softmax", "sigmoid")
 _LAST = (-1, 1)
@@ -33,24 +36,7 @@ class RouterGraph(Protocol):
     """A program as tensors and the operations between them, each a hashable object of the compiler's.
 
     Tensors are told apart by what they hold: one that was changed in place since is another one. The kinds of
-    operations, and the names of their arguments:
-
-    | kind | arguments |
-    |---|---|
-    | softmax | input, dim |
-    | sigmoid, cast, detach, not, zeros, view (anything that keeps the order of elements), expand | input |
-    | topk | input, k, dim, largest, sorted; results: values, ids |
-    | max | input, dim, keepdim |
-    | sum | input, dim, keepdim, dtype |
-    | add, mul, div | input, other; no further ones |
-    | gather | input, dim, index |
-    | scatter | input, dim, index, value |
-    | masked_fill | input, mask, value |
-    | where | condition, input, other |
-    | repeat_interleave | input, repeats, dim |
-    | clamp | input, min, max |
-    | nonzero (greater than or not equal to other, of a mask) | input, other |
-
+    operations and the names of their arguments are those of `spellings`, where "view" is all that `keeps_order`.
     Anything else has the kind "".
     """
 
@@ -105,26 +91,31 @@ class RouterMatch:
         grouped = f", {kept} of {groups} groups" if groups > 1 else ""
         return f"{self.options['score']}{bias}{grouped} and top-k in one operator"
 
-
-class _MismatchError(Exception):
-    """The program differs from the pattern."""
+    def entry(self, graph: RouterGraph, reason: str | None, where: str | None = None) -> RouterEntry:
+        """The decision for the report; `reason`: why the router stays as it is, None where it does not."""
+        logits = graph.example(self.logits)
+        tokens = logits.shape[0] if isinstance(logits.shape[0], int) else None
+        decision = ("moe_router", self.summary) if reason is None else ("as written", reason)
+        return RouterEntry(0, int(logits.shape[1]), int(self.options["top_k"]), tokens, *decision, where=where)
 
 
 def match_router(graph: RouterGraph, top_k: Any) -> RouterMatch | None:
     """The router whose choice of experts is an operation of kind "topk"; None where it is of no router's form."""
     try:
         return _Matcher(graph, top_k).match()
-    except _MismatchError:
+    except MismatchError:
         return None
 
 
-def limits_of_kernels(logits: Any, options: dict[str, Any]) -> str | None:
-    """Why no kernel runs a router; None where one does.
-
-    Args:
-        logits: `RouterGraph.example` of them.
-        options: of `moe_router`.
-    """
+def reason_against_kernels(graph: RouterGraph, match: RouterMatch) -> str | None:
+    """Why no kernel runs a router; None where one does."""
+    logits, scores, options = graph.example(match.logits), graph.example(match.scores), match.options
+    if logits.dtype not in _DTYPES or logits.device.type not in ("cpu", "cuda"):
+        return "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
+    if scores.dtype not in _DTYPES:
+        return f"its scores are {scores.dtype}"
+    if match.bias is not None and graph.example(match.bias).device != logits.device:
+        return "its bias is on another device"
     experts, top_k = logits.shape[1], options["top_k"]
     groups, kept = options.get("num_groups", 1), options.get("top_groups", 1)
     if experts > MAX_EXPERTS or top_k > MAX_TOP_K:
@@ -136,11 +127,6 @@ def limits_of_kernels(logits: Any, options: dict[str, Any]) -> str | None:
     if not 1 <= top_k <= experts // groups * kept:
         return f"it chooses {top_k} of {experts // groups * kept}"
     return None
-
-
-def _require(ok: bool) -> None:
-    if not ok:
-        raise _MismatchError
 
 
 def _is_number(value: Any) -> bool:
@@ -163,7 +149,7 @@ class _Matcher:
         compared = given["input"]
         self.top_k_of(given)
         shape = self.shape(compared, 2)
-        _require(isinstance(shape[1], int))
+        require(isinstance(shape[1], int))
         self.experts: int = shape[1]
         self.detached = False
         scores = self.behind_choice(compared)
@@ -173,7 +159,7 @@ class _Matcher:
             found.logits = self.of_scores(makes)
             self.take(scores, compared)
         else:
-            _require(scores is compared)
+            require(scores is compared)
             self.take(scores, compared)
             found.logits = compared
             self.scores_of_chosen()
@@ -202,11 +188,11 @@ class _Matcher:
                 source = self.behind_detach(scores, add=False)
                 if graph.example(source) is None or graph.kind(graph.maker(source)) not in _SCORES:
                     continue
-                _require(example.dtype in ROUTER_DTYPES and graph.example(choice).dtype == torch.float32)
+                require(example.dtype in _DTYPES and graph.example(choice).dtype == torch.float32)
                 self.add_choosing(operation)
                 found.bias = bias
                 return self.behind_detach(scores)
-            raise _MismatchError
+            raise MismatchError
         return choice
 
     def behind_groups(self, operation: Any) -> Any:
@@ -219,40 +205,40 @@ class _Matcher:
             choice, mask, fill = given.get("input"), given.get("condition"), given.get("other")
             if graph.example(choice) is None:
                 choice, fill, keeps = fill, choice, False
-        _require(self.shape(choice, 2)[1] == self.experts and self.shape(mask, 2)[1] == self.experts)
-        _require(isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill in (0, -math.inf))
+        require(self.shape(choice, 2)[1] == self.experts and self.shape(mask, 2)[1] == self.experts)
+        require(isinstance(fill, (int, float)) and not isinstance(fill, bool) and fill in (0, -math.inf))
         while (kind := graph.kind(graph.maker(mask))) in ("not", "cast", "nonzero"):
             negated = kind == "not"
-            _require(kind != "nonzero" or _is(graph.given(graph.maker(mask)).get("other"), 0))
+            require(kind != "nonzero" or _is(graph.given(graph.maker(mask)).get("other"), 0))
             mask = self.choosing_input(mask)
-            _require(not negated or graph.example(mask).dtype == torch.bool)  # ~1 is -2
+            require(not negated or graph.example(mask).dtype == torch.bool)  # ~1 is -2
             keeps ^= negated
-        _require(keeps)
+        require(keeps)
         # (T, G) -> (T, G, 1) -> (T, G, E // G) -> (T, E)
         if graph.kind(graph.maker(mask)) == "repeat_interleave":
             repeated = graph.given(graph.maker(mask))
-            _require(isinstance(repeated.get("repeats"), int) and repeated.get("dim") in _LAST)
+            require(isinstance(repeated.get("repeats"), int) and repeated.get("dim") in _LAST)
             mask = self.choosing_input(mask)
             groups = self.shape(mask, 2)[1]
-            _require(groups * repeated["repeats"] == self.experts)
+            require(groups * repeated["repeats"] == self.experts)
         else:
             mask = self.choosing_input(mask, "view")
             groups, size = self.shape(mask, 3)[1:]
-            _require(groups * size == self.experts)
+            require(groups * size == self.experts)
             mask = self.choosing_input(mask, "expand")
-            _require(tuple(self.shape(mask, 3)[1:]) == (groups, 1))
+            require(tuple(self.shape(mask, 3)[1:]) == (groups, 1))
             mask = self.choosing_input(mask, "view")
-            _require(self.shape(mask, 2)[1] == groups)
+            require(self.shape(mask, 2)[1] == groups)
         scatter = graph.maker(mask)
         scattered = self.given(scatter, "scatter")
-        _require(scattered.get("dim") in _LAST and _is(scattered.get("value"), 1))
+        require(scattered.get("dim") in _LAST and _is(scattered.get("value"), 1))
         zeros = graph.maker(scattered["input"])
         while graph.kind(zeros) == "cast":
             self.add_choosing(zeros)
             zeros = graph.maker(graph.given(zeros)["input"])
-        _require(graph.kind(zeros) == "zeros")
+        require(graph.kind(zeros) == "zeros")
         best = graph.maker(scattered["index"])
-        _require(graph.kind(best) == "topk" and graph.result(best, 1) is scattered["index"])
+        require(graph.kind(best) == "topk" and graph.result(best, 1) is scattered["index"])
         self.add_choosing(scatter, zeros, best)
         of_groups = graph.given(best)
         self.top_k_of(of_groups)
@@ -269,23 +255,23 @@ class _Matcher:
         graph = self.graph
         operation = graph.maker(scores)
         given = graph.given(operation)
-        _require(graph.kind(operation) in ("sum", "max") and self.shape(scores, 2)[1] == groups)
-        _require(given.get("dim") in (-1, 2, [-1], (-1,), [2], (2,)) and given.get("keepdim", False) is False)
+        require(graph.kind(operation) in ("sum", "max") and self.shape(scores, 2)[1] == groups)
+        require(given.get("dim") in (-1, 2, [-1], (-1,), [2], (2,)) and given.get("keepdim", False) is False)
         self.add_choosing(operation)
         best, parts = 1, given["input"]
         if graph.kind(operation) == "sum":
-            _require(given.get("dtype") is None)
+            require(given.get("dtype") is None)
             top = graph.maker(parts)
             inner = self.given(top, "topk")
             self.top_k_of(inner, last=(-1, 2))
-            _require(graph.result(top, 0) is parts)
+            require(graph.result(top, 0) is parts)
             self.add_choosing(top)
             best, parts = inner["k"], inner["input"]
         else:
-            _require(graph.result(operation, 0) is scores)
+            require(graph.result(operation, 0) is scores)
         shape = self.shape(parts, 3)
-        _require(shape[1] == groups and groups * shape[2] == self.experts and best <= shape[2])
-        _require(self.choosing_input(parts, "view") is choice)
+        require(shape[1] == groups and groups * shape[2] == self.experts and best <= shape[2])
+        require(self.choosing_input(parts, "view") is choice)
         return best
 
     # ---- the scores
@@ -294,7 +280,7 @@ class _Matcher:
         """The logits of which an operation makes scores."""
         given = self.graph.given(operation)
         if self.graph.kind(operation) == "softmax":
-            _require(given.get("dim") in _LAST)
+            require(given.get("dim") in _LAST)
         self.shape(given["input"], 2)
         self.found.options["score"] = self.graph.kind(operation)
         self.found.operations[operation] = None
@@ -313,7 +299,7 @@ class _Matcher:
                 found.takes, found.scores = operation, graph.result(operation)
                 found.choosing.add(found.top_k)
                 return
-        _require(values is not None and found.bias is None and not self.detached)
+        require(values is not None and found.bias is None and not self.detached)
         found.scores = values
 
     def scores_of_chosen(self) -> None:
@@ -324,88 +310,69 @@ class _Matcher:
             found.operations[wide] = None
             found.scores = graph.result(wide)
             wide = self.only_reader(found.scores)
-        _require(graph.kind(wide) in _SCORES)
-        _require(self.of_scores(wide) is found.scores)
+        require(graph.kind(wide) in _SCORES)
+        require(self.of_scores(wide) is found.scores)
         result = graph.result(wide)
-        _require(graph.example(result).dtype in (torch.float32, graph.example(found.scores).dtype))
+        require(graph.example(result).dtype in (torch.float32, graph.example(found.scores).dtype))
         found.options["normalize"] = found.options["score"] == "softmax"
         found.scores = result
 
     def follow(self) -> None:
-        """Adds what is done to the scores: normalization, a scale, a cast at last."""
+        """Adds what is done to the scores as far as it is known: normalization, a scale, a cast at last."""
         graph, found = self.graph, self.found
-        while graph.example(found.scores).dtype == torch.float32:
-            readers, scaled = graph.readers(found.scores), "scale" in found.options
-            if len(readers) == 2 and not found.options["normalize"] and not scaled:
-                if not self.normalization(readers):
-                    return
-                continue
-            if len(readers) != 1:
-                return
-            (operation,) = readers
-            kind, given, result = graph.kind(operation), graph.given(operation), graph.result(operation)
-            if kind == "cast":
-                before, after = graph.example(found.scores), graph.example(result)
-                if after is None or after.dtype not in ROUTER_DTYPES or after.device != before.device:
-                    return
-            elif kind in ("mul", "div") and not scaled and given.keys() == {"input", "other"}:
-                scores, factor = given["input"], given["other"]
-                if kind == "mul" and _is_number(scores):
-                    scores, factor = factor, scores
-                if scores is not found.scores or not _is_number(factor) or (kind == "div" and factor == 0):
-                    return
-                found.options["scale"] = float(factor) if kind == "mul" else 1.0 / factor
-            else:
-                return
-            if result is None:
-                return
-            found.operations[operation] = None
-            found.scores = result
+        with contextlib.suppress(MismatchError):
+            while graph.example(found.scores).dtype == torch.float32:
+                readers = graph.readers(found.scores)
+                if len(readers) == 2:
+                    operations, options = self.normalization(readers)
+                else:
+                    operations, options = self.scale_or_cast(self.only_reader(found.scores))
+                result = graph.result(operations[-1])
+                require(result is not None)
+                found.operations |= dict.fromkeys(operations)
+                found.options |= options
+                found.scores = result
 
-    def normalization(self, readers: set[Any]) -> bool:
-        """Adds ``scores / (sum of scores)`` if that is what two operations do."""
+    def scale_or_cast(self, operation: Any) -> tuple[list[Any], dict[str, Any]]:
+        """(operation, options) of one that multiplies, divides or casts the scores."""
         graph, found = self.graph, self.found
+        kind, given = graph.kind(operation), graph.given(operation)
+        if kind == "cast":
+            before, after = graph.example(found.scores), graph.example(graph.result(operation))
+            require(after is not None and after.dtype in _DTYPES and after.device == before.device)
+            return [operation], {}
+        require(kind in ("mul", "div") and "scale" not in found.options)
+        scores, factor = given["input"], given["other"]
+        if kind == "mul" and _is_number(scores):
+            scores, factor = factor, scores
+        require(scores is found.scores and _is_number(factor) and (kind == "mul" or factor != 0))
+        return [operation], dict(scale=float(factor) if kind == "mul" else 1.0 / factor)
+
+    def normalization(self, readers: set[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """(operations, options) of ``scores / (sum of scores)``, in this order."""
+        graph, found = self.graph, self.found
+        require(not found.options["normalize"] and "scale" not in found.options)
         total = next((operation for operation in readers if graph.kind(operation) == "sum"), None)
-        if total is None:
-            return False
-        given, operations = graph.given(total), [total]
-        options: dict[str, Any] = dict(normalize=True)
-        (divide,) = readers - {total}
-        dims = (*_LAST, [-1], (-1,), [1], (1,))
-        if given.get("dim") not in dims or given.get("keepdim") is not True or given.get("dtype") is not None:
-            return False
-        divisor = graph.result(total)
+        given = self.given(total, "sum")
+        last = given.get("dim") in (*_LAST, [-1], (-1,), [1], (1,))
+        require(last and given.get("keepdim") is True and "dtype" not in given)
+        operations, divisor, options = [total], graph.result(total), dict[str, Any](normalize=True)
         for kind, name in (("add", "epsilon"), ("clamp", "least_sum")):
-            after = graph.readers(divisor)
-            operation = next(iter(after)) if len(after) == 1 else None
+            operation = self.only_reader(divisor)
             if graph.kind(operation) != kind:
                 continue
             given = graph.given(operation)
-            number = given.get("min") if kind == "clamp" else given.get("other")
-            tensor = given.get("input")
-            if kind == "add" and _is_number(tensor):
-                tensor, number = number, tensor
-            if (
-                tensor is not divisor
-                or number is None
-                or not _is_number(number)
-                or number < 0
-                or given.get("max") is not None
-            ):
-                return False
-            options[name] = float(number)
+            numbers = [value for value in given.values() if _is_number(value)]
+            require(len(given) == 2 and any(value is divisor for value in given.values()))
+            require("max" not in given and len(numbers) == 1 and numbers[0] >= 0)
+            options[name] = float(numbers[0])
             operations.append(operation)
             divisor = graph.result(operation)
-        given = graph.given(divide)
-        both = given.get("input") is found.scores and given.get("other") is divisor
-        if graph.kind(divide) != "div" or given.keys() != {"input", "other"} or not both:
-            return False
-        if graph.readers(divisor) != {divide} or graph.result(divide) is None:
-            return False
-        found.operations |= dict.fromkeys([*operations, divide])
-        found.options |= options
-        found.scores = graph.result(divide)
-        return True
+        (divide,) = readers - {total}
+        given = self.given(divide, "div")
+        require(given.get("input") is found.scores and given.get("other") is divisor)
+        require(graph.readers(divisor) == {divide})
+        return [*operations, divide], options
 
     def behind_casts(self) -> None:
         """The logits before a cast to float32, which `moe_router` does itself."""
@@ -415,7 +382,7 @@ class _Matcher:
             return
         source = graph.given(operation)["input"]
         wide, narrow = graph.example(found.logits), graph.example(source)
-        if narrow is None or narrow.dtype not in ROUTER_DTYPES or narrow.device != wide.device or narrow.ndim != 2:
+        if narrow is None or narrow.dtype not in _DTYPES or narrow.device != wide.device or narrow.ndim != 2:
             return
         if wide.dtype == torch.float32 or wide.dtype == narrow.dtype:
             found.operations = {operation: None, **found.operations}
@@ -424,31 +391,31 @@ class _Matcher:
     # ---- parts of the pattern
 
     def given(self, operation: Any, kind: str) -> dict[str, Any]:
-        _require(self.graph.kind(operation) == kind)
+        require(self.graph.kind(operation) == kind)
         return self.graph.given(operation)
 
     def top_k_of(self, given: dict[str, Any], last: tuple[int, ...] = _LAST) -> None:
         """Requires that arguments are those of the k largest along the last dimension."""
         named = given.get("dim", -1) in last and given.get("largest", True) is True
-        _require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
+        require(named and isinstance(given.get("k"), int) and given["k"] >= 1)
 
     def shape(self, tensor: Any, ndim: int) -> tuple[Any, ...]:
         example = self.graph.example(tensor)
-        _require(example is not None and len(example.shape) == ndim)
+        require(example is not None and len(example.shape) == ndim)
         return tuple(example.shape)
 
     def only_reader(self, tensor: Any) -> Any:
         readers = self.graph.readers(tensor)
-        _require(len(readers) == 1)
+        require(len(readers) == 1)
         return next(iter(readers))
 
     def choosing_input(self, tensor: Any, kind: str | None = None) -> Any:
         """What an operation, which has to be of a kind, makes a tensor of."""
         operation = self.graph.maker(tensor)
-        _require(kind is None or self.graph.kind(operation) == kind)
+        require(kind is None or self.graph.kind(operation) == kind)
         self.add_choosing(operation)
         source = self.graph.given(operation)["input"]
-        _require(kind != "view" or self.same_dtype(source, tensor))
+        require(kind != "view" or self.same_dtype(source, tensor))
         return source
 
     def behind_detach(self, tensor: Any, *, add: bool = True) -> Any:

@@ -130,6 +130,18 @@ FORMS = {
         )
     ),
     "index_select": dict(rows=lambda self, x, order, weights: x.index_select(0, order // A)),
+    "keywords": dict(
+        order=lambda self, ids: torch.sort(input=ids, dim=0, descending=False)[1],
+        offsets=lambda self, ids: torch.cumsum(torch.bincount(input=ids, minlength=E), dim=0, dtype=torch.int32),
+        rows=lambda self, x, order, weights: torch.index_select(
+            input=x, dim=0, index=torch.floor_divide(input=order, other=A)
+        ),
+        activate=lambda self, both: torch.mul(
+            input=F.silu(input=torch.chunk(input=both, chunks=2, dim=-1)[0]), other=both[..., I:]
+        ),
+        weigh=lambda self, y, order, weights: torch.mul(input=torch.unsqueeze(input=weights[order], dim=1), other=y),
+        total=lambda self, y, inverse, weights: torch.sum(input=y[inverse].view(-1, A, H), dim=1),
+    ),
     "weights on input": dict(
         rows=lambda self, x, order, weights: x[order // A] * weights[order][:, None],
         weigh=lambda self, y, order, weights: y,

@@ -12,31 +12,21 @@ Legend: B batch, Hkv key heads, G query heads that share one, Q new tokens, L ke
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.dynamo.sites import calls, user_line
+from thunder_moe.compilers.dynamo.nodes import calls, given, same, source_of, user_line, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.report import AttentionEntry
+from thunder_moe.compilers.spellings import keeps_order
 from thunder_moe.kernels.attention import cudnn_groups_heads_of
 
 __all__ = ["RepeatedAttention", "find_repeated_attention", "group_heads"]
-
-aten = torch.ops.aten
-_SDPA = {F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
-_SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-_RESHAPE = {torch.reshape, aten.reshape.default, "reshape"}
-_EXPAND = {aten.expand.default, "expand"}
-_UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
-_INTERLEAVE = {torch.repeat_interleave, aten.repeat_interleave.self_int, "repeat_interleave"}
-_WHOLE = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +67,13 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
     """
     found = []
     for node in scope.graph.nodes:
-        if not calls(node, _SDPA):
+        if not calls(node, "attention"):
             continue
-        given = _given(node)
-        query, keys, values = (value_of(given.get(name)) for name in ("query", "key", "value"))
+        named = given(node)
+        query, keys, values = (value_of(named.get(name)) for name in ("query", "key", "value"))
         if not all(isinstance(value, Tensor) and value.ndim == 4 for value in (query, keys, values)):
             continue
-        key, value = _behind_repeat(given["key"]), _behind_repeat(given["value"])
+        key, value = _behind_repeat(named["key"]), _behind_repeat(named["value"])
         if key is None or value is None or is_in_a_function_transform(query):
             continue
         by_cudnn = _groups_by_cudnn(scope, node, key, value)
@@ -103,8 +93,8 @@ def find_repeated_attention(scope: Scope, *, on_any_device: bool) -> list[Repeat
 def group_heads(found: RepeatedAttention) -> None:
     """Rewrites the call of one of `find_repeated_attention`, for the caller to erase."""
     node, graph = found.node, found.scope.graph
-    given = _given(node)
-    options: dict[str, Any] = {name: given[name] for name in ("attn_mask", "dropout_p", "scale") if name in given}
+    named = given(node)
+    options: dict[str, Any] = {name: named[name] for name in ("attn_mask", "dropout_p", "scale") if name in named}
 
     def method(name: str, *arguments: Any) -> fx.Node:
         return graph.call_method(name, arguments)
@@ -115,7 +105,7 @@ def group_heads(found: RepeatedAttention) -> None:
         return method("squeeze", method("unflatten", source, 1, groups), 3)
 
     with graph.inserting_before(node):
-        query, mask = given["query"], options.get("attn_mask")
+        query, mask = named["query"], options.get("attn_mask")
         if found.by_cudnn:
             options["enable_gqa"] = True
         else:
@@ -130,41 +120,29 @@ def group_heads(found: RepeatedAttention) -> None:
     node.replace_all_uses_with(out)
 
 
-def _given(node: Any) -> dict[str, Any]:
-    """The arguments of an SDPA call by name."""
-    return {**dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)), **node.kwargs}
-
-
 def _behind_repeat(node: Any) -> _Repeat | None:
-    if calls(node, _INTERLEAVE):
-        named = {**dict(zip(("self", "repeats", "dim"), node.args, strict=False)), **node.kwargs}
-        source: Any = named.pop("input", named.get("self"))
-        known = named.keys() <= {"self", "repeats", "dim"} and named.get("dim") in (1, -3)
-        repeats = named.get("repeats")
-        right = known and isinstance(repeats, int) and _repeats(source, node) == repeats
+    if calls(node, "repeat_interleave"):
+        source, repeats, dim = (*given(node).values(), None)[:3]
+        right = dim in (1, -3) and isinstance(repeats, int) and _repeats(source, node) == repeats
         return _Repeat(source, frozenset({node})) if right else None
-    expanded: Any = node.args[0] if calls(node, _RESHAPE) and node.args else None
-    unsqueezed: Any = expanded.args[0] if calls(expanded, _EXPAND) and expanded.args else None
-    if calls(unsqueezed, {operator.getitem}):
-        source, index = unsqueezed.args
-        if not isinstance(index, tuple) or index[:3] != (_WHOLE, _WHOLE, None) or any(
-            each not in (_WHOLE, ...) for each in index[3:]
-        ):  # fmt: skip
-            return None
-    elif calls(unsqueezed, _UNSQUEEZE):
-        source, dim = (*unsqueezed.args, *unsqueezed.kwargs.values(), None)[:2]
-        if dim not in (2, -3):
-            return None
-    else:
+    expanded = source_of(node, "view")
+    unsqueezed: Any = given(expanded)["input"] if calls(expanded, "expand") else None
+    if not calls(unsqueezed, "unsqueeze", "getitem"):
         return None
+    source, place = given(unsqueezed).values()
+    if calls(unsqueezed, "unsqueeze"):
+        inserts = place in (2, -3)
+    else:
+        leading = place[:3] if isinstance(place, tuple) else ()
+        inserts = leading == (slice(None), slice(None), None) and None not in place[3:]
+        inserts = inserts and keeps_order("getitem", given(unsqueezed))
     group, wide = _repeats(source, node), value_of(expanded)
-    if group is None or wide is None:
+    if not inserts or group is None or wide is None:
         return None
     # The reshape joins dims 1 and 2 alone.
     batch, heads, length, width = value_of(source).shape
-    if not _same(wide.shape, (batch, heads, group, length, width)):
-        return None
-    return _Repeat(source, frozenset({node, expanded, unsqueezed}))
+    whole = same(wide.shape, (batch, heads, group, length, width))
+    return _Repeat(source, frozenset({node, expanded, unsqueezed})) if whole else None
 
 
 def _repeats(source: Any, repeated: fx.Node) -> int | None:
@@ -175,52 +153,48 @@ def _repeats(source: Any, repeated: fx.Node) -> int | None:
     heads, key_heads = many.shape[1], few.shape[1]
     if not isinstance(heads, int) or not isinstance(key_heads, int) or key_heads == 0 or heads % key_heads:
         return None
-    same = _same((few.shape[0], *few.shape[2:]), (many.shape[0], *many.shape[2:]))
-    return heads // key_heads if same and heads > key_heads else None
+    others = same((few.shape[0], *few.shape[2:]), (many.shape[0], *many.shape[2:]))
+    return heads // key_heads if others and heads > key_heads else None
 
 
 def _groups_by_cudnn(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat) -> bool:
     """Whether cuDNN groups the heads of a call without gradients."""
-    given = _given(node)
-    query, keys, values = value_of(given["query"]), value_of(key.source), value_of(value.source)
-    mask = value_of(given.get("attn_mask"))
+    named = given(node)
+    query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
+    mask = value_of(named.get("attn_mask"))
     if mask is None or query.device.type != "cuda" or not all(isinstance(size, int) for size in query.shape[1::2]):
         return False
     if scope.modes[node] and value_of(node).requires_grad:
         return False
     return cudnn_groups_heads_of(
         str(query.device), query.dtype, mask.dtype, query.shape[1], keys.shape[1], query.shape[3], values.shape[3],
-        queries=1 if statically_known_true(query.shape[2] == 1) else 2,
+        queries=1 if same(query.shape[2], 1) else 2,
     )  # fmt: skip
 
 
 def _reason(scope: Scope, node: fx.Node, key: _Repeat, value: _Repeat, *, by_cudnn: bool) -> str | None:
     """Why attention stays as it is. The gates, in order."""
-    given = _given(node)
-    query, keys, values = value_of(given["query"]), value_of(key.source), value_of(value.source)
-    heads = int(value_of(given["key"]).shape[1])
-    if given.keys() - set(_SDPA_ARGUMENTS) or given.get("enable_gqa", False) is not False:
+    named = given(node)
+    query, keys, values = value_of(named["query"]), value_of(key.source), value_of(value.source)
+    heads = int(value_of(named["key"]).shape[1])
+    if named.get("enable_gqa", False) is not False:
         return "it groups heads itself"
-    if given.get("is_causal", False) is not False:
+    if named.get("is_causal", False) is not False:
         return "it is causal, without a mask"
-    if given.get("dropout_p", 0.0) != 0:
+    if named.get("dropout_p", 0.0) != 0:
         return "it drops probabilities at random"
-    if keys.shape[1] != values.shape[1] or not _same(query.shape[:2], (keys.shape[0], heads)):
+    if keys.shape[1] != values.shape[1] or not same(query.shape[:2], (keys.shape[0], heads)):
         return "query, keys and values differ in batch or heads"
-    if not by_cudnn and not statically_known_true(query.shape[2] == 1):
+    if not by_cudnn and not same(query.shape[2], 1):
         return "it has more than one new token, and is not cuDNN's"
-    if given.get("attn_mask") is not None:
-        mask = value_of(given["attn_mask"])
+    if named.get("attn_mask") is not None:
+        mask = value_of(named["attn_mask"])
         if not isinstance(mask, Tensor) or mask.ndim != 4 or mask.shape[1] not in (1, heads):
             return "its mask is not (batch, 1 or heads, queries, keys)"
         if mask.dtype not in (torch.bool, query.dtype):
             return f"its mask is {mask.dtype}, the query {query.dtype}"
     positions = {scope.positions[each] for each in (node, *key.nodes, *value.nodes)}
     read = dict.fromkeys(storages_of(keys), "the keys") | dict.fromkeys(storages_of(values), "the values")
-    copies = dict.fromkeys(storages_of([value_of(given["key"]), value_of(given["value"])]), "the repeated keys")
+    copies = dict.fromkeys(storages_of([value_of(named["key"]), value_of(named["value"])]), "the repeated keys")
     differentiable = scope.modes[node] and value_of(node).requires_grad
     return scope.program.reason_against_fusing(positions, copies | read, read if differentiable else None)
-
-
-def _same(sizes: Any, others: Any) -> bool:
-    return len(sizes) == len(others) and all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))

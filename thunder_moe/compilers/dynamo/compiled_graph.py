@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from thunder_moe.compilers.dynamo.nodes import traced_frame
 from thunder_moe.compilers.dynamo.rewrite import Rewritten, rewrite
 from thunder_moe.compilers.dynamo.scopes import copy_of
-from thunder_moe.compilers.dynamo.sites import traced_frame
 from thunder_moe.compilers.eligibility import Format, choosing_format
 from thunder_moe.compilers.report import Graph, record
 from thunder_moe.compilers.safety import is_hidden_training_forward

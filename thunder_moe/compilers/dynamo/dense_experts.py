@@ -12,35 +12,29 @@ Legend: T tokens, A = top_k, E experts, H hidden_size.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.dynamo.sites import MUL, SILU, TRANSPOSE, Site, Weights, calls, part_of, site_of
-from thunder_moe.compilers.gate_up import is_interleaved
+from thunder_moe.compilers.dynamo.nodes import (
+    behind,
+    calls,
+    factors,
+    given,
+    kind_of,
+    part_of_result,
+    sole_user,
+    tensor,
+    value_of,
+)
+from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.compilers.dynamo.sites import Site, Weights, part_of, products_with_silu, site_of
+from thunder_moe.compilers.spellings import MismatchError, is_interleaved, require
 
 __all__ = ["DenseExperts", "Routing", "find_dense_experts"]
 
-aten = torch.ops.aten
-_BMM = {torch.bmm, aten.bmm.default, "bmm"}
-_VIEW = {torch.reshape, aten.view.default, aten.reshape.default, "view", "reshape"}
-_REPEAT = {aten.repeat.default, "repeat"}
-_T = {torch.t, aten.t.default, "t"}
-_SIGMOID = {torch.sigmoid, F.sigmoid, aten.sigmoid.default, "sigmoid"}
-_CAST = {"float", "half", "bfloat16", "to", aten._to_copy.default}
-_SCATTER = {torch.scatter, aten.scatter.src, "scatter", "scatter_"}
-_FULL_LIKE = {torch.full_like, aten.full_like.default}
-_TOPK = {torch.topk, aten.topk.default, "topk"}
-_SUM = {torch.sum, aten.sum.dim_IntList, "sum"}
-_SCATTER_ARGUMENTS = ("input", "dim", "index", "src")
 _DENSE = "a batched product over all experts"
 
 
@@ -66,8 +60,8 @@ class Routing:
     def operands(self) -> tuple[Any, Any, Any]:
         """tokens (T, H), indices (T, A) and values (T, A) as they are now: a rewrite elsewhere in the graph may have
         replaced them."""
-        given = _named(self.scatter, *_SCATTER_ARGUMENTS)
-        return self.repeated.args[0], given["index"], given["src"]
+        scattered = given(self.scatter)
+        return given(self.repeated)["input"], scattered["index"], scattered["value"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,26 +76,23 @@ class DenseExperts:
     reason: str | None
 
 
-class _MismatchError(Exception):
-    """The graph differs from the pattern; the message says where."""
-
-
 def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
     """All batched GEMMs whose weight is a parameter or buffer, in a graph as dynamo gives it to a backend."""
     sites: dict[fx.Node, Site] = {}
     for node in scope.graph.nodes:
-        if not calls(node, _BMM) or len(node.args) != 2 or node.kwargs:
+        if not calls(node, "bmm"):
             continue
-        rows, weight = map(value_of, node.args)
+        source = given(node)["mat2"]
+        rows, weight = value_of(given(node)["input"]), value_of(source)
         if rows is None or weight is None or weight.ndim != 3 or is_in_a_function_transform(weight):
             continue
-        if weights.behind(scope, node.args[1], weight)[0] is not None:
-            sites[node] = site_of(node, scope, node.args[1], weight, rows, None, weights)
+        if weights.behind(scope, source, weight)[0] is not None:
+            sites[node] = site_of(node, scope, source, weight, rows, None, weights)
     blocks, covered = [], set()
     for second in sites.values():
         try:
             first, between = _swiglu(second, sites)
-        except _MismatchError:
+        except MismatchError:
             continue
         covered |= {first.node, second.node}
         reasons = [f"{site.gemm.weight}: {site.reason}" for site in (first, second) if site.reason is not None]
@@ -110,7 +101,7 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
             continue
         try:
             blocks.append(DenseExperts((first, second), _routing(first, second, between), None))
-        except _MismatchError as difference:
+        except MismatchError as difference:
             blocks.append(DenseExperts((first, second), None, f"{_DENSE}: {difference}"))
     alone = [DenseExperts((site,), None, f"{_DENSE}, without a SwiGLU") for site in sites.values()]
     return blocks + [single for single in alone if single.sites[0].node not in covered]
@@ -118,37 +109,32 @@ def find_dense_experts(scope: Scope, weights: Weights) -> list[DenseExperts]:
 
 def _swiglu(second: Site, sites: dict[fx.Node, Site]) -> tuple[Site, set[fx.Node]]:
     """The GEMM of gate and up whose SwiGLU the second one reads, and the nodes between the two."""
-    product: Any = second.node.args[0]
-    for silu, up in _pairs(product, MUL):
-        if not calls(silu, SILU) or not silu.args or any(silu.args[1:]) or silu.kwargs.get("inplace"):
-            continue
-        gate: Any = silu.args[0]
+    product = given(second.node)["input"]
+    for silu, gate, up in products_with_silu(product):
         (whole, low), (other, high) = part_of(gate), part_of(up)
         if whole is not None and whole is other and whole in sites and is_interleaved(low, high) is False:
-            return sites[whole], {product, silu, gate, up, gate.args[0], up.args[0]}
-    raise _MismatchError
+            return sites[whole], {product, silu, gate, up, given(gate)["input"], given(up)["input"]}
+    raise MismatchError
 
 
 def _routing(first: Site, second: Site, between: set[fx.Node]) -> Routing:
-    experts, hidden = first.gemm.experts, first.gemm.in_features
-    batched: Any = first.node.args[0]
-    rows, views = _behind_views(batched, experts, hidden)
-    repeated, scores, used = _tokens_times_scores(rows, experts)
-    tokens = _argument(repeated)
+    experts, hidden, nodes = first.gemm.experts, first.gemm.in_features, {first.node, second.node} | between
+    total, inner = _sum_over_experts(second, nodes)
+    for node in inner:
+        require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
+    batched = given(first.node)["input"]
+    dtype = tensor(batched, 3, experts, None, hidden).dtype
+    rows = behind(batched, "view", passed=nodes)
+    repeated, scores = _tokens_times_scores(rows, experts, nodes)
+    tokens = tensor(given(repeated)["input"], 2)
+    require(tokens.dtype == dtype, "tokens and rows differ in dtype")
     chain, scatter = _score_nodes(scores)
     indices, values = _scattered(scatter, experts)
-    total, summed = _sum_over_experts(second, experts)
-    inner = between | summed | {first.node, second.node}
-    for node in inner:
-        _require(set(node.users) <= inner | {total}, f"{node.name} is read elsewhere")
-    _require(_tensor(tokens, 2).dtype == _tensor(batched, 3).dtype, "tokens and rows differ in dtype")
-    for node in (indices, values):
-        _require(_same(_tensor(node, 2).shape[0], _tensor(tokens, 2).shape[0]), f"{node.name} is not of all tokens")
+    top_k = tensor(indices, 2, tokens.shape[0]).shape[1]
+    tensor(values, 2, tokens.shape[0], top_k)
     routing = Routing(repeated, scatter, tuple(chain), rows, total)
-    reason = _reason_against_routing(
-        first.scope, routing, {repeated, scatter, rows, total, *chain, *views, *used, *inner}
-    )
-    _require(reason is None, str(reason))
+    reason = _reason_against_routing(first.scope, routing, {repeated, scatter, rows, total, *chain, *inner, *nodes})
+    require(reason is None, str(reason))
     return routing
 
 
@@ -171,115 +157,62 @@ def _reason_against_routing(scope: Scope, routing: Routing, replaced: set[fx.Nod
         or change(position[routing.repeated], place, tokens, "the tokens")
         or change(position[routing.scatter], place, values, "the router's choice")
         # Of k different experts, as a top-k gives them.
-        or change(position[indices.args[0]], place, indices, "the experts")
+        or change(position[given(indices)["input"]], place, indices, "the experts")
         or (change(place, end, tokens, "the tokens") if differentiable else None)
     )
 
 
-def _behind_views(node: Any, experts: int, last: int) -> tuple[Any, set[fx.Node]]:
-    """What (E, T, H) is a view of, and the views."""
-    shape, views = _tensor(node, 3).shape, set()
-    _require(shape[0] == experts and shape[2] == last, "its rows are not (experts, tokens, features)")
-    while calls(node, _VIEW):
-        views.add(node)
-        node = _argument(node)
-    return node, views
-
-
-def _tokens_times_scores(rows: Any, experts: int) -> tuple[fx.Node, fx.Node, set[fx.Node]]:
-    """(repeated, scores (T, E), nodes between) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``."""
-    for repeated, column in _pairs(rows, MUL):
-        if not calls(repeated, _REPEAT) or not calls(column, _VIEW) or _tensor(column, 2).shape[1] != 1:
+def _tokens_times_scores(rows: Any, experts: int, passed: set[fx.Node]) -> tuple[fx.Node, fx.Node]:
+    """(repeated, scores (T, E)) of ``tokens.repeat(E, 1) * scores.T.reshape(-1, 1)``; `passed` gets what is between."""
+    for repeated, column in factors(rows):
+        if not calls(repeated, "repeat") or not calls(column, "view"):
             continue
-        times, swapped = _flat(repeated.args[1:]), _argument(column)
-        dims = _flat(swapped.args[1:]) if calls(swapped, TRANSPOSE) else ()
-        if times == (experts, 1) and (calls(swapped, _T) or dims in ((0, 1), (1, 0), (-1, -2), (-2, -1), (0, -1))):
-            scores = _argument(swapped)
-            _require(_tensor(scores, 2).shape[1] == experts, "its scores are not per expert")
-            return repeated, scores, {repeated, column, swapped, scores}
-    raise _MismatchError("its rows are not tokens times scores")
+        tokens, swapped = given(repeated)["input"], given(column)["input"]
+        count, hidden = tensor(tokens, 2).shape
+        tensor(repeated, 2, experts * count, hidden)
+        tensor(column, 2, None, 1)
+        dims = list(given(swapped).values())[1:] if calls(swapped, "transpose") else []
+        if calls(swapped, "t") or {dim % 2 for dim in dims} == {0, 1}:
+            scores = given(swapped)["input"]
+            tensor(scores, 2, None, experts)
+            passed |= {column, swapped, scores}
+            return repeated, scores
+    raise MismatchError("its rows are not tokens times scores")
 
 
 def _score_nodes(node: Any) -> tuple[list[fx.Node], fx.Node]:
     """The casts and the sigmoid that lead from the scattered values to the scores, in order; the scattering node."""
     chain: list[fx.Node] = []
-    while calls(node, _CAST | _SIGMOID):
-        _require(_tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
+    while calls(node, "cast", "sigmoid"):
+        require(node.args and tensor(node, 2).dtype.is_floating_point, "its scores are not floating point")
         chain.insert(0, node)
-        node = _argument(node)
-    _require(sum(calls(step, _SIGMOID) for step in chain) == 1, "its scores are not a sigmoid, 0 at -inf")
-    _require(calls(node, _SCATTER), "its scores are not a router's choice scattered into -inf")
+        node = given(node)["input"]
+    require(sum(calls(step, "sigmoid") for step in chain) == 1, "its scores are not a sigmoid, 0 at -inf")
     return chain, node
 
 
-def _scattered(scatter: fx.Node, experts: int) -> tuple[fx.Node, fx.Node]:
+def _scattered(scatter: Any, experts: int) -> tuple[fx.Node, fx.Node]:
     """(indices, values) of a top-k scattered into a (T, E) of -inf, along the experts."""
-    given = _named(scatter, *_SCATTER_ARGUMENTS)
-    along = given.keys() == set(_SCATTER_ARGUMENTS) and given["dim"] in (1, -1)
-    _require(along, "its scores are not scattered along the experts")
-    full, indices, values = given["input"], given["index"], given["src"]
-    filled = calls(full, _FULL_LIKE) and _named(full, "input", "fill_value").get("fill_value") == float("-inf")
-    _require(filled and set(full.users) == {scatter}, "its scores are not scattered into -inf alone")
-    _require(_tensor(full, 2).shape[1] == experts, "its scores are not per expert")
-    top = indices.args[0] if calls(indices, {operator.getitem}) and indices.args[1] == 1 else None
+    along = kind_of(scatter) == "scatter" and given(scatter)["dim"] in (1, -1)
+    require(along, "its scores are not scattered along the experts")
+    full, _, indices, values = given(scatter).values()
+    filled = calls(full, "full_like") and given(full)["fill_value"] == float("-inf")
+    require(filled and set(full.users) == {scatter}, "its scores are not scattered into -inf alone")
+    tensor(full, 2, None, experts)
     # The k largest are k different experts, so that no two values meet at one.
-    dim = _named(top, "input", "k", "dim").get("dim", -1) if calls(top, _TOPK) else None
-    _require(dim in (1, -1), "the experts do not come from a top-k")
-    _require(_tensor(indices, 2).shape[1] == _tensor(values, 2).shape[1], "values and experts differ in number")
+    top_k = part_of_result(indices, "topk", 1)
+    chosen = top_k is not None and given(top_k).get("dim", -1) in (1, -1)
+    require(chosen, "the experts do not come from a top-k")
     return indices, values
 
 
-def _sum_over_experts(second: Site, experts: int) -> tuple[fx.Node, set[fx.Node]]:
-    """The sum over the experts of the second GEMM's output, and the views between."""
-    node, views = second.node, set()
-    while len(node.users) == 1:
-        source, (node,) = node, node.users
-        if calls(node, _VIEW):
-            views.add(node)
-            continue
-        given = _named(node, "input", "dim") if calls(node, _SUM) else {}
-        if given.keys() == {"input", "dim"} and given["dim"] in (0, -3, [0], (0,), [-3], (-3,)):
-            shape = _tensor(source, 3).shape
-            _require(shape[0] == experts and shape[2] == second.gemm.out_features, "its result is not summed per token")
-            return node, views
-        break
-    raise _MismatchError("its result is not summed over the experts")
-
-
-def _pairs(node: Any, targets: Set[Any]) -> list[tuple[Any, Any]]:
-    """The two arguments of a commutative call, in both orders."""
-    binary = calls(node, targets) and len(node.args) == 2 and not node.kwargs
-    return [tuple(node.args), tuple(node.args[::-1])] if binary else []
-
-
-def _flat(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call that takes sizes or dims one by one or as a sequence."""
-    return tuple(arguments[0]) if len(arguments) == 1 and isinstance(arguments[0], (tuple, list)) else tuple(arguments)
-
-
-def _named(node: Any, *names: str) -> dict[str, Any]:
-    """The arguments of a call by name; those behind the last name by their positions."""
-    return {**{names[i] if i < len(names) else str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
-
-
-def _argument(node: Any) -> Any:
-    """The first argument of a call, which is a tensor given by position."""
-    _require(bool(node.args) and isinstance(node.args[0], fx.Node), f"{node.name} has unusual arguments")
-    return node.args[0]
-
-
-def _tensor(node: Any, ndim: int) -> torch.Tensor:
-    """The example value of a node that is a tensor of so many dims."""
-    value = value_of(node)
-    if isinstance(value, torch.Tensor) and value.ndim == ndim:
-        return value
-    raise _MismatchError(f"{node} is not a tensor of {ndim} dims")
-
-
-def _same(a: Any, b: Any) -> bool:
-    return statically_known_true(a == b)
-
-
-def _require(ok: bool, otherwise: str) -> None:
-    if not ok:
-        raise _MismatchError(otherwise)
+def _sum_over_experts(second: Site, between: set[fx.Node]) -> tuple[fx.Node, set[fx.Node]]:
+    """The sum over the experts of the second GEMM's output, and the views between, beside others that are between."""
+    node, inner, otherwise = second.node, {*between}, "its result is not summed over the experts"
+    while calls(total := sole_user(node, otherwise), "view"):
+        node = total
+        inner.add(node)
+    summed = calls(total, "sum") and given(total).keys() == {"input", "dim"}
+    require(summed and given(total)["dim"] in (0, -3, [0], (0,), [-3], (-3,)), otherwise)
+    tensor(node, 3, second.gemm.experts, None, second.gemm.out_features)
+    return total, inner

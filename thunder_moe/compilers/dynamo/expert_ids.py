@@ -11,31 +11,27 @@ ids that a graph is given are anybody's: such masks stay.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.dynamo.sites import calls
+from thunder_moe.compilers.dynamo.nodes import (
+    calls,
+    given,
+    is_in_place,
+    kind_of,
+    part_of_result,
+    same,
+    source_of,
+    value_of,
+)  # fmt: skip
+from thunder_moe.compilers.dynamo.scopes import Scope
 
 __all__ = ["erase_idle_masks", "reason_against_ids"]
-
-aten = torch.ops.aten
-_SAME_IDS = {torch.reshape, aten.view.default, aten.reshape.default, "view", "reshape", "flatten", "contiguous", "long"}
-_CLAMP = {torch.clamp, aten.clamp.default, "clamp"}
-_CLAMP_IN_PLACE = {aten.clamp_.default, "clamp_"}
-_TOPK = {torch.topk, aten.topk.default, "topk"}
-_SORT = {torch.sort, aten.sort.default, aten.sort.stable, "sort"}
-_AT_LEAST = {operator.ge, torch.ge, aten.ge.Scalar, "ge"}
-_UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
-_MASK = {torch.masked_fill, aten.masked_fill.Scalar, "masked_fill"}
-_MASK_IN_PLACE = {aten.masked_fill_.Scalar, "masked_fill_"}
 
 
 def reason_against_ids(scope: Scope, ids: Any, reader: fx.Node, experts: int) -> str | None:
@@ -55,79 +51,66 @@ def erase_idle_masks(scope: Scope) -> bool:
     shared = storages_of([*map(scope.value_of, ends)])
     idle = [node for node in nodes if _bounds_nothing(scope, node) or _masks_nothing(scope, node, shared)]
     for node in idle:
-        node.replace_all_uses_with(node.all_input_nodes[0])
+        node.replace_all_uses_with(given(node)["input"])
         scope.graph.erase_node(node)
     return bool(idle)
 
 
 def _bound(scope: Scope, ids: Any, reader: fx.Node) -> int | None:
     """n where 0 <= ids < n is sure for the ids that a node reads, else None."""
-    dtype = getattr(value_of(ids), "dtype", None)
-    while _is_unchanged(scope, ids, reader) and value_of(ids).dtype == dtype in (torch.int32, torch.int64):
-        source: Any = ids.args[0] if ids.args else None
-        if calls(ids, _CLAMP):
-            lowest, highest = _limits(ids)
+    while _is_unchanged(scope, ids, reader) and value_of(ids).dtype in (torch.int32, torch.int64):
+        named = given(ids)
+        if calls(ids, "clamp"):
+            lowest, highest = named.get("min"), named.get("max")
             return highest + 1 if lowest == 0 and type(highest) is int and highest >= 0 else None
-        if calls(ids, {operator.getitem}) and calls(source, _TOPK) and ids.args[1] == 1:
-            return _choices(source)
-        if calls(ids, {operator.getitem}) and calls(source, _SORT) and ids.args[1] == 0:
-            source = source.args[0] if source.args else None
-        elif not calls(ids, _SAME_IDS):
-            return None
+        if (top_k := part_of_result(ids, "topk", 1)) is not None:
+            scores, dim = value_of(given(top_k)["input"]), given(top_k).get("dim", -1)
+            whole = isinstance(scores, Tensor) and scores.ndim > 0 and dim in (-1, scores.ndim - 1)
+            return scores.shape[-1] if whole and type(scores.shape[-1]) is int else None
+        sort = part_of_result(ids, "sort", 0)
+        source = source_of(ids, "view", "cast") if sort is None else given(sort)["input"]
         ids, reader = source, ids
     return None
-
-
-def _limits(clamp: fx.Node) -> tuple[Any, Any]:
-    given = {**dict(zip(("input", "min", "max"), clamp.args, strict=False)), **clamp.kwargs}
-    return given.get("min"), given.get("max")
-
-
-def _choices(topk: fx.Node) -> int | None:
-    """The number of scores that a top-k over the last dim chooses from."""
-    scores = value_of(topk.args[0]) if topk.args else None
-    if not isinstance(scores, Tensor) or scores.ndim == 0 or type(scores.shape[-1]) is not int:
-        return None
-    dim = {**dict(zip(("input", "k", "dim"), topk.args, strict=False)), **topk.kwargs}.get("dim", -1)
-    return scores.shape[-1] if dim in (-1, scores.ndim - 1) else None
 
 
 def _is_unchanged(scope: Scope, node: Any, reader: fx.Node) -> bool:
     """Whether another node reads the tensor that a node made as it was made."""
     if not isinstance(value_of(node), Tensor):
         return False
-    made, storages = node.args[0] if calls(node, {operator.getitem}) else node, storages_of(value_of(node))
+    made, storages = node.args[0] if calls(node, "getitem") else node, storages_of(value_of(node))
     between = scope.program.steps[scope.positions[made] + 1 : scope.positions[reader]]
     return not any(step.changes(storages) for step in between)
 
 
 def _bounds_nothing(scope: Scope, node: fx.Node) -> bool:
     """Whether a node is ``ids.clamp_(max=n - 1)`` of ids below n."""
-    if not calls(node, _CLAMP_IN_PLACE):
+    named = given(node)
+    if kind_of(node) != "clamp" or not is_in_place(node) or "min" in named or type(named.get("max")) is not int:
         return False
-    lowest, highest = _limits(node)
-    bound = _bound(scope, node.args[0], node) if lowest is None and type(highest) is int else None
-    return bound is not None and highest >= bound - 1
+    bound = _bound(scope, named["input"], node)
+    return bound is not None and bool(named["max"] >= bound - 1)
 
 
 def _masks_nothing(scope: Scope, node: fx.Node, shared: Set[int]) -> bool:
     """Whether a node masks nothing, and what it is given may stand for its result."""
-    if not calls(node, _MASK | _MASK_IN_PLACE) or len(node.args) != 3 or type(node.args[2]) not in (int, float):
+    named = given(node)
+    if kind_of(node) != "masked_fill" or type(named.get("value")) not in (int, float):
         return False
-    source, mask, _ = node.args
-    return _is_false(scope, mask, node) and (calls(node, _MASK_IN_PLACE) or _is_same(scope, source, node, shared))
+    unseen = is_in_place(node) or _is_same(scope, named["input"], node, shared)
+    return _is_false(scope, named["mask"], node) and unseen
 
 
 def _is_false(scope: Scope, mask: Any, reader: fx.Node) -> bool:
     """Whether a mask that a node reads is false throughout."""
     if not _is_unchanged(scope, mask, reader):
         return False
-    if calls(mask, _UNSQUEEZE):
-        return _is_false(scope, mask.args[0], mask)
-    if not calls(mask, _AT_LEAST) or len(mask.args) != 2 or type(mask.args[1]) is not int:
+    named = given(mask)
+    if calls(mask, "unsqueeze"):
+        return _is_false(scope, named["input"], mask)
+    if not calls(mask, "at_least") or type(named["other"]) is not int:
         return False
-    bound = _bound(scope, mask.args[0], mask)
-    return bound is not None and mask.args[1] >= bound
+    bound = _bound(scope, named["input"], mask)
+    return bound is not None and bool(named["other"] >= bound)
 
 
 def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool:
@@ -138,8 +121,7 @@ def _is_same(scope: Scope, source: Any, node: fx.Node, shared: Set[int]) -> bool
         return False
     if (old.dtype, old.requires_grad, old.ndim) != (new.dtype, new.requires_grad, new.ndim):
         return False
-    sizes = zip((*old.shape, *old.stride()), (*new.shape, *new.stride()), strict=True)
-    if not all(statically_known_true(before == after) for before, after in sizes):
+    if not same((*old.shape, *old.stride()), (*new.shape, *new.stride())):
         return False
     olds, news = storages_of(old), storages_of(new)
     later = scope.program.steps[scope.positions[node] + 1 :]

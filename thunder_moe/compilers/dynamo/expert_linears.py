@@ -1,11 +1,12 @@
-"""Puts NVFP4 operators in the place of GroupedLinear and GroupedMLP, with biases, scales, interleaved gate and up.
+"""Puts NVFP4 operators in the place of grouped GEMMs and SwiGLUs: torch's, and those of GroupedLinear and GroupedMLP.
 Called by rewrite.py; calls sites.py for what is replaced.
 
+    grouped_mm(x, w.mT, offs)                -> NVFP4 GEMM
     grouped_linear(x, w, offs, bias, scale)  -> NVFP4 GEMM -> grouped_bias
     activated_grouped_linear(y, w, ...)      -> scaled_activation -> NVFP4 GEMM -> grouped_bias with scales
     both, one after the other                -> NVFP4 GEMM with SwiGLU -> NVFP4 GEMM -> grouped_bias with scales
 
-The results are zero past the last row end, where those of the NVFP4 operators are undefined.
+The results of the latter are zero past the last row end, where those of the NVFP4 operators are undefined.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from thunder_moe.compilers.dynamo.scopes import value_of
-from thunder_moe.compilers.dynamo.sites import ACTIVATED, ACTIVATION, LINEAR, Site, SwiGLUNodes
+from thunder_moe.compilers.dynamo.nodes import calls, value_of
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, read_live_rows_alone
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.ops import grouped_mm, grouped_swiglu  # noqa: F401  (registers the operators)
 
-__all__ = ["Packed", "replace_own", "replace_own_swiglu"]
+__all__ = ["Packed", "replace_gemm", "replace_swiglu"]
 
 _OPS = torch.ops.thunder_moe
 _FORM = ("kind", "alpha", "limit", "up_shift", "interleave")
@@ -40,36 +41,37 @@ class Packed:
         return getattr(_OPS, f"f16a_{self.format}weight_{stem}").default
 
 
-def replace_own(site: Site, weight: Packed) -> None:
-    """Replaces the uses of a `grouped_linear` or `activated_grouped_linear`; the node stays, without users."""
+def replace_gemm(site: Site, weight: Packed) -> None:
+    """Replaces the uses of a grouped GEMM; the node stays, without users."""
     graph, node, arguments = site.scope.graph, site.node, site.arguments
     rows, _, offsets = site.operands
     with graph.inserting_before(node):
         ends = _int32(graph, offsets)
-        bias_scale, scales = arguments.get("bias_scale"), arguments.get("scales")
-        if "scales" in arguments or any(name in node.kwargs for name in _FORM):
-            form = {name: node.kwargs[name] for name in _FORM if name in node.kwargs}
-            rows = graph.call_function(ACTIVATION, (rows, None, offsets), form)
+        if calls(node, "activated"):
+            form = {name: arguments[name] for name in _FORM if name in arguments}
+            rows = graph.call_function(_OPS.scaled_activation.default, (rows, None, offsets), form)
         out = graph.call_function(weight.operator("scaled_grouped_mm"), (rows, *weight.nodes, ends), weight.options)
-        out = _finished(graph, out, rows, offsets, arguments.get("bias"), bias_scale, scales)
+        if site.own:
+            added = (arguments.get(name) for name in ("bias", "bias_scale", "scales"))
+            out = _finished(graph, out, rows, offsets, *added)
     _hand_over(node, out)
 
 
-def replace_own_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
-    """Replaces the uses of a SwiGLU on `grouped_linear`, with `down` those of the `activated_grouped_linear` that it is
-    a part of; the node stays, without users."""
+def replace_swiglu(block: SwiGLUNodes, gate_up: Packed, down: Packed | None = None) -> None:
+    """Replaces the uses of a SwiGLU and its GEMMs, with `down` those of the `activated_grouped_linear` that it is a
+    part of; the node stays, without users."""
     graph, node = block.sites[0].scope.graph, block.product
     rows, _, offsets = block.sites[0].operands
     with graph.inserting_before(node):
         ends = _int32(graph, offsets)
         bias = _bias_of(graph, block)
         options = gate_up.options | block.form
-        swiglu = gate_up.operator("grouped_swiglu")
-        out = graph.call_function(swiglu, (rows, *gate_up.nodes, ends, None, None, bias), options)
+        more = () if bias is None else (None, None, bias)
+        out = graph.call_function(gate_up.operator("grouped_swiglu"), (rows, *gate_up.nodes, ends, *more), options)
         if down is not None and block.down is not None:
             out = graph.call_function(down.operator("scaled_grouped_mm"), (out, *down.nodes, ends), down.options)
             out = _finished(graph, out, rows, offsets, block.down.arguments.get("bias"), None, block.scales)
-        elif block.scales is not None or not _read_by_linears(node, offsets):
+        elif block.sites[0].own and (block.scales is not None or not read_live_rows_alone(node, offsets)):
             out = _finished(graph, out, rows, offsets, None, None, block.scales)
     _hand_over(node, out)
 
@@ -93,23 +95,18 @@ def _finished(
     """Zeros past the last row end; bias and factors, if there are any."""
     if bias is not None or scales is not None:
         return graph.call_function(_OPS.grouped_bias.default, (out, offsets, bias, bias_scale, scales))
-    # In torch's functions, which inductor makes a part of the kernel that reads the result.
+    return _zeros_past_the_end(graph, out, offsets)[-1]
+
+
+def _zeros_past_the_end(graph: fx.Graph, out: fx.Node, offsets: fx.Node) -> list[fx.Node]:
+    """Nodes of torch's functions, which inductor makes a part of the kernel that reads the last one."""
     count = graph.call_method("size", (out, 0))
     options = dict(device=value_of(offsets).device, dtype=torch.int32)
     positions = graph.call_function(torch.arange, (count,), options)
     end = graph.call_method("select", (offsets, 0, -1))
-    live = graph.call_method("unsqueeze", (graph.call_function(torch.lt, (positions, end)), 1))
-    return graph.call_function(torch.where, (live, out, 0))
-
-
-def _read_by_linears(node: fx.Node, offsets: fx.Node) -> bool:
-    """Whether all that reads a node are expert linears of the same rows, which read no row past the end."""
-
-    def same_rows(user: fx.Node) -> bool:
-        target = getattr(user.target, "default", user.target)
-        return target in (LINEAR, ACTIVATED) and user.args[:1] == (node,) and user.args[2:3] == (offsets,)
-
-    return all(map(same_rows, node.users))
+    before = graph.call_function(torch.lt, (positions, end))
+    live = graph.call_method("unsqueeze", (before, 1))
+    return [count, positions, end, before, live, graph.call_function(torch.where, (live, out, 0))]
 
 
 def _int32(graph: fx.Graph, offsets: fx.Node) -> fx.Node:

@@ -23,7 +23,8 @@ from thunder_moe.compilers.dynamo.attention import find_repeated_attention, grou
 from thunder_moe.compilers.dynamo.dense_experts import DenseExperts, Routing, find_dense_experts
 from thunder_moe.compilers.dynamo.effects import storages_of
 from thunder_moe.compilers.dynamo.expert_ids import erase_idle_masks
-from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_own, replace_own_swiglu
+from thunder_moe.compilers.dynamo.expert_linears import Packed, replace_gemm, replace_swiglu
+from thunder_moe.compilers.dynamo.nodes import kind_of, value_of
 from thunder_moe.compilers.dynamo.routers import (
     Router,
     call_router,
@@ -32,13 +33,12 @@ from thunder_moe.compilers.dynamo.routers import (
     fuse_router,
     share_orders,
 )
-from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope, attribute, scopes_of
 from thunder_moe.compilers.dynamo.selected_experts import SelectedExperts, find_selected_experts
 from thunder_moe.compilers.dynamo.sites import (
     Site,
     SwiGLUNodes,
     Weights,
-    calls,
     find_sites,
     find_swiglu,
     quantized_gemm,
@@ -254,24 +254,13 @@ def rewrite(
         for site in plan.to_train:
             _replace(site.scope, site.node, _OPS.trainable_grouped_mm.default, site.operands)
         for call in plan.calls:
-            if isinstance(call, SwiGLUNodes) and call.sites[0].own:
-                down = [] if call.down is None else [packed_inputs(call.down)]
-                replace_own_swiglu(call, packed_inputs(call), *down)
-                _erase(call.sites[0].scope, call.product)
-            elif isinstance(call, Site) and call.own:
-                replace_own(call, packed_inputs(call))
+            if isinstance(call, Site):
+                replace_gemm(call, packed_inputs(call))
                 _erase(call.scope, call.node)
-            elif isinstance(call, Site):
-                rows, _, offsets = call.operands
-                weight = packed_inputs(call)
-                operation = weight.operator("scaled_grouped_mm")
-                _replace(call.scope, call.node, operation, (rows, *weight.nodes, offsets), weight.options)
             else:
-                rows, _, offsets = call.sites[0].operands
-                weight = packed_inputs(call)
-                arguments = (rows, *weight.nodes, offsets)
-                operation = weight.operator("grouped_swiglu")
-                _replace(call.sites[0].scope, call.product, operation, arguments, weight.options)
+                down = [] if call.down is None else [packed_inputs(call.down)]
+                replace_swiglu(call, packed_inputs(call), *down)
+                _erase(call.sites[0].scope, call.product)
         for whole in plan.whole:
             common_format(*(site.gemm for site in (*whole.first.sites, whole.down)))
             _run_whole(whole, packed_inputs(whole.first), packed_inputs(whole.down))
@@ -487,7 +476,7 @@ def _run_whole(layer: WholeExperts, gate_up: Packed, down: Packed) -> None:
     for node in nodes:
         if node._erased or node.users:
             continue
-        if not calls(node, {operator.setitem}):
+        if kind_of(node) != "setitem":
             _erase(scope, node)
         elif set(node.args[0].users) == {node}:
             graph.erase_node(node)

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from thunder_moe.compilers.dynamo.effects import grad_modes, program_of, storages_of
+from thunder_moe.compilers.dynamo.nodes import value_of
 from thunder_moe.compilers.safety import Program
 
-__all__ = ["Scope", "copy_of", "scopes_of", "value_of"]
+__all__ = ["Scope", "copy_of", "scopes_of"]
 
 # Where the operands of a higher-order operator are that the placeholders of its bodies stand for: from this position
 # on, or a sequence at it.
@@ -105,11 +106,6 @@ class Scope:
                     body._brought[node] = body.graph.placeholder(node.name)
                 body._brought[node].meta["example_value"] = node.meta["example_value"]
         return self._brought[node]
-
-
-def value_of(node: Any) -> Any:
-    """The example value of a node, None when it has none."""
-    return node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
 
 
 def scopes_of(gm: fx.GraphModule, grad_enabled: bool) -> list[Scope]:

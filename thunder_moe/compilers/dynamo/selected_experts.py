@@ -11,24 +11,18 @@ Legend: S rows, E experts.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
 from thunder_moe.compilers.dynamo.expert_ids import reason_against_ids
-from thunder_moe.compilers.dynamo.scopes import Scope, value_of
-from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, calls, find_swiglu, only_user, site_of
+from thunder_moe.compilers.dynamo.nodes import calls, given, only_user, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope
+from thunder_moe.compilers.dynamo.sites import Site, SwiGLUNodes, Weights, find_swiglu, site_of
 
 __all__ = ["SelectedExperts", "SelectedSite", "find_selected_experts"]
-
-aten = torch.ops.aten
-_BMM = {torch.bmm, aten.bmm.default, "bmm"}
-_UNSQUEEZE = {torch.unsqueeze, aten.unsqueeze.default, "unsqueeze"}
-_SQUEEZE = {torch.squeeze, aten.squeeze.dim, "squeeze"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +40,9 @@ class SelectedSite(Site):
     @property
     def operands(self) -> tuple[Any, Any, Any]:
         """(rows, the selected weights, ids) as they are now."""
-        product: Any = self.node.args[0]
-        rows, selected = product.args if calls(product.args[0], _UNSQUEEZE) else product.args[::-1]
-        return rows.args[0], selected, selected.args[1]
+        first, second = given(given(self.node)["input"]).values()
+        rows, selected = (first, second) if calls(first, "unsqueeze") else (second, first)
+        return given(rows)["input"], selected, given(selected)["index"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +64,8 @@ def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[Selected
         second = next((site for site in eligible.values() if site.operands[0] is swiglu.product), None)
         if len(swiglu.sites) > 1 or second is None or not isinstance(first, SelectedSite):
             continue
-        whole = only_user(swiglu.product, _unsqueezed(second)) and second.ids is first.ids
+        (unsqueezed,) = (node for node in second.nodes if calls(node, "unsqueeze"))
+        whole = only_user(swiglu.product, unsqueezed) and second.ids is first.ids
         if whole and _change(scope, (first, second), swiglu.product) is None:
             blocks.append(SelectedExperts((first, second), swiglu))
     fused = {site for block in blocks for site in block.sites}
@@ -78,36 +73,31 @@ def find_selected_experts(scope: Scope, weights: Weights) -> tuple[list[Selected
 
 
 def _site(node: fx.Node, scope: Scope, weights: Weights) -> SelectedSite | None:
-    product: Any = node.args[0] if calls(node, _SQUEEZE) and node.args else None
-    if not calls(product, _BMM) or len(product.args) != 2 or product.kwargs or not only_user(product, node):
+    product: Any = given(node)["input"] if calls(node, "squeeze") else None
+    if not calls(product, "bmm") or not only_user(product, node):
         return None
-    for selected, row, transposed in ((*product.args, False), (*product.args[::-1], True)):
-        if not calls(selected, {operator.getitem}) or not isinstance(selected.args[1], fx.Node):
+    first, second = given(product).values()
+    for selected, row, dim in ((first, second, 2), (second, first, 1)):
+        if not calls(selected, "getitem") or not isinstance(given(selected)["index"], fx.Node):
             continue
-        source, ids = selected.args
-        weight, rows, of_rows = value_of(source), _rows(row, 1 if transposed else 2), value_of(ids)
+        # rows (S, K, 1) behind the weights, or (S, 1, K) before them
+        dims = [given(each).get("dim") for each in (row, node)]
+        if not calls(row, "unsqueeze") or not all(each in (dim, dim - 3) for each in dims):
+            continue
+        source, ids = given(selected).values()
+        weight, rows, of_rows = value_of(source), value_of(given(row)["input"]), value_of(ids)
         if not all(isinstance(value, Tensor) for value in (weight, rows, of_rows)) or of_rows.ndim != 1:
             continue
-        squeezed = (*node.args[1:], *node.kwargs.values()) in (((1,), (-2,)) if transposed else ((2,), (-1,)))
-        if not squeezed or weight.ndim != 3 or rows.ndim != 2 or is_in_a_function_transform(weight):
+        if weight.ndim != 3 or rows.ndim != 2 or is_in_a_function_transform(weight):
             continue
         if weights.behind(scope, source, weight)[0] is None:
             continue
-        found = site_of(node, scope, source, weight if transposed else weight.mT, rows, rows.shape[0], weights)
+        mat_b = weight if dim == 1 else weight.mT
+        found = site_of(node, scope, source, mat_b, rows, rows.shape[0], weights)
         site = SelectedSite(**vars(found), ids=ids, nodes=frozenset({selected, row, product, node}))
         reason = site.reason or reason_against_ids(scope, ids, selected, site.gemm.experts) or _change(scope, (site,))
         return SelectedSite(**{**vars(site), "reason": reason})
     return None
-
-
-def _rows(node: Any, dim: int) -> Any:
-    """The example value of (S, K), which a node unsqueezes at this dim."""
-    right = calls(node, _UNSQUEEZE) and (*node.args[1:], *node.kwargs.values()) in ((dim,), (dim - 3,))
-    return value_of(node.args[0]) if right else None
-
-
-def _unsqueezed(site: SelectedSite) -> fx.Node:
-    return next(node for node in site.nodes if calls(node, _UNSQUEEZE))
 
 
 def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) -> str | None:
@@ -120,6 +110,6 @@ def _change(scope: Scope, sites: tuple[SelectedSite, ...], *between: fx.Node) ->
     names = dict.fromkeys(storages_of(inner), "an intermediate")
     names |= dict.fromkeys(storages_of(value_of(rows)), "the rows")
     names |= dict.fromkeys(storages_of(value_of(ids)), "the experts")
-    for storage in storages_of(value_of(selected.args[0])):
+    for storage in storages_of(value_of(given(selected)["input"])):
         names.pop(storage, None)  # of the weight, which `decline_reason` is about
     return scope.program.reason_against_fusing(positions, names)

@@ -1,6 +1,6 @@
 """Finds the grouped GEMMs of an FX graph, the parameters behind them, and the SwiGLUs that consume them.
-Called by rewrite.py and dense_experts.py; calls eligibility.py and safety.py for the decision on each GEMM, scopes.py
-for the graph around it, and gate_up.py.
+Called by rewrite.py and the finders of experts; calls eligibility.py and safety.py for the decision on each GEMM,
+scopes.py for the graph around it, and nodes.py.
 
     y = grouped_mm(x, w.transpose(-2, -1), offs)                            -> Site
     y = grouped_linear(x, w, offs, bias)                                    -> Site, of GroupedLinear
@@ -13,64 +13,36 @@ for the graph around it, and gate_up.py.
 
 from __future__ import annotations
 
-import operator
-import os
 import re
-from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from thunder_moe.compilers.dynamo.effects import is_in_a_function_transform, storages_of
-from thunder_moe.compilers.dynamo.scopes import Scope, value_of
+from thunder_moe.compilers.dynamo.nodes import calls, factors, given, kind_of, only_user, user_line, value_of
+from thunder_moe.compilers.dynamo.scopes import Scope
 from thunder_moe.compilers.eligibility import GroupedGemm, decline_reason, in_chosen_format, swaps_last_dims
-from thunder_moe.compilers.gate_up import column_part, is_interleaved
 from thunder_moe.compilers.safety import is_hidden_training_forward
+from thunder_moe.compilers.spellings import column_part, is_interleaved
 from thunder_moe.formats.block_format import BLOCK_FORMATS
-from thunder_moe.ops import activation as _activation  # noqa: F401  (registers the operators)
 
 __all__ = [
-    "ACTIVATED",
-    "ACTIVATION",
-    "LINEAR",
-    "MUL",
-    "SILU",
-    "TRANSPOSE",
     "Site",
     "SwiGLUNodes",
     "Weights",
-    "calls",
     "find_sites",
     "find_swiglu",
-    "only_user",
-    "part_of",
+    "products_with_silu",
     "quantized_gemm",
+    "read_live_rows_alone",
     "site_of",
-    "traced_frame",
 ]
 
-aten = torch.ops.aten
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-_GROUPED_MM = {torch._grouped_mm, F.grouped_mm, aten._grouped_mm, aten._grouped_mm.default}
-LINEAR = torch.ops.thunder_moe.grouped_linear.default
-ACTIVATED = torch.ops.thunder_moe.activated_grouped_linear.default
-ACTIVATION = torch.ops.thunder_moe.scaled_activation.default
-# The arguments of a GEMM by position; those of our operators have the weight as it is, (E, N, K).
-_NAMES = {
-    LINEAR: ("mat_a", "weight", "offs", "bias", "bias_scale"),
-    ACTIVATED: ("mat_a", "weight", "offs", "scales", "bias"),
-}
-_OWN_NAMES = dict(x="mat_a", y="mat_a", offsets="offs")  # their keywords, where they differ
-TRANSPOSE = {torch.transpose, torch.swapaxes, torch.swapdims, aten.transpose.int, "transpose", "swapaxes", "swapdims"}
-SILU = {F.silu, aten.silu.default}
-MUL = {operator.mul, torch.mul, aten.mul.Tensor, "mul"}
-_CHUNK = {torch.chunk, aten.chunk.default, "chunk"}
-_SPLIT = {torch.split, aten.split.Tensor, "split"}
+_OWN = ("linear", "activated")  # kinds of GEMMs of this package's, whose weight is (E, N, K)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,19 +68,18 @@ class Site:
     @property
     def operands(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """(mat_a, mat_b, offs) as they are now: a rewrite elsewhere in the graph may have replaced them."""
-        arguments = self.arguments
-        weight = arguments["mat_b"] if "mat_b" in arguments else arguments["weight"]
-        return arguments["mat_a"], weight, arguments["offs"]
+        rows, weight, offsets, *_ = self.arguments.values()
+        return rows, weight, offsets
 
     @property
     def arguments(self) -> dict[str, Any]:
         """All arguments of the call by name."""
-        return _arguments(self.node)
+        return given(self.node)
 
     @property
     def own(self) -> bool:
         """Whether this is an operator of ours, whose result is zero past the last row end."""
-        return _overload(self.node) in _NAMES
+        return calls(self.node, *_OWN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +97,16 @@ class SwiGLUNodes:
     form: dict[str, Any] = field(default_factory=dict)
     scales: fx.Node | None = None
     down: Site | None = None
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        """All of its nodes, those of its GEMMs among them, before anything is rewritten."""
+        found = {self.product, *(site.node for site in self.sites)}
+        for node, _ in factors(self.product):
+            while node not in found:
+                found.add(node)
+                node = given(node)["input"]
+        return found
 
 
 class Weights:
@@ -180,22 +161,16 @@ def find_sites(scope: Scope, weights: Weights) -> list[Site]:
     """The grouped GEMMs of 2-D rows and 3-D weights in a graph as dynamo gives it to a backend, with example values."""
     sites = []
     for node in scope.graph.nodes:
-        if node.op != "call_function":
+        if not calls(node, "grouped_mm", *_OWN):
             continue
-        if _overload(node) in _NAMES:
-            own = _arguments(node)
-            x, weight = value_of(own["mat_a"]), value_of(own["weight"])
-            if x is not None and weight is not None:
-                sites.append(site_of(node, scope, own["weight"], weight.mT, x, x.shape[0], weights))
+        named, own = given(node), calls(node, *_OWN)
+        source = named["weight" if own else "mat_b"]
+        rows, weight = value_of(named["mat_a"]), value_of(source)
+        if rows is None or weight is None:
             continue
-        if node.target not in _GROUPED_MM:
+        if not own and (rows.ndim != 2 or weight.ndim != 3 or "offs" not in named or "bias" in named):
             continue
-        arguments = _arguments(node)
-        rows, mat_b, offsets = arguments.get("mat_a"), arguments.get("mat_b"), arguments.get("offs")
-        a, b = value_of(rows), value_of(mat_b)
-        if a is None or b is None or a.ndim != 2 or b.ndim != 3 or offsets is None or arguments.get("bias") is not None:
-            continue
-        sites.append(site_of(node, scope, mat_b, b, a, a.shape[0], weights))
+        sites.append(site_of(node, scope, source, weight.mT if own else weight, rows, rows.shape[0], weights))
     return sites
 
 
@@ -240,38 +215,29 @@ def find_swiglu(scope: Scope, sites: list[Site]) -> tuple[list[SwiGLUNodes], dic
     found: list[SwiGLUNodes] = []
     unfused: dict[Site, str] = {}
     for product in scope.graph.nodes:
-        own = _own_activation(by_node, product)
-        if own is not None:
-            reason = _reason_against_fusing(scope, own, set())
-            if reason is None:
-                found.append(own)
-            else:
-                unfused |= dict.fromkeys(own.sites, reason)
-            continue
-        if not calls(product, MUL) or len(product.args) != 2 or product.kwargs:
-            continue
-        for silu, up in (product.args, product.args[::-1]):
-            if not (isinstance(silu, fx.Node) and isinstance(up, fx.Node) and calls(silu, SILU)):
-                continue
-            if not silu.args or silu.kwargs.get("inplace") or any(silu.args[1:]) or not only_user(silu, product):
-                continue
-            gate: Any = silu.args[0]
-            if not only_user(gate, silu) or not only_user(up, product):
-                continue
-            block = _two_gemms(by_node, gate, up, product) or _one_gemm(by_node, gate, up, product)
-            if block is not None:
-                reason = _reason_against_fusing(scope, block, {gate, up, silu})
-                if reason is None:
-                    found.append(block)
-                else:
-                    unfused |= dict.fromkeys(block.sites, reason)
-                break
+        blocks = [_own_activation(by_node, product)]
+        for silu, gate, up in products_with_silu(product):
+            if only_user(silu, product) and only_user(gate, silu) and only_user(up, product):
+                blocks += [_two_gemms(by_node, gate, up, product), _one_gemm(by_node, gate, up, product)]
+        block = next((block for block in blocks if block is not None), None)
+        reason = None if block is None else _reason_against_fusing(scope, block)
+        if block is not None and reason is None:
+            found.append(block)
+        elif block is not None:
+            unfused |= dict.fromkeys(block.sites, str(reason))
     return found, unfused
 
 
-def _reason_against_fusing(scope: Scope, block: SwiGLUNodes, parts: set[fx.Node]) -> str | None:
-    chunks: set[Any] = {part.args[0] for part in parts if calls(part, {operator.getitem})}
-    replaced = {block.product, *(site.node for site in block.sites)} | parts | chunks
+def products_with_silu(product: Any) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
+    """(silu, gate, up) of ``silu(gate) * up``, as often as a node is one: both factors may be a silu."""
+    pairs = [pair for pair in factors(product) if all(isinstance(factor, fx.Node) for factor in pair)]
+    return [
+        (silu, given(silu)["input"], up) for silu, up in pairs if calls(silu, "silu") and not given(silu).get("inplace")
+    ]
+
+
+def _reason_against_fusing(scope: Scope, block: SwiGLUNodes) -> str | None:
+    replaced = block.nodes
     rows, _, offsets = block.sites[0].operands
     read = dict.fromkeys(storages_of(value_of(rows)), "the rows")
     read |= dict.fromkeys(storages_of(value_of(offsets)), "the offsets")
@@ -295,24 +261,22 @@ def quantized_gemm(node: Any, weights: Weights, position: int = 1) -> GroupedGem
     return GroupedGemm(name, *sizes, rows.dtype, rows.dtype, False, where=user_line(node), format=format.name)
 
 
-def _arguments(node: Any) -> dict[str, Any]:
-    """The arguments of a grouped GEMM by name."""
-    names = _NAMES.get(_overload(node))
-    if names is not None:
-        named = {_OWN_NAMES.get(name, name): value for name, value in node.kwargs.items()}
-        return dict(zip(names, node.args, strict=False)) | named
-    return {**dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), node.args, strict=False)), **node.kwargs}
+def read_live_rows_alone(node: fx.Node, offsets: fx.Node) -> bool:
+    """Whether grouped GEMMs of the same rows alone read what becomes of a node by functions that keep rows apart."""
+
+    def is_careful(user: fx.Node) -> bool:
+        if calls(user, "grouped_mm", *_OWN):
+            named = given(user)
+            return named["mat_a"] is node and named.get("offs") is offsets
+        keeps_rows_apart = calls(user, "silu", "mul", "chunk") or part_of(user)[0] is not None
+        return keeps_rows_apart and read_live_rows_alone(user, offsets)
+
+    return bool(node.users) and all(map(is_careful, node.users))
 
 
 def _two_gemms(by_node: dict[fx.Node, Site], gate: fx.Node, up: fx.Node, product: fx.Node) -> SwiGLUNodes | None:
     first, second = by_node.get(gate), by_node.get(up)
-    if (
-        first is None
-        or second is None
-        or first.own != second.own
-        or _overload(gate) is ACTIVATED
-        or _overload(up) is ACTIVATED
-    ):
+    if first is None or second is None or first.own != second.own or "activated" in map(kind_of, (gate, up)):
         return None
     biases = [site.arguments.get("bias") for site in (first, second)]
     if (biases[0] is None) != (biases[1] is None) or _has_scaled_bias(first) or _has_scaled_bias(second):
@@ -329,9 +293,9 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
     (first, gate_part), (second, up_part) = part_of(gate), part_of(up)
     site = by_node.get(first) if first is not None and first is second else None
     interleaved = is_interleaved(gate_part, up_part)
-    if site is None or interleaved is None or _overload(site.node) is ACTIVATED or _has_scaled_bias(site):
+    if site is None or interleaved is None or calls(site.node, "activated") or _has_scaled_bias(site):
         return None
-    readers = {gate, up, *(part.args[0] for part in (gate, up))} - {site.node}
+    readers = {gate, up, *(given(part)["input"] for part in (gate, up))} - {site.node}
     if not set(site.node.users) <= readers or any(set(r.users) - {gate, up} for r in readers - {gate, up}):
         return None
     return SwiGLUNodes((site,), product, interleaved=int(interleaved))
@@ -339,28 +303,19 @@ def _one_gemm(by_node: dict[fx.Node, Site], gate: Any, up: Any, product: fx.Node
 
 def _own_activation(by_node: dict[fx.Node, Site], product: fx.Node) -> SwiGLUNodes | None:
     """SwiGLU as our operators have it, alone or before the GEMM of the down projection."""
-    target = _overload(product)
-    if target not in (ACTIVATION, ACTIVATED):
+    if not calls(product, "activation", "activated"):
         return None
-    form: dict[str, Any] = dict(product.kwargs)
-    if form.pop("kind", "swiglu") != "swiglu":
+    named, activated = given(product), calls(product, "activated")
+    y, offsets = named["mat_a"], named.get("offs")
+    site, down = by_node.get(y), by_node.get(product) if activated else None
+    if named.get("kind", "swiglu") != "swiglu" or site is None or not calls(y, "linear") or _has_scaled_bias(site):
         return None
-    interleaved = form.pop("interleave", None) or 0
-    names = _NAMES[ACTIVATED] if target is ACTIVATED else ("mat_a", "scales", "offs")
-    named = {_OWN_NAMES.get(name, name): form.pop(name) for name in list(form) if name not in _GLU}
-    arguments: dict[str, Any] = dict(zip(names, product.args, strict=False)) | named
-    y, down = arguments["mat_a"], by_node.get(product) if target is ACTIVATED else None
-    site = by_node.get(y)
-    if site is None or _overload(y) is not LINEAR or _has_scaled_bias(site) or not only_user(y, product):
+    if not only_user(y, product) or (activated and down is None):
         return None
-    if target is ACTIVATED and (down is None or site.operands[2] is not arguments["offs"]):
+    if site.operands[2] is not offsets and (activated or offsets is not None):
         return None
-    if target is ACTIVATION and arguments.get("offs") not in (None, site.operands[2]):
-        return None
-    return SwiGLUNodes((site,), product, interleaved, form, arguments.get("scales"), down)
-
-
-_GLU = ("alpha", "limit", "up_shift")
+    form: dict[str, Any] = {name: named[name] for name in ("alpha", "limit", "up_shift") if name in named}
+    return SwiGLUNodes((site,), product, named.get("interleave", 0), form, named.get("scales"), down)
 
 
 def _has_scaled_bias(site: Site) -> bool:
@@ -369,41 +324,25 @@ def _has_scaled_bias(site: Site) -> bool:
 
 def part_of(node: Any) -> tuple[fx.Node | None, str]:
     """(whole, part): which of the two parts of the last dim of `whole` a node is: low, high, even or odd."""
-    if not calls(node, {operator.getitem}):
+    if not calls(node, "getitem"):
         return None, ""
-    whole, index = node.args
-    size = value_of(whole)
-    if isinstance(index, int) and calls(whole, _CHUNK | _SPLIT):
-        source, parts, dim = (*whole.args, *whole.kwargs.values(), 0)[:3]
+    whole, index = given(node).values()
+    if isinstance(index, int) and calls(whole, "chunk", "split"):
+        source, parts, dim = (*given(whole).values(), 0)[:3]
         value = value_of(source)
         if value is None or dim not in (-1, value.ndim - 1) or not isinstance(parts, int) or value.shape[-1] % 2:
             return None, ""
-        if parts != (2 if calls(whole, _CHUNK) else value.shape[-1] // 2):
-            return None, ""
-        return source, ("low", "high")[index]
+        halves = parts == (2 if calls(whole, "chunk") else value.shape[-1] // 2)
+        return (source, ("low", "high")[index]) if halves else (None, "")
+    size = value_of(whole)
     if not isinstance(index, tuple) or size is None or not isinstance(index[-1], slice):
         return None, ""
-    leading = index[:-1]
-    if not (leading == (...,) or leading == (slice(None),) * (size.ndim - 1)):
+    if index[:-1] not in ((...,), (slice(None),) * (size.ndim - 1)):
         return None, ""
     width, columns = size.shape[-1], index[-1]
     stop = width if columns.stop is None else columns.stop
     part = column_part(width, columns.start or 0, stop, columns.step or 1)
     return (whole, part) if part else (None, "")
-
-
-def calls(node: Any, targets: Set[Any]) -> bool:
-    """Whether a node calls one of some functions, or a method of one of some names."""
-    return isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and node.target in targets
-
-
-def _overload(node: Any) -> Any:
-    """The operator that a node calls, its default overload where it names none."""
-    return getattr(node.target, "default", node.target) if node.op == "call_function" else None
-
-
-def only_user(node: fx.Node, user: fx.Node) -> bool:
-    return set(node.users) == {user}
 
 
 def _is_static(node: fx.Node, real: torch.Tensor) -> bool:
@@ -421,24 +360,3 @@ def qualified_name(node: fx.Node) -> str:
     name = name() if callable(name) else name
     parts = re.findall(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", name or "")
     return ".".join(parts) if parts else str(node.target)
-
-
-def traced_frame(graph: fx.Graph) -> tuple[str, int] | None:
-    """File and line of the code that dynamo traced the graph from, as its first node tells."""
-    traces = (_frames(node) for node in graph.nodes)
-    return next((frames[0] for frames in traces if frames), None)
-
-
-def user_line(node: fx.Node) -> str | None:
-    """file:line of the innermost frame outside of torch and of this package."""
-    for path, line in reversed(_frames(node)):
-        if not path.startswith((torch.__path__[0], _PACKAGE)):
-            inside = path.startswith(os.getcwd() + os.sep)
-            return f"{os.path.relpath(path) if inside else path}:{line}"
-    return None
-
-
-def _frames(node: fx.Node) -> list[tuple[str, int]]:
-    """(file, line) of each frame of a node's stack, the outermost first."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return [(path, int(line)) for path, line in found]

@@ -17,66 +17,19 @@ from thunder_moe.compilers.thunder.compat import import_thunder
 import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
 from thunder.core import prims  # noqa: E402
 from thunder.core.devices import to_torch_device  # noqa: E402
 from thunder.core.prims import PrimIDs  # noqa: E402
-from thunder.core.proxies import Proxy, TensorProxy  # noqa: E402
-from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
+from thunder.core.proxies import TensorProxy  # noqa: E402
+from thunder.core.symbol import BoundSymbol  # noqa: E402
 
 from thunder_moe.compilers.report import RouterEntry  # noqa: E402
-from thunder_moe.compilers.routers import (  # noqa: E402
-    ROUTER_DTYPES,
-    RouterMatch,
-    limits_of_kernels,
-    match_router,
-)
+from thunder_moe.compilers.routers import RouterMatch, match_router, reason_against_kernels  # noqa: E402
+from thunder_moe.compilers.spellings import keeps_order  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import moe_route, moe_router  # noqa: E402
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
 
 __all__ = ["Router", "find_routers", "fuse_router"]
-
-# Kind of a symbol (see `routers.RouterGraph`) -> the names of its arguments by position, and the names of Thunder's
-# symbols of it.
-_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "softmax": (("input", "dim", "dtype"), ("_softmax",)),
-    "sigmoid": (("input",), ("sigmoid",)),
-    "topk": (("input", "k", "dim", "largest", "sorted"), ("topk",)),
-    "max": (("input", "dim", "keepdim"), ("amax", "torch_max")),
-    "sum": (("input", "dim", "keepdim", "dtype"), ("sum",)),
-    "add": (("input", "other"), ("add", "add_")),
-    "div": (("input", "other"), ("div", "div_", "true_divide", "true_divide_")),
-    "mul": (("input", "other"), ("mul", "mul_")),
-    "gather": (("input", "dim", "index"), ("gather",)),
-    "scatter": (("input", "dim", "index", "value"), ("scatter", "scatter_")),
-    "zeros": (("input",), ("zeros_like", "zeros", "new_zeros")),
-    "masked_fill": (("input", "mask", "value"), ("masked_fill", "masked_fill_")),
-    "where": (("condition", "input", "other"), ("where",)),
-    "not": (("input",), ("bitwise_not", "logical_not")),
-    "nonzero": (("input", "other"), ("gt", "ne")),
-    "repeat_interleave": (("input", "repeats", "dim"), ("repeat_interleave",)),
-    "clamp": (("input", "min", "max"), ("clamp", "clamp_min")),
-    "detach": (("input",), ("detach",)),
-    "cast": (("input",), ("to", "torch_type", "type_as", "float", "half", "bfloat16", "bool")),
-    "view": (
-        ("input",), ("view", "reshape", "unsqueeze", "flatten", "unflatten", "contiguous", "getitem")
-    ),
-    "expand": (("input",), ("expand", "expand_as")),
-}  # fmt: skip
-_KIND_OF_NAME = {name: kind for kind, (_, names) in _KINDS.items() for name in names}
-# Some of Thunder's functions dispatch to a symbol and are found by their names, others are in its map alone.
-_SYMBOLS = {
-    symbol.id: _KIND_OF_NAME[symbol.name]
-    for symbol in [
-        *(getattr(ltorch, name, None) for name in _KIND_OF_NAME),
-        *ltorch._torch_to_thunder_function_map.values(),
-    ]
-    if isinstance(symbol, Symbol) and symbol.name in _KIND_OF_NAME
-}
-_SYMBOLS[PrimIDs.CONVERT_ELEMENT_TYPE] = "cast"
-_BY_RESULT = ("cast", "view", "expand", "zeros")  # judged by their results, whatever else they are given
-_NAMES = {"a": "input", "self": "input", "b": "other", "pred": "condition", "src": "value"}
-_DEFAULTS = {"alpha": 1}
 
 
 class _Graph:
@@ -119,33 +72,12 @@ class _Graph:
         return self._made.get(tensor.name)
 
     def kind(self, operation: Any) -> str:
-        if operation is None or self._named(operation) is None:
-            return ""
-        return _SYMBOLS[self.bound_symbols[operation].sym.id]
-
-    def _named(self, position: int) -> dict[str, Any] | None:
-        """The arguments of a symbol by name, but for those that are None; None where there are others than its kind
-        has."""
-        bsym = self.bound_symbols[position]
-        kind = _SYMBOLS.get(bsym.sym.id)
-        if kind is None or not bsym.args:
-            return None
-        names = _KINDS[kind][0]
-        if bsym.sym.name == "getitem" and not _inserts_dims(bsym.args[1]):
-            return None
-        if kind in _BY_RESULT:
-            return {"input": bsym.args[0]}
-        if len(bsym.args) > len(names) and any(value is not None for value in bsym.args[len(names) :]):
-            return None
-        named = {name: value for name, value in zip(names, bsym.args, strict=False) if value is not None}
-        for name, value in bsym.kwargs.items():
-            if value is not None and (isinstance(value, Proxy) or value != _DEFAULTS.get(name)):
-                named[_NAMES.get(name, name)] = value
-        return named if named.keys() <= set(names) else None
+        kind, named = ("", {}) if operation is None else spelled(self.bound_symbols[operation])
+        return "view" if keeps_order(kind, named) else kind
 
     def given(self, operation: Any) -> dict[str, Any]:
-        named = self._named(operation) if self.kind(operation) else None
-        return {name: self.tensor(value) for name, value in (named or {}).items()}
+        named = {} if operation is None else spelled(self.bound_symbols[operation])[1]
+        return {name: self.tensor(value) for name, value in named.items()}
 
     def result(self, operation: Any, index: int = 0) -> Any:
         output = self.bound_symbols[operation].output
@@ -167,12 +99,6 @@ class _Graph:
             dtype=dtypes.to_torch_dtype(tensor.dtype),
             device=to_torch_device(tensor.device),
         )
-
-
-def _inserts_dims(index: Any) -> bool:
-    """Whether an index takes all of a tensor: ``x[:, None]``."""
-    each = index if isinstance(index, tuple) else (index,)
-    return all(one is None or one is ... or (isinstance(one, slice) and one == slice(None)) for one in each)
 
 
 @dataclass(eq=False)
@@ -202,10 +128,7 @@ def find_routers(computation: Computation) -> list[tuple[Router | None, RouterEn
         if match is None:
             continue
         router, reason = _router(computation, graph, match)
-        logits = graph.example(match.logits)
-        decision = ("moe_router", match.summary) if reason is None else ("as written", reason)
-        entry = RouterEntry(0, int(logits.shape[1]), match.options["top_k"], int(logits.shape[0]), *decision)
-        found.append((router if reason is None else None, entry))
+        found.append((router if reason is None else None, match.entry(graph, reason)))
     return found
 
 
@@ -216,12 +139,7 @@ def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> tupl
     place = match.top_k if modes[match.top_k] == modes[match.takes] else match.takes
     ids: TensorProxy = symbols[match.top_k].output[1]
     router = Router(match, place, _goes(graph, match), ids)
-    logits, scores = graph.example(match.logits), graph.example(match.scores)
-    if logits.dtype not in ROUTER_DTYPES or logits.device.type not in ("cpu", "cuda"):
-        return router, "its logits are no tensor of 16 or 32 bits on a CPU or CUDA device"
-    if scores.dtype not in ROUTER_DTYPES:
-        return router, f"its scores are {scores.dtype}"
-    reason = limits_of_kernels(logits, match.options)
+    reason = reason_against_kernels(graph, match)
     if reason is not None:
         return router, reason
     if not {match.top_k, match.takes, graph.maker(match.scores)} <= router.replaced:
@@ -246,7 +164,7 @@ def _router(computation: Computation, graph: _Graph, match: RouterMatch) -> tupl
         operations | renamed, storages, kept, differentiated=operations - match.choosing
     )
     router.replaced |= renamed
-    router.route = _route_of(graph, router, int(logits.shape[1]))
+    router.route = _route_of(graph, router, int(match.logits.shape[1]))
     return router, reason
 
 

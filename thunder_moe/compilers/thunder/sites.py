@@ -1,5 +1,5 @@
 """Finds the grouped GEMMs of a computation trace, the parameters behind them, and the SwiGLUs that consume them.
-Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, gate_up.py.
+Called by rewrite.py; calls trace.py for views and storages, eligibility.py for the decision on each GEMM, spellings.py.
 
     y = moe_grouped_mm(x, transpose(w), offs)                              -> Site
     silu(moe_grouped_mm(x, gate)) * moe_grouped_mm(x, up)                  -> SwiGLUSymbols of two sites
@@ -17,22 +17,21 @@ from thunder_moe.compilers.thunder.compat import import_thunder
 import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
-import thunder.torch as ltorch  # noqa: E402
 from thunder.core.prims import PrimIDs  # noqa: E402
 from thunder.core.proxies import ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.symbol import BoundSymbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_moe.compilers.eligibility import QUANTIZED, GroupedGemm, decline_reason, in_chosen_format  # noqa: E402
-from thunder_moe.compilers.gate_up import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.safety import is_hidden_training_forward  # noqa: E402
+from thunder_moe.compilers.spellings import column_part, is_interleaved  # noqa: E402
 from thunder_moe.compilers.thunder import nvfuser  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import (  # noqa: E402
     EXPERTS_LORA,
     SYMBOLS,
     grouped_mm,
 )
-from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation  # noqa: E402
+from thunder_moe.compilers.thunder.trace import ARGUMENTS, Computation, spelled  # noqa: E402
 from thunder_moe.compilers.thunder.training_symbols import activated_linear, grouped_bias, scaled_activation  # noqa: E402
 from thunder_moe.formats.block_format import BLOCK_FORMATS, NVFP4  # noqa: E402
 
@@ -156,14 +155,15 @@ def find_swiglu(computation: Computation, sites: list[Site]) -> list[SwiGLUSymbo
             own = _own_swiglu(computation, by_output, position)
             blocks += [] if own is None else [own]
             continue
-        if product.sym.id != ltorch.mul.id or len(product.flat_proxy_args) != 2:
+        kind, factors = spelled(product)
+        if kind != "mul" or product.sym.name == "mul_" or len(product.flat_proxy_args) != 2:
             continue
-        for activated, up in (product.args, product.args[::-1]):
+        for activated, up in ((factors["input"], factors["other"]), (factors["other"], factors["input"])):
             silu = computation.position.get(activated.name, position)
-            bsym = computation.bound_symbols[silu]
-            if bsym.sym.id != ltorch.silu.id or any(bsym.args[1:]):  # not in place
+            kind, named = spelled(computation.bound_symbols[silu])
+            if kind != "silu" or named.get("inplace"):
                 continue
-            block = _swiglu(computation, by_output, bsym.args[0], up, silu, position)
+            block = _swiglu(computation, by_output, named["input"], up, silu, position)
             if block is not None:
                 blocks.append(block)
                 break
@@ -271,38 +271,32 @@ def find_quantized(prologue: TraceCtx, computation: Computation) -> list[Quantiz
     """The calls of a trace whose weights are packed already."""
     names, found = _qualified_names(prologue), []
     for bsym in computation.bound_symbols:
-        if bsym.sym.id in _WITH_LORA:  # one operator, which nvFuser does not take
-            format = _WITH_LORA[bsym.sym.id]
-            for weight in (bsym.args[3], bsym.args[3 + len(format.fields)]):
-                source = (computation.argument_behind(weight.name) or (weight,))[0]
-                dtype, (experts, codes, n) = dtypes.to_torch_dtype(bsym.args[0].dtype), weight.shape
-                rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
-                name = names.get(computation.origin(weight.name), source.name)
-                k = format.codes_per_byte * codes
-                gemm = GroupedGemm(name, experts, n, k, rows, dtype, dtype, False, format=format.name)
-                found.append(Quantized(bsym, gemm, format.name, None))
-        if bsym.sym.id not in _FORMATS:
+        with_lora = bsym.sym.id in _WITH_LORA
+        if not with_lora and bsym.sym.id not in _FORMATS:
             continue
-        format = BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
-        a, packed, *scales = bsym.args[: 1 + len(format.fields)]
-        behind = computation.argument_behind(packed.name)
-        source = packed if behind is None else behind[0]
-        dtype = dtypes.to_torch_dtype(a.dtype)
-        experts, codes, n = packed.shape
-        buffer = computation.origin(packed.name)  # behind the views of a module's in another layout than "linear"
-        sizes = experts, n, format.codes_per_byte * codes, a.shape[0]
-        gemm = GroupedGemm(names.get(buffer, source.name), *sizes, dtype, dtype, False, format=format.name)
-        decision = QUANTIZED[bsym.sym.name]
-        if format.name != NVFP4.name:  # nvFuser takes no other
-            found.append(Quantized(bsym, gemm, decision, None))
-            continue
-        plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
-        buffers = (source, *scales)
-        swapped = behind is not None and behind[1]
-        fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
-        changed = computation.program.reason_against_packing(computation.storage(proxy.name) for proxy in buffers)
-        tensors = buffers if plain and swapped and fixed and changed is None else None
-        found.append(Quantized(bsym, gemm, decision, tensors))
+        format = _WITH_LORA[bsym.sym.id] if with_lora else BLOCK_FORMATS[_FORMATS[bsym.sym.id]]
+        rows, dtype = bsym.args[0].shape[0], dtypes.to_torch_dtype(bsym.args[0].dtype)
+        if with_lora:
+            rows = bsym.args[1].shape[0] * bsym.args[1].shape[1]
+        for packed in (bsym.args[3], bsym.args[3 + len(format.fields)]) if with_lora else bsym.args[1:2]:
+            behind = computation.argument_behind(packed.name)
+            source = packed if behind is None else behind[0]
+            experts, codes, n = packed.shape
+            # Behind the views of a module's buffer in another layout than "linear".
+            name = names.get(computation.origin(packed.name), source.name)
+            sizes = experts, n, format.codes_per_byte * codes, rows
+            gemm = GroupedGemm(name, *sizes, dtype, dtype, False, format=format.name)
+            tensors = None
+            if not with_lora and format.name == NVFP4.name:  # what nvFuser may take
+                plain = nvfuser.is_plain(bsym.sym, *bsym.args, **bsym.kwargs)
+                buffers = (source, *bsym.args[2 : 1 + len(format.fields)])
+                fixed = all(proxy.name in computation.arguments and _is_static(proxy) for proxy in buffers)
+                changed = computation.program.reason_against_packing(
+                    map(computation.storage, (b.name for b in buffers))
+                )
+                swapped = behind is not None and behind[1]
+                tensors = buffers if plain and swapped and fixed and changed is None else None
+            found.append(Quantized(bsym, gemm, QUANTIZED.get(bsym.sym.name, format.name), tensors))
     return found
 
 

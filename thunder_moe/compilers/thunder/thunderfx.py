@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from thunder_moe.compilers.dynamo import compiled_graph
-from thunder_moe.compilers.dynamo.scopes import copy_of, value_of
+from thunder_moe.compilers.dynamo.nodes import value_of
+from thunder_moe.compilers.dynamo.scopes import copy_of
 from thunder_moe.compilers.thunder.compat import import_thunder, original_thunderfx
 
 import_thunder()

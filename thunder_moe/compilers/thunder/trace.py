@@ -18,17 +18,19 @@ from thunder_moe.compilers.thunder.compat import import_thunder
 import_thunder()
 
 import thunder.core.dtypes as dtypes  # noqa: E402
+import thunder.torch as ltorch  # noqa: E402
 from thunder.core.prims import OpTags, PrimIDs  # noqa: E402
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy  # noqa: E402
 from thunder.core.pytree import tree_iter  # noqa: E402
-from thunder.core.symbol import BoundSymbol  # noqa: E402
+from thunder.core.symbol import BoundSymbol, Symbol  # noqa: E402
 from thunder.core.trace import TraceCtx  # noqa: E402
 
 from thunder_moe.compilers.eligibility import swaps_last_dims  # noqa: E402
 from thunder_moe.compilers.safety import Program, Step  # noqa: E402
+from thunder_moe.compilers.spellings import SYMBOLS, Spelling  # noqa: E402
 from thunder_moe.compilers.thunder.symbols import EXECUTOR  # noqa: E402
 
-__all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read"]
+__all__ = ["ARGUMENTS", "Computation", "is_view", "leaves", "names_read", "spelled"]
 
 # The memory of all arguments of a computation: they may share it with each other at run time.
 ARGUMENTS = "the arguments"
@@ -61,6 +63,14 @@ _ALIASES = {*_VIEWS, PrimIDs.BITCAST, PrimIDs.COPY_, PrimIDs.DEVICE_PUT, PrimIDs
 _ALIASES |= {PrimIDs.UNFOLD, PrimIDs.UPDATE_ALIASES}
 # Symbols that Thunder inserts, in no particular grad mode.
 _WITHOUT_MODE = {PrimIDs.UNPACK_TRIVIAL, PrimIDs.UPDATE_ALIASES}
+
+
+# Some of Thunder's functions dispatch to a symbol and are found by their names, others are in its map alone.
+_SPELLINGS: dict[Hashable, Spelling] = {
+    symbol.id: SYMBOLS[symbol.name]
+    for symbol in (*(getattr(ltorch, name, None) for name in SYMBOLS), *ltorch._torch_to_thunder_function_map.values())
+    if isinstance(symbol, Symbol) and symbol.name in SYMBOLS
+} | {PrimIDs.CONVERT_ELEMENT_TYPE: SYMBOLS["to"]}
 
 
 class Computation:
@@ -183,6 +193,13 @@ class Computation:
             grad_enabled=bool(outs) and not any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in out.tags for out in outs),
             opaque=any(map(_is_opaque, leaves(bsym))),
         )
+
+
+def spelled(bsym: BoundSymbol) -> tuple[str, dict[str, Any]]:
+    """The kind of operation of a symbol and its arguments by name; ("", {}) for what the table of spellings lacks."""
+    row = _SPELLINGS.get(bsym.sym.id)
+    named = None if row is None else row.named(bsym.args, bsym.kwargs)
+    return (row.kind, named) if row is not None and named is not None else ("", {})
 
 
 def leaves(bsym: BoundSymbol) -> Iterator[BoundSymbol]:

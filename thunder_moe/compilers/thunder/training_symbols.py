@@ -11,6 +11,7 @@ Legend: M rows, E experts, N out_features, D columns before the activation, I in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,21 +45,13 @@ __all__ = [
 
 _OPS = torch.ops.thunder_moe
 
+
+def _like(position: int) -> Callable[..., TensorProxy]:
+    """The meta function of an operator whose result is like its argument at a position."""
+    return lambda *args, **form: TensorProxy(like=args[position])
+
+
 # ---- biases and factors of rows
-
-
-def _bias_meta(
-    y: TensorProxy, offsets: TensorProxy, bias: TensorProxy | None, bias_scale: TensorProxy | None,
-    scales: TensorProxy | None,
-) -> TensorProxy:  # fmt: skip
-    return TensorProxy(like=y)
-
-
-def _of_bias_meta(
-    grad: TensorProxy, offsets: TensorProxy, bias: TensorProxy, bias_scale: TensorProxy | None,
-    scales: TensorProxy | None,
-) -> TensorProxy:  # fmt: skip
-    return TensorProxy(like=bias)
 
 
 def _of_bias(grad: Tensor, offsets: Tensor, bias: Tensor, bias_scale: Tensor | None, scales: Tensor | None) -> Tensor:
@@ -68,20 +61,10 @@ def _of_bias(grad: Tensor, offsets: Tensor, bias: Tensor, bias_scale: Tensor | N
     return out
 
 
-def _of_bias_scale_meta(
-    grad: TensorProxy, offsets: TensorProxy, bias: TensorProxy, bias_scale: TensorProxy, scales: TensorProxy | None
-) -> TensorProxy:
-    return TensorProxy(like=bias_scale)
-
-
 def _of_bias_scale(grad: Tensor, offsets: Tensor, bias: Tensor, bias_scale: Tensor, scales: Tensor | None) -> Tensor:
     of_row: Tensor = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
     of_row = of_row if scales is None else torch.where(of_row == 0, 0, of_row * scales.float())
     return of_row.to(bias_scale.dtype)
-
-
-def _of_scales_meta(grad: TensorProxy, unscaled: TensorProxy, offsets: TensorProxy, scales: TensorProxy) -> TensorProxy:
-    return TensorProxy(like=scales)
 
 
 def _of_scales(grad: Tensor, unscaled: Tensor, offsets: Tensor, scales: Tensor) -> Tensor:
@@ -89,12 +72,10 @@ def _of_scales(grad: Tensor, unscaled: Tensor, offsets: Tensor, scales: Tensor) 
     return (live.float() * unscaled.float()).sum(-1).to(scales.dtype)
 
 
-grouped_bias = EXECUTOR.register_operator("moe_grouped_bias", meta=_bias_meta, fn=_OPS.grouped_bias)
-_bias_grad = EXECUTOR.register_operator("moe_grouped_bias_grad", meta=_of_bias_meta, fn=_of_bias)
-_bias_scale_grad = EXECUTOR.register_operator(
-    "moe_grouped_bias_scale_grad", meta=_of_bias_scale_meta, fn=_of_bias_scale
-)
-_scales_grad = EXECUTOR.register_operator("moe_row_scales_grad", meta=_of_scales_meta, fn=_of_scales)
+grouped_bias = EXECUTOR.register_operator("moe_grouped_bias", meta=_like(0), fn=_OPS.grouped_bias)
+_bias_grad = EXECUTOR.register_operator("moe_grouped_bias_grad", meta=_like(2), fn=_of_bias)
+_bias_scale_grad = EXECUTOR.register_operator("moe_grouped_bias_scale_grad", meta=_like(3), fn=_of_bias_scale)
+_scales_grad = EXECUTOR.register_operator("moe_row_scales_grad", meta=_like(3), fn=_of_scales)
 
 
 def _grouped_bias_grad(
@@ -116,12 +97,8 @@ def _grouped_bias_grad(
 # ---- the bias (E, 2I) of interleaved gate and up, the gate's part first
 
 
-def _like(bias: TensorProxy, size: int) -> TensorProxy:
-    return TensorProxy(like=bias)
-
-
-gate_up_bias = EXECUTOR.register_operator("moe_gate_up_bias", meta=_like, fn=deinterleave)
-_interleaved = EXECUTOR.register_operator("moe_gate_up_bias_grad", meta=_like, fn=interleave)
+gate_up_bias = EXECUTOR.register_operator("moe_gate_up_bias", meta=_like(0), fn=deinterleave)
+_interleaved = EXECUTOR.register_operator("moe_gate_up_bias_grad", meta=_like(0), fn=interleave)
 
 
 def _gate_up_bias_grad(bias: TensorProxy, size: int) -> TensorProxy:
@@ -200,12 +177,6 @@ def _wgrad_run(y: Tensor, grad: Tensor, offsets: Tensor, scales: Tensor | None, 
     return out
 
 
-def _scales_meta(
-    of_rows: TensorProxy, grad: TensorProxy, offsets: TensorProxy, bias: TensorProxy, scales: TensorProxy
-) -> TensorProxy:
-    return TensorProxy(like=scales)
-
-
 def _scales_run(of_rows: Tensor, grad: Tensor, offsets: Tensor, bias: Tensor, scales: Tensor) -> Tensor:
     of_bias: Tensor = _OPS.grouped_bias_scale_grad(grad, bias, offsets)
     return (of_rows.float() + of_bias).to(scales.dtype)
@@ -216,7 +187,7 @@ activated_linear = EXECUTOR.register_operator(
 )
 _linear_dgrad = EXECUTOR.register_operator("moe_linear_dgrad", meta=_dgrad_meta, fn=_OPS.grouped_linear_dgrad)
 _activated_wgrad = EXECUTOR.register_operator("moe_activated_wgrad", meta=_wgrad_meta, fn=_wgrad_run)
-_add_bias_to_scales = EXECUTOR.register_operator("moe_activated_scales_grad", meta=_scales_meta, fn=_scales_run)
+_add_bias_to_scales = EXECUTOR.register_operator("moe_activated_scales_grad", meta=_like(4), fn=_scales_run)
 
 
 def _activated_linear_grad(
