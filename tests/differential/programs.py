@@ -533,9 +533,10 @@ class Generator:
             if not known or not self.chance(0.06) or "nested" in self.hazards:
                 continue
             name = self.random.choice(sorted(known))
-            changes = (
-                ["{}.copy_({}.flip(0))"] if name == "ids" else ["{}.mul_(0.5)", "{}.detach().mul_(0.5)", "{}[:1] = 0.0"]
-            )
+            # None makes ties, of which torch.topk may take any.
+            changes = ["{}.copy_({}.flip(0))"]
+            if name != "ids":
+                changes = ["{}.mul_(0.5)", "{}.detach().mul_(0.5)", "{}[:1] = {}[:1].flip(-1)"]
             if self.use("changed router"):
                 body.append(Statement(self.random.choice(changes).format(name, name)))
         if self.chance(0.2):
