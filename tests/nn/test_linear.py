@@ -5,6 +5,7 @@ Called by pytest; judged by tests/oracle.py.
 import copy
 import io
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -353,6 +354,38 @@ def test_a_hook_that_changes_the_input_is_seen():
         with torch.no_grad(), torch.inference_mode(inference):
             assert same(model(x.clone()), model.expected(*[x + 1] * 3))
         handle.remove()
+
+
+@pytest.mark.parametrize("of_class", [False, True])
+def test_a_forward_that_is_replaced_may_change_the_input(of_class):
+    class Replaced(Attention):
+        pass
+
+    model, x = Replaced(), torch.randn(3, 64)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.q(x), self.k(x), self.v(x)
+
+    if of_class:
+        Replaced.forward = forward
+    else:
+        model.forward = types.MethodType(forward, model)
+    for inference in (False, True):
+        for function in (model, torch.compile(model, fullgraph=True, backend="eager")):
+            with torch.no_grad(), torch.inference_mode(inference):
+                assert same(function(x.clone()), model.expected(*[2 * x] * 3))
+
+
+def test_hooks_of_accelerate_leave_a_stack_shared():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, x = Attention(), torch.randn(3, 64)
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    for _ in range(2):
+        with Calls() as seen:
+            assert same(model(x), model.expected(x, x, x))
+        assert seen.count == 1
+        hooks.remove_hook_from_module(model)
 
 
 def test_a_compiled_stack_is_one_call_and_leaves_nothing_behind():

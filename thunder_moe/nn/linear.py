@@ -174,10 +174,11 @@ class NVFP4LinearStack(NVFP4Linear):
 
         Args:
             parent: its forward calls each part once with its first argument, or `hidden_states`, which it leaves as it
-                is: `dense_names.READ_TOGETHER_BY` lists such classes. The hooks go with `leave`.
+                is: `dense_names.READ_TOGETHER_BY` lists such classes. Another forward in its place has the parts
+                computed one by one. The hooks go with `leave`.
         """
         if self.once is None:
-            self.once = _OncePerCall(self)
+            self.once = _OncePerCall(self, _forward_of(parent))
         hooks = vars(parent).setdefault("_stack_hooks", {})  # also for pickles, in which a handle keeps its id its own
         hooks[self] = (
             parent.register_forward_pre_hook(self.once, with_kwargs=True),
@@ -206,8 +207,8 @@ class NVFP4LinearStack(NVFP4Linear):
 class _OncePerCall:
     """The hooks by which each call of a module runs one of its stacks, and what waits for the parts meanwhile."""
 
-    def __init__(self, stack: NVFP4LinearStack) -> None:
-        self.stack = stack
+    def __init__(self, stack: NVFP4LinearStack, forward: Callable[..., Any]) -> None:
+        self.stack, self.forward = stack, forward
         # The input and its state, the output, and the parts that have not taken theirs.
         self.held: tuple[Tensor, Any, Tensor, dict[int, bool]] | None = None
 
@@ -216,9 +217,11 @@ class _OncePerCall:
         if traced_by_thunder() or (torch.compiler.is_compiling() and torch.is_grad_enabled()):
             return  # the body of a checkpoint in a graph with gradients may not change Python objects
         x = args[0] if args else options.get("hidden_states")
-        # Other hooks may change x in a way that no version tells, and those of backward call the forward with a copy.
+        # Other hooks and another forward may change x in a way that no version tells, in inference mode for one, and
+        # hooks of backward call the forward with a copy.
         alone = all(type(hook) is _OncePerCall for hook in parent._forward_pre_hooks.values())
         alone = alone and not (parent._backward_hooks or parent._backward_pre_hooks)
+        alone = alone and _forward_of(parent) is self.forward
         qdata, sizes = self.stack._buffers["qdata"], self.stack._part_features
         if alone and isinstance(x, Tensor) and qdata is not None and sizes is not None and qdata.device == x.device:
             self.held = x, _state(x), self.stack(x), dict.fromkeys(range(len(sizes)), True)
@@ -240,7 +243,13 @@ class _OncePerCall:
         return held[2]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"stack": self.stack, "held": None}
+        return {**vars(self), "held": None}
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that a call of a module runs, maybe inside of a hook of accelerate's."""
+    forward = vars(module).get("_old_forward" if "_hf_hook" in vars(module) else "forward")
+    return type(module).forward if forward is None else getattr(forward, "__func__", forward)
 
 
 def _state(x: Tensor) -> Any:
