@@ -730,7 +730,8 @@ class Generator:
             (a, b) for a, b in itertools.combinations(self.weights, 2)
             if (a.n, a.k, a.transposed) == (b.n, b.k, b.transposed)
         ]  # fmt: skip
-        if pairs and "weights" not in self.hazards and "flat buffer" not in self.program.features:
+        changed = any("run." not in step.text for step in steps)  # which no version of the second one tells
+        if pairs and not changed and "weights" not in self.hazards and "flat buffer" not in self.program.features:
             first, second = chosen.choice(pairs)
             steps.insert(0, Statement(f"m.{second.name}.data = m.{first.name}.data"))
             self.program.features.add("shared memory")
