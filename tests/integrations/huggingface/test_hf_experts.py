@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-from thunder_moe import GroupedLinear, dequantize_, quantize_, rewrite_report  # noqa: E402
+from thunder_moe import GroupedLinear, add_lora_, dequantize_, quantize_, rewrite_report  # noqa: E402
 from thunder_moe.formats.nvfp4 import NVFP4Weight, dequantize, quantize  # noqa: E402
 from thunder_moe.integrations.huggingface.experts import NVFP4Experts, expert_blocks  # noqa: E402
 from thunder_moe.integrations.huggingface.forms import form_of  # noqa: E402
@@ -706,6 +706,33 @@ def test_implementation_sees_another_activation_or_gate():
         model.set_experts_implementation("grouped_mm")
         assert relative_error(out, logits(dequantized_experts(model))) < 1e-4
         model.set_experts_implementation("thunder_moe")
+
+
+ACTIVATIONS = {
+    "act_fn": lambda experts: setattr(experts, "act_fn", nn.GELU()),
+    "limit": lambda experts: setattr(experts, "limit", 0.5),
+    "alpha": lambda experts: setattr(experts, "alpha", 1.1),
+    "gate": lambda experts: setattr(experts, "_apply_gate", lambda rows: rows[..., ::2].relu() * rows[..., 1::2]),
+}
+
+
+SET_AFTERWARDS = [("qwen3_moe", "act_fn"), ("llama4", "act_fn"), ("qwen3_moe", "gate")]
+SET_AFTERWARDS += [("gpt_oss", change) for change in ("limit", "alpha", "gate")]
+
+
+@pytest.mark.parametrize(("name", "change"), SET_AFTERWARDS)
+@pytest.mark.parametrize("way", ["eager", "adapted", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_an_activation_that_is_set_after_quantize_is_what_runs(name, change, way):
+    quantized, decoded = quantized_and_decoded(tiny_model(name))
+    runs = torch.compile(quantized, backend="eager", disable=way != "compiled")
+    if way == "adapted":
+        add_lora_(quantized, 4, 8)  # which adds nothing yet
+    before = logits(runs)
+    for model in (quantized, decoded):
+        for path in nvfp4_experts(quantized):
+            ACTIVATIONS[change](model.get_submodule(path))
+    assert relative_error(logits(decoded), before) > 0.01
+    assert relative_error(logits(runs), logits(decoded)) < 1e-5
 
 
 def dequantized_experts(model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from thunder_moe.formats.gate_up import deinterleave, interleave
 from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.integrations.huggingface.accelerate_hooks import HOOK_ATTRIBUTES, hook_alike
 from thunder_moe.integrations.huggingface.forms import (
+    SHAPES_THE_FORM,
     ExpertsForm,
     form_of,
+    fused_gate,
     not_plain_experts,
     require_form,
     stored_weights,
@@ -83,6 +86,12 @@ class NVFP4Experts(nn.Module):
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
         _copy_attributes(experts, self, skip=stored_weights(experts, form))
         self.train(experts.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; another activation, limit or gate is fused only if it, too, agrees with a fused form."""
+        super().__setattr__(name, value)
+        if name in (*SHAPES_THE_FORM, "_apply_gate") and self.form.gated:
+            self.form = replace(self.form, swiglu=fused_gate(self, self.experts_class, self.form.interleaved))
 
     @classmethod
     def from_weights(

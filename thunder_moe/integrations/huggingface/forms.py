@@ -21,22 +21,26 @@ from thunder_moe.nn import NVFP4GroupedLinear
 from thunder_moe.replaceable import has_own_forward, impure, not_plain
 
 __all__ = [
+    "SHAPES_THE_FORM",
     "ExpertsForm",
     "apply_gate",
     "form_of",
+    "fused_gate",
     "has_experts",
     "not_plain_experts",
     "require_form",
     "stored_weights",
 ]
 
+# Attributes, beside a patched `_apply_gate`, that decide what a module computes between its projections.
+SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
 _INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Classes outside of the experts interface with its weight layout: (is_transposed, weight_on_input).
 _OTHERS = {
     ("transformers.models.llama4.modeling_llama4", "Llama4TextExperts"): (True, True),
     ("transformers.models.step3p7.modeling_step3p7", "Step3p7Experts"): (False, False),
 }
-_KNOWN_TENSORS = ("gate_up_proj", "down_proj", "post_expert_norm.")
+_KNOWN_TENSORS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias", "post_expert_norm.")
 # Gates and ups at which a module's activation is compared with a fused form; those around its limit come on top.
 _PROBES = (0.0, 1e-3, 0.1, 0.5, 1.0, 1.7, 2.5, 3.9, 6.5, 6.99, 7.01, 9.0, 15.0, 17.0, 40.0, 100.0)
 
@@ -140,10 +144,10 @@ def form_of(module: nn.Module) -> ExpertsForm | None:
         return None
     if other is not None:
         transposed, on_input = other
-        return ExpertsForm(True, transposed, False, on_input, _fused(module, False), False)
+        return ExpertsForm(True, transposed, False, on_input, fused_gate(module, type(module), False), False)
     attributes: Any = module
     gated, interleaved = attributes.has_gate, not attributes.is_concatenated
-    swiglu = _fused(module, interleaved) if gated else None
+    swiglu = fused_gate(module, type(module), interleaved) if gated else None
     post_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.7 has no such thing
     return ExpertsForm(gated, attributes.is_transposed, interleaved, False, swiglu, post_norm)
 
@@ -181,8 +185,8 @@ def apply_gate(module: Any, own_class: type, gate_up: Tensor, interleaved: bool)
 
 
 @torch.no_grad()
-def _fused(module: Any, interleaved: bool) -> GLU | None:
-    """The fused form that agrees with the module's own gate at all probes, to the rounding of float32."""
+def fused_gate(module: Any, own_class: type, interleaved: bool) -> GLU | None:
+    """Return the fused form that agrees with `apply_gate` at all probes, to float32 rounding; None without one."""
     tensors = [name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())]
     if not all(name.startswith(_KNOWN_TENSORS) for name in tensors):
         return None  # an activation with tensors of its own
@@ -191,7 +195,7 @@ def _fused(module: Any, interleaved: bool) -> GLU | None:
     signed = [sign * probe for probe in probes for sign in (1.0, -1.0)]
     values = torch.tensor(signed, dtype=torch.float32, device="cpu")  # independent of the default dtype
     gate, up = torch.cartesian_prod(values, values).unbind(-1)  # [P]
-    own = apply_gate(module, type(module), torch.cat([gate, up])[None], interleaved)[0]
+    own = apply_gate(module, own_class, torch.cat([gate, up])[None], interleaved)[0]
     if own.shape != gate.shape:
         return None  # a gate that depends on the sizes of its layer
     alphas = {1.0, 1.702} | {float(getattr(module, name, 1.0)) for name in ("alpha", "swiglu_alpha")}

@@ -18,7 +18,13 @@ from torch.nn.utils import parametrize
 from thunder_moe.compilers.safety import is_hidden_training_forward
 from thunder_moe.formats.gate_up import deinterleave
 from thunder_moe.formats.weight import PackedWeight
-from thunder_moe.integrations.huggingface.forms import ExpertsForm, apply_gate, require_form, stored_weights
+from thunder_moe.integrations.huggingface.forms import (
+    SHAPES_THE_FORM,
+    ExpertsForm,
+    apply_gate,
+    require_form,
+    stored_weights,
+)
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.linear import traced_by_thunder
 from thunder_moe.nn.lora import LoRALinear
@@ -110,7 +116,6 @@ def run_experts(
 
 # The state of each module when its form was determined, and the form.
 _FORMS: WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], ExpertsForm]] = WeakKeyDictionary()
-_SHAPES_THE_FORM = ("act_fn", "limit", "swiglu_limit", "alpha", "swiglu_alpha", "has_gate", "is_concatenated")
 
 
 def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -147,7 +152,7 @@ def thunder_moe_experts(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 
 def _form_now(module: nn.Module) -> ExpertsForm:
     """The form of a module, determined once and again when its activation or gate was replaced."""
-    state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in _SHAPES_THE_FORM)
+    state = type(module), vars(module).get("_apply_gate"), *(getattr(module, name, None) for name in SHAPES_THE_FORM)
     known, form = _FORMS.get(module, (None, None))
     if form is None or known != state:
         form = require_form(module)
