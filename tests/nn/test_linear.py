@@ -316,6 +316,38 @@ def test_threads_that_share_a_stack_compute_their_own_rows():
         assert same(parts, model.expected(x, x, x))
 
 
+def test_threads_with_one_input_keep_their_own_modes():
+    """The second thread, under autocast, begins a call with the same tensor between two parts of the first."""
+    model, x, begun, ended = Attention(), torch.randn(3, 64), threading.Event(), threading.Event()
+
+    def second():
+        def waits(_):
+            begun.set()
+            assert ended.wait(30)
+
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(x, between=waits)
+
+    def first_waits(_):
+        results.append(pool.submit(second))
+        assert begun.wait(30)
+
+    results = []
+    with ThreadPoolExecutor(1) as pool, torch.no_grad():
+        found = model(x, between=first_waits)
+        ended.set()
+    assert same(found, model.expected(x, x, x))
+    assert {part.dtype for part in results[0].result()} == {torch.bfloat16}
+
+
+@torch.no_grad()
+def test_a_mode_that_changes_between_parts_counts():
+    model, x = Attention(), torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        parts = model(x, between=lambda _: torch.set_autocast_enabled("cpu", True))
+    assert [part.dtype for part in parts] == [torch.float32, torch.bfloat16, torch.bfloat16]
+
+
 @pytest.mark.parametrize("parts", [False, True])
 def test_code_that_changes_the_input_between_parts_is_seen_in_compiled_graphs(parts):
     model, x = Attention(), torch.randn(3, 64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, block_shapes
 from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
-from thunder_moe.kernels.select import lay_out, quantize
+from thunder_moe.kernels.select import chosen_backend, lay_out, quantize
 from thunder_moe.nn.adaptable import AdaptableLinear
 from thunder_moe.nn.packed import NVFP4Module
 from thunder_moe.ops import scaled_mm
@@ -253,10 +254,11 @@ def _forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _state(x: Tensor) -> Any:
-    """Return what differs after a change of the modes, or of x in place, as far as torch tells."""
+    """Return what differs in another thread, after a change of the modes, or of x in place, as far as torch tells."""
     if torch.compiler.is_compiling():
         return "compiled"
-    return torch.is_grad_enabled(), x.requires_grad, None if x.is_inference() else x._version
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), chosen_backend()
+    return get_ident(), modes, x.requires_grad, None if x.is_inference() else x._version
 
 
 class NVFP4LinearPart(AdaptableLinear):
