@@ -257,7 +257,8 @@ def _state(x: Tensor) -> Any:
     """Return what differs in another thread, after a change of the modes, or of x in place, as far as torch tells."""
     if torch.compiler.is_compiling():
         return "compiled"
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type), chosen_backend()
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    modes = torch.is_grad_enabled(), autocast, chosen_backend()
     return get_ident(), modes, x.requires_grad, None if x.is_inference() else x._version
 
 
