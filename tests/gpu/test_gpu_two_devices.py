@@ -49,7 +49,7 @@ def test_calls_run_on_the_device_of_their_tensors(models):
 
 @torch.no_grad()
 def test_a_full_queue_of_one_device_does_not_stop_threads_of_the_other():
-    """What the first thread's device waits for may be a launch of the other thread."""
+    """Fill the queue of one device, which may wait for a launch of the other thread."""
     packed = quantize(torch.randn(2, 128, 128))
     weights = [operands(packed.to(f"cuda:{index}")) for index in range(2)]
     rows = [torch.ones(2, 128, device=f"cuda:{index}").bfloat16() for index in range(2)]

@@ -71,7 +71,7 @@ def test_a_layer_is_one_graph(beforehand):
 
 
 def test_changes_of_arguments_are_refused():
-    """Such as those of a cache of keys and values: Thunder's graph would change a copy."""
+    """A cache of keys and values changes so, and Thunder's graph would change a copy."""
     experts = GroupedSwiGLU(4, 64, 32, dtype=BF16).requires_grad_(False)
     inputs = torch.randn(3, 64, dtype=BF16), torch.tensor([0, 1, 1, 3], dtype=torch.int32)
 
