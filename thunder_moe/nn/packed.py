@@ -8,13 +8,11 @@ Legend: E experts, N out_features, K in_features.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
-from types import FrameType
 from typing import Any
 
 import torch
@@ -314,7 +312,6 @@ class NVFP4Module(AdaptableLinear):
 
     @alone
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        _refuse_plain_save(sys._getframe(1))
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout != LINEAR:
             linear = self._own(self.packed_weight.to_layout(LINEAR))
@@ -420,22 +417,6 @@ class NVFP4Module(AdaptableLinear):
                 f"{self.format_name} weights in layout {layout!r} were moved to a {device.type!r} device, where kernels"
                 " have to convert them at every call; to_layout_(model) lays them out for it",
             )
-
-
-def _refuse_plain_save(frame: FrameType | None) -> None:
-    """Raises where the save_pretrained of transformers itself asks for a state dict: it would write the 4-bit tensors
-    by names that ``from_pretrained`` does not load. Models that `quantize_` got as a whole have one of their own."""
-    while frame is not None:
-        code, home = frame.f_code, frame.f_globals.get("__name__")
-        if code.co_name == "save_pretrained" and home == "transformers.modeling_utils":
-            model = frame.f_locals.get("self")
-            if not getattr(model, "_hf_peft_config_loaded", False):  # else it saves the adapters alone
-                raise ValueError(
-                    f"save_pretrained: this {type(model).__name__} holds 4-bit modules that were put into a part of it;"
-                    " save it with thunder_moe.save_checkpoint(model, path)"
-                )
-            return
-        frame = frame.f_back
 
 
 def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
