@@ -27,7 +27,6 @@ LAYERS = {
     "thunder_moe.nn": 4,
     "thunder_moe.mxfp8": 4,
     "thunder_moe.nvfp4": 4,  # what users import
-    "thunder_moe.nvfp4_modules": 4,
     "thunder_moe.weight_cache": 4,
     "thunder_moe.compilers": 5,
     "thunder_moe.lora": 6,

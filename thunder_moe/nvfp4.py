@@ -1,5 +1,5 @@
 """The NVFP4 format for users: quantize, dequantize, fake_quantize, the weight.
-Called by users; calls formats and ops.fake_quantize. The name that `thunder_moe.formats` had in version 0.1.
+Called by users; calls formats and ops.fake_quantize. `thunder_moe.mxfp8` is the same of MXFP8.
 """
 
 from thunder_moe.formats.checks import require

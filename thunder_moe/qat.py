@@ -34,8 +34,6 @@ class FakeQuantize(nn.Module):
         format: "nvfp4", or "mxfp8" for `mxfp8.fake_quantize`, which has no scale_search.
     """
 
-    format = "nvfp4"  # of modules that earlier versions have pickled
-
     def __init__(self, *, transposed: bool = False, scale_search: str | None = None, format: str = "nvfp4") -> None:
         super().__init__()
         self.transposed, self.scale_search, self.format = transposed, scale_search, format

@@ -189,26 +189,6 @@ def test_a_block_takes_a_layout_for_each_of_its_linears(layout, offsets):
         assert torch.equal(NVFP4GroupedSwiGLU(*pair)(x, offsets), expected)
 
 
-def test_modules_of_earlier_versions_unpickle(layout):
-    """Their layout was an attribute, there was none before, and their dtype was one."""
-    linear, other = both(layout)
-    old = linear.__getstate__() if hasattr(linear, "__getstate__") else dict(vars(linear))
-    old = {name: value for name, value in old.items() if name not in ("weight_dtypes", "weights_require_grad")}
-    old |= dict(weight_dtype=torch.float16, weight_requires_grad=True)
-    weight = linear.nvfp4_weight.to_layout(layout)
-    fields = ("qdata", "scale", "global_scale")
-    laid_out = {**old, "layout": layout, "_buffers": dict(zip(fields, weight.tensors(), strict=True))}
-    del old["auto_layout"]
-    for state, wanted in ((old, linear), (laid_out, other)):
-        module = NVFP4GroupedLinear.__new__(NVFP4GroupedLinear)
-        module.__setstate__(state)
-        assert module.layout == wanted.layout
-        assert not module.auto_layout
-        assert_same_bits(dict(module.named_buffers()), dict(wanted.named_buffers()))
-        assert (module.weight_dtypes, module.weights_require_grad) == ((torch.float16,), (True,))
-        assert_same_bits(module.state_dict(), linear.state_dict())
-
-
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_state_dicts_are_linear(layout, keep_vars):
     linear, other = both(layout)
@@ -315,11 +295,6 @@ def test_the_old_name_of_num_experts_stays_valid():
     with pytest.raises(ValueError, match="top_k: got 2, wanted at most num_experts = 1"):
         Llama4MoEConfig(64, 32, num_routed_experts=1, top_k=2)
     assert copy.deepcopy(old) == pickle.loads(pickle.dumps(old)) == old
-    pickled = Llama4MoEConfig.__new__(Llama4MoEConfig)  # as pickle restores one of version 0.1
-    pickled.__setstate__(
-        dict(hidden_size=64, intermediate_size=32, num_routed_experts=8, num_shared_experts=1, top_k=2)
-    )
-    assert pickled == old
 
 
 def test_refuses():

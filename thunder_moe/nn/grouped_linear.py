@@ -152,12 +152,6 @@ class GroupedLinear(AdaptableLinear):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | dict(_waiting=Queue())
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of earlier versions have no bias and none of the options.
-        parent: Any = super()
-        parent.__setstate__(dict(accumulate_into_main_grad=False, delay_wgrad=False, _waiting=Queue()) | state)
-        self._parameters.setdefault("bias", None)
-
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
         options = dict(bias=self.bias is not None, accumulate_into_main_grad=self.accumulate_into_main_grad)

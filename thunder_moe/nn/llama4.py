@@ -33,8 +33,8 @@ class Llama4MoEConfig:
     Attributes:
         hidden_size: H.
         intermediate_size: I of each routed expert, and of each shared one.
-        num_experts: E, the routed experts. `num_routed_experts`, its name in version 0.1, stays valid as a keyword of
-            the constructor and as an attribute; `dataclasses.replace` takes num_experts alone.
+        num_experts: E, the routed experts. `num_routed_experts`, its name in Thunder's configuration, is a keyword of
+            the constructor and an attribute, too; `dataclasses.replace` takes num_experts alone.
         num_shared_experts: experts that see every token, run as one of num_shared_experts * I; 0 for none.
         top_k: routed experts per token.
 
@@ -62,7 +62,7 @@ class Llama4MoEConfig:
         if num_experts is not None and num_routed_experts is not None:
             raise ValueError(
                 f"num_experts: got {num_experts} and num_routed_experts={num_routed_experts}, wanted num_experts alone:"
-                " num_routed_experts is its old name"
+                " num_routed_experts is another name for it"
             )
         experts = num_routed_experts if num_experts is None else num_experts
         if experts is None:
@@ -76,15 +76,8 @@ class Llama4MoEConfig:
 
     @property
     def num_routed_experts(self) -> int:
-        """`num_experts`, by its name in version 0.1."""
+        """Return `num_experts`, by its name in Thunder's configuration."""
         return self.num_experts
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of version 0.1 have num_routed_experts.
-        state = dict(state)
-        if "num_routed_experts" in state:
-            state["num_experts"] = state.pop("num_routed_experts")
-        self.__dict__.update(state)
 
 
 class Llama4MoE(nn.Module):

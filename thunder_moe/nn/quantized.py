@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thunder_moe.formats.block_format import NVFP4
 from thunder_moe.formats.layouts import LINEAR, MODULE_LAYOUTS
-from thunder_moe.formats.weight import NVFP4Weight, PackedWeight
+from thunder_moe.formats.weight import PackedWeight
 from thunder_moe.nn.autocast import autocast_rows
 from thunder_moe.nn.grouped_linear import local_part
 from thunder_moe.nn.packed import NVFP4Module
@@ -96,25 +96,6 @@ class NVFP4GroupedLinear(NVFP4Module):
         elif bias_scale is not None:
             raise ValueError("bias_scale: got a tensor without a bias to scale, wanted None")
         return out
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # Pickles of earlier versions have the layout as an attribute, and one weight_dtype.
-        state = dict(state)
-        layout = state.pop("layout", LINEAR)
-        for old, name in (("weight_dtype", "weight_dtypes"), ("weight_requires_grad", "weights_require_grad")):
-            if old in state:
-                state[name] = (state.pop(old),)
-        parent: Any = super()
-        parent.__setstate__(state)
-        self._parameters.setdefault("bias", None)
-        if (layout == LINEAR and self.qdata.ndim == 5) or layout == "humming":
-            raise ValueError(
-                "layout: this model was pickled whole in layout 'humming', which version 0.2.0 no longer has; in the"
-                " version that saved it, save its state_dict, or the model after to_layout_(model, 'linear')"
-            )
-        if layout != LINEAR and self.qdata.ndim == 3:
-            weight = NVFP4Weight.unchecked(self.qdata, self.scale, self.global_scale, layout)
-            self._replace(dict(zip(("qdata", "scale", "global_scale"), weight.blocks, strict=True)))
 
     def extra_repr(self) -> str:
         sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
