@@ -87,7 +87,7 @@ def summary(errors: Sequence[LayerError]) -> str:
 
 
 def _format(name: str, file: str | None) -> str | Callable[[nn.Module, str], str | None]:
-    """What `convert` takes: the format of each block that a file of `sensitivity` has, and of all else this one."""
+    """Return `convert`'s format: of each block that a file of `sensitivity` names, and this one for all else."""
     if file is None:
         return name
     from thunder_moe.sensitivity.formats_file import format_of_path, read_formats

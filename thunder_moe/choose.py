@@ -292,7 +292,7 @@ def _check_choice(
 
 
 def _problem_of(parameter: Tensor, weight: Tensor, loaded: bool, format: BlockFormat) -> str | None:
-    """What keeps a weight (E, N, K) from being quantized."""
+    """Return what keeps a weight (E, N, K) from being quantized."""
     if weight.ndim != 3:
         return f"has a weight of shape {tuple(weight.shape)}, wanted three dimensions"
     if weight.dtype not in WEIGHT_DTYPES:

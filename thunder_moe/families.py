@@ -36,7 +36,7 @@ class Quantization:
     packs: Mapping[nn.Module, Callable[[Tensor], PackedWeight]] = field(default_factory=dict)
 
     def of(self, module: nn.Module) -> Quantization:
-        """The same with the `pack` of a module."""
+        """Return this quantization with the `pack` of a module."""
         return replace(self, pack=self.packs[module]) if module in self.packs else self
 
 
@@ -62,20 +62,20 @@ class ExpertFamily:
     description: str
 
     def match(self, module: nn.Module) -> bool:
-        """Whether this is a 16-bit module of the family, customized or not."""
+        """True if this is a 16-bit module of the family, customized or not."""
         raise NotImplementedError
 
     def match_quantized(self, module: nn.Module) -> bool:
-        """Whether this is a 4-bit module of the family."""
+        """True if this is a 4-bit module of the family."""
         raise NotImplementedError
 
     def obstacle(self, module: nn.Module) -> str | None:
-        """Why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None when it can."""
+        """Return why a module, 16-bit or 4-bit, cannot be replaced because of its own state; None when it can."""
         raise NotImplementedError
 
     def agree(self, module: nn.Module, problem: str | None) -> str | None:
-        """What keeps a module from being quantized: `problem` here, or where several processes have parts of it, one of
-        another process. Each of them calls it."""
+        """Return what keeps a module from being quantized: `problem`, or another process' where several have parts of
+        it. Each of them calls this."""
         return problem
 
     def weights(self, module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:

@@ -68,7 +68,7 @@ class PlannedModule:
 
 
 class QuantizationPlan(Generic[Model]):
-    """What `quantize_` with the same options does to a model; made by `plan_quantization`. ``print(plan)``: a table.
+    """The plan of `quantize_` with the same options for a model; made by `plan_quantization`. ``print(plan)``: a table.
 
     Attributes:
         modules: experts and dense layers in the order of the model: those that are replaced, and those that stay, with
@@ -254,7 +254,7 @@ def replace_module(
 
 
 def _blocks_first(chosen: Chosen) -> list[tuple[nn.Module, Place]]:
-    """Those that are parts of others come last: a block is converted while its parts are what it knows."""
+    """Sort blocks before their submodules, since a block recognizes these by their original class."""
     parts = {part for module in chosen for part in module.modules() if part is not module}
     return sorted(chosen.items(), key=lambda item: item[0] in parts)
 

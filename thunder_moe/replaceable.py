@@ -1,4 +1,4 @@
-"""Whether a module may be replaced by its other form: only one without customization (hooks, wrappers, extra tensors).
+"""True if a module may be replaced by its other form: only one without customization (hooks, wrappers, extra tensors).
 Called by choose, grouped_experts and integrations.huggingface; calls nn for its classes, and knows how accelerate
 wraps a forward.
 """
@@ -51,7 +51,7 @@ _HOOKS = {
 
 
 def not_plain(module: nn.Module) -> str | None:
-    """How a module of this package (or of a subclass) is customized; None when it is not.
+    """Return how a module of this package (or of a subclass) is customized; None when it is not.
 
     In that order: parametrizations, another class, hooks, methods or a forward of the instance's own, tensors or
     children that the class does not have or that are of another type; then the same of its children.
@@ -116,12 +116,12 @@ def impure(module: nn.Module) -> str | None:
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Whether accelerate has put a hook on a module."""
+    """True if accelerate has put a hook on a module."""
     return "_hf_hook" in vars(module)
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module runs its class' forward, as it is or inside of a hook of accelerate's and nothing else."""
+    """True if a module runs its class' forward, as it is or inside of a hook of accelerate's and nothing else."""
     forward = vars(module).get("forward")
     if has_hook(module) and forward is not None:
         hooked = isinstance(forward, functools.partial) and forward.args == (module,)

@@ -47,7 +47,7 @@ LINEAR_ROUTER_TOKENS = 3
 
 @dataclass(frozen=True)
 class RouterForm:
-    """How a router makes scores and a choice of experts of its logits; the options of `ops.router.moe_router`.
+    """The computation of scores and choice from a router's logits; the options of `ops.router.moe_router`.
 
     Attributes:
         top_k: A, the experts of a token.
@@ -75,7 +75,7 @@ class RouterForm:
 
     @property
     def grouped(self) -> bool:
-        """Whether the groups exclude any expert."""
+        """True if the groups exclude any expert."""
         return self.top_groups < self.num_groups
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def router(
 
 
 def router_logits(hidden: Tensor, weight: Tensor, linear_bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(T, H), (E, H) -> logits (T, E) in a dtype, which is rounded to once: that of `hidden`, or float32."""
+    """(T, H), (E, H) -> logits (T, E), rounded once to a dtype: `hidden`'s, or float32."""
     if dtype == hidden.dtype:
         return F.linear(hidden, weight, linear_bias)
     if hidden.is_cuda and linear_bias is None:

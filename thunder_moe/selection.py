@@ -66,7 +66,7 @@ class Names:
         return cls(type(model).__name__, {name: each for each in names.values() for name in each})
 
     def covered(self, pattern: str, name: str) -> bool:
-        """True if a pattern covers a module by one of its names. A pattern that is a name is no glob."""
+        """True if a pattern covers a module by one of its names. A pattern that is a name is not a glob."""
         names = self.all.get(name, (name,))
         if pattern in self.all:
             return any(f"{each}.".startswith(f"{pattern}.") for each in names)
@@ -139,7 +139,7 @@ def select(option: str, value: Selection, names: Names) -> Callable[[nn.Module, 
 
 
 class Selector:
-    """What the options `filter` and `ignore` of a call decide on each module.
+    """The decision of the options `filter` and `ignore` on each module.
 
     Raises:
         TypeError: an option is of another type.

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Choice:
-    """What the options say about each block of experts and each dense layer, by its path.
+    """The decision of the options on each block of experts and each dense layer, by path.
 
     Args:
         checkpoint: the source.

@@ -76,7 +76,7 @@ def convert(
     progress: bool = False,
 ) -> list[LayerError]:
     """Writes a checkpoint whose experts, and where asked to dense layers, are NVFP4 or MXFP8 in ModelOpt's form;
-    everything else stays as it is.
+    everything else stays unchanged.
 
     Experts in 16 bits or FP8 are quantized; those that are NVFP4, MXFP8 or MXFP4 already are copied exactly whatever
     the `format` (MXFP4 as NVFP4 of the same values), and so are dense layers that are NVFP4 or MXFP8. What else is FP8
@@ -152,7 +152,7 @@ def convert(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is written.
+    """The checkpoint to write.
 
     Attributes:
         units: the modules and tensors to convert, in the order of the files.
@@ -188,7 +188,7 @@ def _device(device: torch.device | str) -> torch.device:
 
 
 def _job(checkpoint: Checkpoint, scale_search: str | None, max_bytes: int, plan: _Plan) -> dict[str, Any]:
-    """What must be the same for a conversion to resume an interrupted one; another version might quantize otherwise."""
+    """Return what must be equal to resume an interrupted conversion; another version may quantize differently."""
     from thunder_moe import __version__
 
     files = sorted({info.file for info in checkpoint.files.infos.values()})
@@ -299,7 +299,7 @@ def _plan(checkpoint: Checkpoint, choice: Choice) -> _Plan:
         if name not in grouped:
             first[name] = info
     if dense:
-        logger.warning("%d quantized modules that are no experts become bfloat16: %s, ...", len(dense), dense[0])
+        logger.warning("%d quantized modules that are not experts become bfloat16: %s, ...", len(dense), dense[0])
     order = {name: number for number, name in enumerate(checkpoint.files.infos)}
     units = sorted(first, key=lambda name: order[first[name].name])
     return _Plan(units, experts, modules, formats, decoded, kept, ignore)

@@ -61,14 +61,14 @@ def decode_experts(
 
 
 def decode_dense(files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """The weight (N, K) of a 4-bit module that is no expert."""
+    """The weight (N, K) of a 4-bit module that is not an expert."""
     return format_of(module).read_dense(files, module, dtype, device)
 
 
 def decode_dense_weight(
     files: TensorFiles, module: Module, device: torch.device | str, part: tuple[int, int, int] | None = None
 ) -> PackedWeight:
-    """The weight (1, N, K) of a packed module that is no expert, in memory of its own; `part` as in the reader."""
+    """The weight (1, N, K) of a packed module that is not an expert, in memory of its own; `part` as in the reader."""
     weight = format_of(module).read_dense_weight(files, module, part)
     return weight.with_tensors(_copied(tensor, device) for tensor in weight.tensors())
 

@@ -17,7 +17,7 @@ __all__ = ["ExpertWeights", "ExpertsLayout"]
 
 @dataclass(frozen=True)
 class ExpertsLayout:
-    """How a checkpoint of some architecture names and lays out its experts.
+    """The names and the layout of experts in checkpoints of an architecture.
 
     Attributes:
         fused: one tensor per projection for all experts, K before N, as ModelOpt has those of GPT-OSS and Llama 4. Of
@@ -54,7 +54,7 @@ class ExpertWeights:
 
     @property
     def gated(self) -> bool:
-        """Whether gate_up holds gate and up projections, not just up."""
+        """True if gate_up holds gate and up projections, not just up."""
         return self.gate_up.shape[1] == 2 * self.down.shape[2]
 
     @property

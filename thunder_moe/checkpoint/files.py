@@ -37,7 +37,7 @@ _OPEN_FILES = 4
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor.
+    """A tensor's entry in the header of a file.
 
     Attributes:
         name: of the tensor.
@@ -289,7 +289,7 @@ def _header_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ..
 
 
 def _note_repeats(twice: list[str], pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; notes keys that it has twice, of which json takes the last one silently."""
+    """Build a JSON object; note keys that it has twice, since json takes the last one silently."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

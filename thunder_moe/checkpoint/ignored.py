@@ -25,7 +25,7 @@ def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Colle
 
     Args:
         plain: (name, shape) of the tensors that are not 4-bit, by their names in the checkpoint.
-        quantized: paths of the 4-bit modules that are no experts.
+        quantized: paths of the 4-bit modules that are not experts.
     """
     modules = set()
     for name, shape in plain:
@@ -43,11 +43,11 @@ def ignored_modules(plain: Iterable[tuple[str, Sequence[int]]], quantized: Colle
 
 
 def apart(ignored: Collection[str], scales: Mapping[str, float | None]) -> list[str]:
-    """What engines merge into one linear and the checkpoint has in two precisions, or with several global scales.
+    """Return the linears that engines merge into one, but that differ in precision or global scale here.
 
     Args:
         ignored: paths of 16-bit modules.
-        scales: path of each NVFP4 module that is no expert -> its global scale; of each MXFP8 one -> None.
+        scales: path of each NVFP4 module that is not an expert -> its global scale; of each MXFP8 one -> None.
 
     Returns:
         For each such linear the paths of its parts and why, "x.q_proj and x.k_proj have ...".

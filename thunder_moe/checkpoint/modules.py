@@ -65,7 +65,7 @@ class Module:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the tensors are of a quantized weight."""
+        """True if the tensors are of a quantized weight."""
         weight = self.fields.get("weight")
         low = weight is not None and weight.dtype in ("U8", "F8_E4M3")
         return low or not self.fields.keys().isdisjoint(QUANTIZED_FIELDS) or (self.fused and "blocks" in self.fields)
@@ -77,7 +77,7 @@ class Module:
 
     @property
     def is_mxfp8(self) -> bool:
-        """Whether the weight is MXFP8: FP8 with a scale for each 32 along K, which is a power of two, in a byte."""
+        """True if the weight is MXFP8: FP8 with a scale for each 32 along K, which is a power of two, in a byte."""
         weight, scale = self.fields.get("weight"), self.fields.get(self.mxfp8_scale_field)
         if weight is None or scale is None or weight.dtype != "F8_E4M3":
             return False
@@ -89,7 +89,7 @@ class Module:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weight is FP8 with other scales than MXFP8's."""
+        """True if the weight is FP8 with other scales than MXFP8's."""
         return "weight" in self.fields and self.fields["weight"].dtype == "F8_E4M3" and not self.is_mxfp8
 
     def any(self) -> TensorInfo:
@@ -132,7 +132,7 @@ class ExpertBlock:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the weights are FP8, of which `experts` checks that they are alike."""
+        """True if the weights are FP8; `experts` checks that they are alike."""
         modules = self.modules.values()
         return any(module.is_fp8 for module in modules) and not any(module.is_mxfp8 for module in modules)
 
@@ -182,7 +182,7 @@ class ExpertBlock:
         return range(count)
 
     def layout(self, interleaved: bool) -> ExpertsLayout:
-        """How this block is written; `interleaved`: the rows of the model's fused gate_up projection alternate.
+        """Return how this block is written; `interleaved`: the rows of the model's fused gate_up projection alternate.
 
         Fused ones are written per expert, which all engines read, but those with alternating rows, which none does.
         """
@@ -193,7 +193,7 @@ class ExpertBlock:
         return ExpertsLayout(projections=names)  # type: ignore[arg-type]
 
     def k_first(self) -> bool:
-        """Whether fused projections are stored as (E, in_features, out_features), from their shapes."""
+        """True if fused projections are stored as (E, in_features, out_features), from their shapes."""
         down = self.modules["down", None].fields
         if "blocks" in down:
             return True  # in the model; MXFP4 files have K last
@@ -221,7 +221,7 @@ class Modules:
 
     Attributes:
         experts: module path -> the experts of a layer, quantized or not.
-        dense: module path -> a quantized module that is no expert.
+        dense: module path -> a quantized module that is not an expert.
         others: names of all other tensors.
     """
 
@@ -262,6 +262,6 @@ def sort_modules(files: TensorFiles) -> Modules:
 
 
 def is_interleaved(config: dict[str, Any]) -> bool:
-    """Whether the rows of a model's fused gate_up projection alternate, gate and up."""
+    """True if the rows of a model's fused gate_up projection alternate, gate and up."""
     types = (config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
     return any(name in INTERLEAVED_MODEL_TYPES for name in types)

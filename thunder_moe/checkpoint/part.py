@@ -43,7 +43,7 @@ class ExpertsPart:
         return self.expert_ranks == self.feature_ranks == 1
 
     def experts(self, count: int) -> slice:
-        """Those of `count` experts.
+        """Return this part's range of `count` experts.
 
         Raises:
             ValueError: the ranks cannot share them evenly.
@@ -55,7 +55,7 @@ class ExpertsPart:
         return _share(count, self.expert_rank, self.expert_ranks)
 
     def features(self, size: int, block: int = BLOCK_SIZE) -> slice:
-        """Those of `size` intermediate features.
+        """Return this part's range of `size` intermediate features.
 
         Raises:
             ValueError: a share would not be whole blocks of `block` features, which have one scale.
@@ -80,7 +80,7 @@ WHOLE = ExpertsPart()
 
 
 class CutFiles:
-    """`TensorFiles` of which some tensors are cut: nothing else is read of these.
+    """`TensorFiles` with some tensors cut: only this part of them is read.
 
     Args:
         files: the files.
@@ -91,7 +91,7 @@ class CutFiles:
         self.files, self.cuts = files, cuts
 
     def read(self, name: str) -> torch.Tensor:
-        """As `TensorFiles.read`."""
+        """Read a tensor, as `TensorFiles.read`, cut to this part."""
         if name not in self.cuts:
             return self.files.read(name)
         indices, dim = self.cuts[name]

@@ -46,7 +46,7 @@ class PartialCheckpoint:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the files of the checkpoint go."""
+        """The directory of the checkpoint's files."""
         return self.directory / "checkpoint"
 
     def save(self, **state: Any) -> None:
@@ -79,7 +79,7 @@ class PartialCheckpoint:
 
 @contextmanager
 def open_partial(destination: Path, job: dict[str, Any]) -> Iterator[PartialCheckpoint]:
-    """The working directory, which no other conversion can open meanwhile: new, or that of an interrupted run.
+    """The working directory, new or left by an interrupted run; no other conversion can open it meanwhile.
 
     Args:
         destination: a path that does not exist.

@@ -45,7 +45,7 @@ class Noise:
     noise: float = 0.0
 
     def add(self, weight: torch.Tensor, packed: PackedWeight) -> None:
-        """Those of (E, N, K)."""
+        """Add the signal and the noise of a weight (E, N, K)."""
         for expert in range(weight.shape[0]):
             one = packed.with_tensors(tensor[expert, None] for tensor in packed.tensors())
             exact = weight[expert].float()

@@ -57,7 +57,7 @@ class Checkpoint:
         method: "modelopt", "compressed-tensors", "mxfp8" or "mxfp4", the form of the packed weights; "fp8" for a
             checkpoint that has FP8 weights alone, of any form; None for a 16-bit one.
         experts: paths of the 4-bit blocks of experts, in the order of the files.
-        dense: paths of the quantized modules that are no experts.
+        dense: paths of the quantized modules that are not experts.
         others: names of the other tensors, without the scales of a quantized key-value cache.
 
     Raises:
@@ -108,7 +108,7 @@ class Checkpoint:
         return list(self._dense)
 
     def layout(self, name: str) -> ExpertsLayout:
-        """How the experts of a layer, quantized or not, are laid out here."""
+        """Return the layout of a layer's experts in this checkpoint, quantized or not."""
         return {**self.blocks, **self.plain_blocks, **self.fp8_blocks}[name].layout(self.interleaved)
 
     def require_4_bit_experts(self) -> None:
@@ -120,7 +120,7 @@ class Checkpoint:
             )
 
     def fp8_dense(self) -> dict[str, Module]:
-        """Those of `dense` that are FP8."""
+        """The modules of `dense` that are FP8."""
         return {name: module for name, module in self._dense.items() if module.is_fp8}
 
     def dense_infos(self) -> dict[str, TensorInfo]:
@@ -128,7 +128,7 @@ class Checkpoint:
         return {name: module.any() for name, module in self._dense.items()}
 
     def read_experts(self, name: str, device: torch.device | str = "cpu", part: ExpertsPart = WHOLE) -> ExpertWeights:
-        """The experts of one layer, by their path, or a part of them, of which nothing else is read.
+        """Read the experts of one layer, by their path; of a `part`, nothing else is read.
 
         Raises:
             ValueError: a tensor is missing or has the wrong dtype or shape; names file and tensor. Or the ranks of
@@ -137,18 +137,18 @@ class Checkpoint:
         return decode_experts(self.files, self.blocks[name], self.interleaved, part).to(device)
 
     def is_4_bit(self, name: str) -> bool:
-        """Whether one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
+        """True if one of `dense` is 4-bit, so that `read_dense_weight` reads it; in FP8 it is not."""
         return not self._dense[name].is_fp8
 
     def number_format(self, name: str) -> BlockFormat:
-        """That of the weights of one of `experts`, or of one of `dense` that is not FP8."""
+        """Return the number format of one of `experts`, or of one of `dense` that is not FP8."""
         block = self.blocks.get(name)
         return format_of(self._dense[name] if block is None else next(iter(block.modules.values()))).number_format
 
     def read_dense_weight(
         self, name: str, device: torch.device | str = "cpu", part: tuple[int, int, int] | None = None
     ) -> PackedWeight:
-        """The weight (1, N, K) of a 4-bit module that is no expert, by its path, as it is.
+        """The weight (1, N, K) of a 4-bit module that is not an expert, by its path, as it is.
 
         Args:
             name: its path.
@@ -163,14 +163,14 @@ class Checkpoint:
     def read_dense(
         self, name: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """The dequantized weight (N, K) of a quantized module that is no expert, by its path."""
+        """The dequantized weight (N, K) of a quantized module that is not an expert, by its path."""
         module = self._dense[name]
         if module.is_fp8:
             return self.floats.read(module, device).to(dtype)
         return decode_dense(self.files, module, dtype, device)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """One of `others`, as it is."""
+        """Read one of `others`, unchanged."""
         return self.files.read(name).to(device, copy=True)
 
     def stream(

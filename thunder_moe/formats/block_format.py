@@ -1,5 +1,5 @@
 """`BlockFormat`: what a block-scaled number format is made of, as one object; `NVFP4` and `MXFP8`.
-Called by weight, layouts, the formats' modules, and whoever serves several formats; calls nothing.
+Called by weight, layouts, the formats' modules, and the code that serves several formats; calls nothing.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The registry of layouts of packed weights: how the codes and block scales of (E, N, K) lie in memory.
-Called by weight, kernels.select, nn and whoever checks operands; calls block_format, swizzled_128x4,
+Called by weight, kernels.select, nn and the checks of operands; calls block_format, swizzled_128x4,
 tiled_64x64 and mxfp8_tiled_64x64.
 
 - "linear": codes and scales row by row, as checkpoints hold them.
@@ -72,7 +72,7 @@ class Layout:
     preferred_on: frozenset[tuple[int, int]] = frozenset()
 
     def fits(self, n: int, k: int) -> str | None:
-        """None when (E, n, k) weights can have this layout, else what they would need, in words."""
+        """Return None when (E, n, k) weights can have this layout, else what they would need, in words."""
         if n % self.multiple or k % self.multiple or (self.multiple > 1 and not (n and k)):
             return f"out_features and in_features multiples of {self.multiple}, not 0"
         return None
@@ -142,7 +142,7 @@ def layouts_of(format: BlockFormat) -> tuple[str, ...]:
 
 
 def module_layouts(format: BlockFormat) -> tuple[str, ...]:
-    """Those of them in which modules keep weights."""
+    """The layouts in which modules keep weights."""
     return tuple(name for name in layouts_of(format) if REGISTRY[format.name, name].block_shape is not None)
 
 
@@ -168,7 +168,7 @@ def preferred_on(capability: tuple[int, int], n: int, k: int, format: BlockForma
 
 
 def layout_fits(n: int, k: int, layout: str, format: BlockFormat = NVFP4) -> str | None:
-    """None when (E, n, k) weights can have a layout, else what they would need, in words."""
+    """Return None when (E, n, k) weights can have a layout, else what they would need, in words."""
     return find_layout(layout, format).fits(n, k)
 
 

@@ -18,7 +18,7 @@ FLOAT_BIAS = 127
 
 
 def mxfp4_to_nvfp4(blocks: torch.Tensor, scales: torch.Tensor) -> NVFP4Weight:
-    """The same weight as NVFP4, value for value.
+    """Convert an MXFP4 weight to NVFP4 of the same values.
 
     Each scale is repeated for its two blocks of 16, and the largest exponent goes into the global scale: one for all
     experts where their exponents allow it, else one per expert, else one per row. Blocks of zeros have no exponent.

@@ -149,7 +149,7 @@ def _quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _powers_of_two(scale: Tensor) -> Tensor:
-    """E8M0 bytes -> float32: 2**(scale - 127), of which the least is subnormal; 255 is NaN."""
+    """Convert E8M0 bytes to float32: 2**(scale - 127); the least is subnormal, 255 is NaN."""
     values = (scale.int() << _MANTISSA_BITS).view(torch.float32)
     values = torch.where(scale == 0, 2.0**-127, values)
     return torch.where(scale == E8M0_NAN, torch.nan, values)

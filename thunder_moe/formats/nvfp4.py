@@ -200,7 +200,7 @@ def _round_magnitudes(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -
 
 
 def _least_error_scale(magnitudes: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
-    """Of each block's scale and those `_SCALE_STEPS` away, the one of least squared error; ties keep the first."""
+    """Return each block's scale of least squared error among those `_SCALE_STEPS` away; ties keep the first."""
     usual = scale.view(torch.uint8).int()
     relative = magnitudes / global_scale  # at most 2688, so that no square leaves the floats
     best, least = scale.view(torch.uint8), torch.full_like(scale, torch.inf, dtype=torch.float32)

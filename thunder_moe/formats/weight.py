@@ -29,7 +29,7 @@ __all__ = ["MXFP8Weight", "NVFP4Weight", "PackedWeight", "WeightOperands", "chec
 
 
 class PackedWeight:
-    """What the packed weights (E, N, K) of all number formats have.
+    """A packed weight (E, N, K) of any number format.
 
     Attributes:
         format: the number format, by class.
@@ -89,12 +89,12 @@ class PackedWeight:
         return tuple(tensor[0].detach() for tensor in self.blocks)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same weight on another device."""
+        """Return the weight on another device."""
         return self.with_tensors(tensor.to(device) for tensor in self.tensors())
 
     def to_layout(self, layout: str) -> Self:
-        """The same weight in another layout, exact both ways ("tiled_64x64" clears codes of NVFP4 whose block scale is
-        0: they have the value 0 whatever they are).
+        """Return the weight in another layout, exact both ways ("tiled_64x64" clears codes of NVFP4 whose block scale
+        is 0, since their value is 0).
 
         Raises:
             ValueError: the layout is unknown, or its kernels cannot take this shape.
@@ -120,8 +120,7 @@ class PackedWeight:
         """Stacks the rows of "linear" weights of one format, exactly: (E, N1, K), (E, N2, K), ... -> (E, N1 + N2 + ...,
         K).
 
-        The global scales of NVFP4 become one per row, since each weight has its own. One weight alone comes back as it
-        is.
+        The global scales of NVFP4 become one per row, since each weight has its own. One weight alone stays unchanged.
 
         Raises:
             TypeError: one of them is no packed weight of the first one's format.

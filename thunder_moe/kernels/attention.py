@@ -1,4 +1,4 @@
-"""Whether torch's attention reads the keys and values of grouped heads without repeating them: cuDNN's does.
+"""Tells whether torch's attention reads the keys and values of grouped heads without repeating them: cuDNN's does.
 Called by compilers/dynamo/attention.py and integrations/huggingface/attention.py; calls torch.
 
 scaled_dot_product_attention(enable_gqa=True) with a mask is cuDNN's, where torch prefers that (SM90 and SM100), or else
@@ -18,7 +18,7 @@ __all__ = ["cudnn_groups_heads", "cudnn_groups_heads_of"]
 
 
 def cudnn_groups_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0) -> bool:
-    """Whether ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to be cuDNN's.
+    """True if ``scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)`` is going to be cuDNN's.
 
     Args:
         query: (B, Hq, Q, D), no fake tensor.

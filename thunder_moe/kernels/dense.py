@@ -1,4 +1,4 @@
-"""Whether, and up to how many rows, a dense layer is faster quantized than in 16 bits on a device: from measurements.
+"""Tells up to how many rows a dense layer is faster quantized than in 16 bits on a device, from measurements.
 Called by dense_linears; calls kernels.select.
 """
 
@@ -22,7 +22,7 @@ _LEAST_WEIGHTS = {TILED_64X64: 1 << 21, "cuda": 1 << 23, "cpu": 1 << 20}
 
 
 class SlowerFrom(NamedTuple):
-    """Where a quantized layer is slower than in 16 bits.
+    """The rows from which a quantized layer is slower than in 16 bits.
 
     Attributes:
         rows: of the activation, from which on it may be.
@@ -43,7 +43,7 @@ _SLOWER_FROM = {
 
 
 def why_slower(device: torch.device, dtype: torch.dtype, n: int, k: int) -> str | None:
-    """Why a layer with a weight (n, k) would be slower in 4 bits, None when it would not.
+    """Return why a layer with a weight (n, k) would be slower in 4 bits; None when it would not.
 
     Args:
         device: of the weight.

@@ -39,7 +39,7 @@ FORMATS = tuple(NUMBER_FORMATS)  # of weights that it takes
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """None: the reference runs wherever torch does."""
+    """Return None: the reference runs wherever torch does."""
     return None
 
 

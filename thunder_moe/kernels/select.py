@@ -142,12 +142,12 @@ def preferred_layout(device: torch.device, n: int, k: int, format: BlockFormat =
 
 
 def resolve_layout(layout: str, device: torch.device, n: int, k: int, format: BlockFormat = NVFP4) -> str:
-    """What "auto" means for (E, n, k) weights on a device, `preferred_layout`; other layouts are what they say."""
+    """Resolve "auto" for (E, n, k) weights on a device to `preferred_layout`; other layouts stand for themselves."""
     return preferred_layout(device, n, k, format) if layout == "auto" else layout
 
 
 def runs_on_cuda(device: torch.device, format: str = NVFP4.name) -> bool:
-    """Whether the CUDA kernels can run on a device, with weights in a number format."""
+    """True if the CUDA kernels can run on a device, with weights in a number format."""
     if device.type != "cuda":
         return False
     module, reason = _load("cuda", _indexed(device))
@@ -197,7 +197,7 @@ def quantize_to(format: str, weight: Tensor, *, scale_search: str | None = None)
 
 
 def fake_quantize(weight: Tensor, scale_search: str | None = None, format: str = NVFP4.name) -> Tensor:
-    """What a number format makes of a weight (E, N, K): `quantize`, then `dequantize` to its dtype.
+    """Round a weight (E, N, K) to a number format: `quantize`, then `dequantize` to its dtype.
 
     NaN in experts with NaN or Inf. The result is contiguous. On CUDA nothing synchronises.
     """

@@ -196,7 +196,7 @@ def scaled_swiglu_gradient(
 def swiglu_gradient_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `scaled_swiglu_gradient` gives for both, or y alone, and what `scaled_swiglu` gives."""
+    """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`."""
     of_y, of_scales = scaled_swiglu_gradient(grad, y, scales, offsets, form=form, needs=(True, needs_scales))
     assert of_y is not None
     return of_y, of_scales, scaled_swiglu(y, scales, offsets, form=form)

@@ -40,7 +40,7 @@ SMALLEST_AMAX = 1e-30
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """None: it runs wherever torch does."""
+    """Return None: it runs wherever torch does."""
     return None
 
 

@@ -135,11 +135,11 @@ class GroupedLinear(AdaptableLinear):
         run_waiting(self._waiting, self.accumulate_into_main_grad)
 
     def need_backward_dw(self) -> bool:
-        """Whether a weight gradient waits for `backward_dw`."""
+        """True if a weight gradient waits for `backward_dw`."""
         return bool(self._waiting)
 
     def _writes(self) -> bool:
-        """Whether a backward is to write the weight's gradient elsewhere than autograd does, or later."""
+        """True if a backward is to write the weight's gradient elsewhere than autograd does, or later."""
         apart = self.accumulate_into_main_grad or self.delay_wgrad
         return apart and self.weight.requires_grad and torch.is_grad_enabled()
 
@@ -176,8 +176,7 @@ def per_expert_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 
 def linear_operator(x: Tensor) -> Callable[..., Tensor]:
-    """What computes a linear: the operator; in traces of Thunder without moe_executor, which knows no operators of
-    ours, torch's functions."""
+    """Return what computes a linear: the operator, or torch's functions in traces of Thunder without moe_executor."""
     if not isinstance(x.dtype, torch.dtype) and not traced_by_thunder():
         return _linear_of_torch
     operator: Any = torch.ops.thunder_moe.grouped_linear
@@ -220,7 +219,7 @@ def refuse_traced(linear: GroupedLinear, x: Tensor, **buffers: Tensor | None) ->
 
 
 def _given(linear: GroupedLinear, **buffers: Tensor | None) -> list[str]:
-    """What makes a call write into tensors of the caller."""
+    """Return the option that makes a call write into tensors of the caller."""
     given = [name for name, buffer in buffers.items() if buffer is not None]
     return given + [name for name in ("accumulate_into_main_grad", "delay_wgrad") if getattr(linear, name)]
 

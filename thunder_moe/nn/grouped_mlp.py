@@ -137,7 +137,7 @@ class GroupedMLP(nn.Module):
             linear.backward_dw()
 
     def need_backward_dw(self) -> bool:
-        """Whether a weight gradient waits for `backward_dw`."""
+        """True if a weight gradient waits for `backward_dw`."""
         return any(linear.need_backward_dw() for linear in self._linears())
 
     def _linears(self) -> list[GroupedLinear]:

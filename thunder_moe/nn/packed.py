@@ -257,7 +257,7 @@ class NVFP4Module(AdaptableLinear):
                 torch.autograd.graph.increment_version(buffer)  # a backward that waits for the old bytes fails
 
     def obstacle_to_narrow(self, dim: int, count: int, parts: int = 1) -> str | None:
-        """Why the weight, in its layout, cannot be cut into `count` equal parts by `narrow_`; None when it can."""
+        """Return why `narrow_` cannot cut the weight into `count` equal parts in its layout; None when it can."""
         if dim == 1 and self._part_features is not None:
             return f"it stands for weights of {self._part_features} out_features together"
         pieces = parts * count
@@ -420,14 +420,14 @@ class NVFP4Module(AdaptableLinear):
 
 
 def _would_lose_codes(weight: PackedWeight, layout: str) -> bool:
-    """Whether a layout clears codes of a linear weight that has its codes, but not yet their scales, from a file."""
+    """True if a layout clears codes of a linear weight that has its codes, but not yet their scales, from a file."""
     if layout == LINEAR or weight.scale.is_meta:
         return layout != LINEAR and not weight.qdata.is_meta
     return bool((weight.scale.view(torch.uint8) == 0).any())
 
 
 def _by_bits(state_dict: dict[str, Any], prefix: str, format: BlockFormat) -> dict[str, Any]:
-    """A state dict whose packed weight has our dtypes: bytes that were saved as such are taken as they are.
+    """A state dict whose packed weight has our dtypes: bytes that were saved as such are taken unchanged.
 
     Raises:
         ValueError: another dtype, which torch would convert by value, or a weight in another number format.

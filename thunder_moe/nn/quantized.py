@@ -143,7 +143,7 @@ def int32(offsets: Tensor) -> Tensor:
 
 
 def calls_only_its_class(module: nn.Module, cls: type[Module]) -> TypeGuard[Module]:
-    """Whether a call of a module runs the forward of `cls` and no hooks, so that an operator may replace the call."""
+    """True if a call of a module runs the forward of `cls` and no hooks, so that an operator may replace the call."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return type(module) is cls and not hooks and "forward" not in vars(module)
 

@@ -43,7 +43,7 @@ def alone(method: Method) -> Method:
 
 
 class Snapshot(NamedTuple):
-    """A weight as it was between two replacements.
+    """The state of a weight between two replacements.
 
     Attributes:
         addresses: by which the buffers are compared with it.

@@ -45,7 +45,7 @@ def check_experts(
     gate_up_layout: str = LINEAR, down_layout: str = LINEAR, limit: float | None = None, expert_ranks: int = 1,
     **_: Any,
 ) -> None:  # fmt: skip
-    """What can be checked without data of the arguments of `f16a_nvfp4weight_moe_experts`.
+    """Check the arguments of `f16a_nvfp4weight_moe_experts` as far as that needs no data.
 
     Raises:
         ValueError: names the argument, what it was and what is wanted.

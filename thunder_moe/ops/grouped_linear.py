@@ -55,7 +55,7 @@ def check_row_scale(name: str, scale: Tensor | None, shape: tuple[int, ...], lik
 
 
 def is_floating(tensor: Tensor) -> bool:
-    """Whether a tensor's dtype is a floating-point one."""
+    """True if a tensor's dtype is a floating-point one."""
     dtype: Any = tensor.dtype  # while Thunder traces, one of its own
     return dtype.is_floating_point if isinstance(dtype, torch.dtype) else "float" in str(dtype)
 

@@ -35,8 +35,7 @@ class Waiting:
 
 
 class Queue(deque[Waiting]):
-    """What waits, the oldest first. A copy is empty, also in a module that is copied with its whole `__dict__`, as
-    parametrized ones are."""
+    """Gradients that wait, the oldest first. A copy is empty, also where a module is copied with its `__dict__`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
         return Queue()
@@ -44,7 +43,7 @@ class Queue(deque[Waiting]):
 
 @dataclass(frozen=True, eq=False)
 class Into:
-    """Where results go.
+    """The buffers that results are written into.
 
     Attributes:
         out: buffer (M, N) of the result.
@@ -85,7 +84,7 @@ def check_buffer(
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same memory, by the addresses between which they are; never on the meta device."""
+    """True if two tensors lie in the same memory, by the addresses between which they are; never on the meta device."""
     if a.is_meta or b.is_meta:
         return False
     (begin, end), (other_begin, other_end) = _span(a), _span(b)
@@ -212,7 +211,7 @@ class _GroupedLinearInto(torch.autograd.Function):
 
 
 def _is_asked_for(weight: Tensor) -> bool | None:
-    """Whether the backward that runs accumulates a weight's gradient: not in `torch.autograd.grad`, or with `inputs=`,
+    """True if the backward that runs accumulates a weight's gradient: not in `torch.autograd.grad`, or with `inputs=`,
     of other tensors alone. None: `torch.autograd.grad` is to return it."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:

@@ -205,7 +205,7 @@ class Operator:
         return self._shapes(*self.described(args), **options)
 
     def dtypes(self, *args: Any, **options: Any) -> tuple[torch.dtype | None, ...]:
-        """Of the results; None for that of the first argument."""
+        """Return the dtypes of the results; None stands for the first argument's dtype."""
         if callable(self._dtype):
             return self._dtype(*args, **options)
         return (self._dtype,) * len(self.shapes(*args, **options))
@@ -250,7 +250,7 @@ class Operator:
         return self._packet(*args, **options)
 
     def _are_plain(self, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether the dispatcher would hand the arguments on unchanged; it converts others, or says what is wrong."""
+        """True if the dispatcher would hand the arguments on unchanged; it converts others, or says what is wrong."""
         for value, kinds in zip(args, self._kinds, strict=False):
             if type(value) not in kinds:
                 return False
@@ -334,7 +334,7 @@ class Operator:
 
 
 def _autograd_function(operator: Operator) -> type[torch.autograd.Function]:
-    """What autograd records of a call: (dispatch keys, options, *arguments) -> the operator's results."""
+    """The autograd function of a call: (dispatch keys, options, *arguments) -> the operator's results."""
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -364,7 +364,7 @@ _PLAIN: dict[int, bool] = {}
 
 
 def _is_plain(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether a kernel of dense CPU or CUDA tensors alone is left to run: no mode, no transform, no subclass."""
+    """True if a kernel of dense CPU or CUDA tensors alone is left to run: no mode, no transform, no subclass."""
     below: Any = keys & torch._C._after_autograd_keyset
     below = below.remove(torch._C.DispatchKey.ADInplaceOrView)  # of views and in-place operators alone
     backends = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -410,7 +410,7 @@ _transform = torch._C._functorch.peek_interpreter_stack
 
 
 def _only_devices() -> bool:
-    """Whether all function modes are those of torch.set_default_device, which make no difference to kernels."""
+    """True if all function modes are those of torch.set_default_device, which make no difference to kernels."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
@@ -488,7 +488,7 @@ def operator_for(name: str, format: BlockFormat = NVFP4) -> Callable[..., Any]:
 
 
 def name_in(name: str, format: BlockFormat) -> str:
-    """What the operator of an NVFP4 operator's name is called for weights of a number format."""
+    """Return the name of an NVFP4 operator's form for weights of another number format."""
     return name.replace(NVFP4.name, format.name)
 
 

@@ -35,7 +35,7 @@ __all__ = ["EXCHANGES", "AllGather", "AllToAll", "Exchange", "Sent", "wait"]
 
 @dataclass
 class Sent:
-    """What `Exchange.start` has under way.
+    """The collectives that `Exchange.start` has begun.
 
     Attributes:
         rows: (T', H), the tokens of others; a collective that may still run, for `wait`.
@@ -221,7 +221,7 @@ class AllGather(Exchange):
         return Sent(rows, all_routing, top_k, weights is not None, tokens, self.first, None, (x, routing))
 
     def _room(self, x: Tensor) -> int:
-        """How many tokens are gathered of each rank."""
+        """Return the number of tokens that are gathered from each rank."""
         if self.capacity is None:
             count = torch.tensor([x.shape[0]], device=x.device)
             (counts,) = _host_sizes(wait(_all_gather(count, self._group))[None])

@@ -41,7 +41,7 @@ class LocalLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a weight is cut.
+    """The way a weight is cut.
 
     Attributes:
         mesh: its ranks have the parts in order.
@@ -72,7 +72,7 @@ class Cut:
         return [Replicate() if dim is None else Shard(dim) for dim in dims]
 
     def stacks(self, dims: Dims) -> bool:
-        """Whether this rank has several pieces of the whole."""
+        """True if this rank has several pieces of the whole."""
         return self.parts > 1 and dims[-1] is not None
 
     def distributed(self, own: Tensor, dims: Dims) -> DTensor:
@@ -176,7 +176,7 @@ def check_cut(name: str, linear: nn.Module, cut: Cut) -> None:
 
 
 def cut_of(linear: nn.Module) -> Cut | None:
-    """How a linear's weight was cut; None if it was not."""
+    """Return the way a linear's weight was cut; None if it was not."""
     cut: Cut | None = vars(linear).get("_cut")
     return cut
 

@@ -188,7 +188,7 @@ def _linears(group: nn.Module) -> dict[str, Any]:
 
 
 def _parts(group: nn.Module, name: str, ranks: int) -> int:
-    """How many weights are stacked in the out_features of a linear, and are not interleaved.
+    """Return the number of weights that are stacked, not interleaved, in the out_features of a linear.
 
     Raises:
         ValueError: columns that belong together would come to different ranks.

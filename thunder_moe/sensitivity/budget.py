@@ -75,7 +75,7 @@ def choose_formats(found: Sensitivity, budget: float) -> Choice:
 
 
 def _undominated(partials: list[_Partial]) -> list[_Partial]:
-    """Those than which none is as small with as little loss; at most (n + 1)(n + 2) / 2 of n blocks of one size."""
+    """Return the Pareto front of size and loss; at most (n + 1)(n + 2) / 2 of n blocks of one size."""
     kept: list[_Partial] = []
     for partial in sorted(partials, key=lambda partial: (partial.nbytes, partial.increase)):
         if not kept or partial.increase < kept[-1].increase:

@@ -119,7 +119,7 @@ def read_sensitivity(path: str | Path) -> tuple[Sensitivity, dict[str, Any]]:
 
 
 def _is_measurement(found: Sensitivity) -> bool:
-    """Whether names are different ones, numbers finite, and bytes no less than 0."""
+    """True if names are different ones, numbers finite, and bytes no less than 0."""
     blocks = found.blocks
     names = [block.name for block in blocks]
     keys = all({WIDE} < b.nbytes.keys() == b.increase.keys() == b.error.keys() for b in blocks)

@@ -20,7 +20,7 @@ _MXFP8_WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy":
 
 
 class CompressedTensors(NVFP4Format):
-    """What llm-compressor writes: NVFP4 and MXFP8, and FP8 layers beside them."""
+    """The checkpoints of llm-compressor: NVFP4 and MXFP8, and FP8 layers beside them."""
 
     method = "compressed-tensors"
     marker = "weight_packed"
@@ -52,11 +52,11 @@ class CompressedTensors(NVFP4Format):
                     )
 
     def is_read(self, quantization: dict[str, Any]) -> bool:
-        """Whether a group of a config is NVFP4 or MXFP8."""
+        """True if a group of a config is NVFP4 or MXFP8."""
         return not {FORMAT, MXFP8_FORMAT}.isdisjoint(_formats(quantization).values())
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """Whether a group of a config is MXFP8."""
+        """True if a group of a config is MXFP8."""
         return MXFP8_FORMAT in _formats(quantization).values()
 
     def decode_scale(self, global_scale: torch.Tensor) -> torch.Tensor:

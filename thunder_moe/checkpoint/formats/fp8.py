@@ -23,7 +23,7 @@ COMPRESSED_TENSORS_FORMATS = ("float-quantized", "naive-quantized")
 
 @dataclass(frozen=True)
 class FP8:
-    """How the FP8 weights of a checkpoint are scaled.
+    """The scaling of a checkpoint's FP8 weights.
 
     Attributes:
         scalings: what a scale belongs to: "tensor", "channel" (a row), or a block of (rows, columns).
@@ -88,7 +88,7 @@ class FP8:
 
 
 def find_fp8(quantization: dict[str, Any]) -> FP8 | None:
-    """How the FP8 weights of a checkpoint are scaled, None where its config names none.
+    """Return how the FP8 weights of a checkpoint are scaled; None if its config has no FP8.
 
     Knows DeepSeek's "fp8" (a scale per block of 128 x 128, or per tensor), compressed-tensors' FP8 (a scale per tensor,
     row or block), and ModelOpt's (a scale per tensor).

@@ -1,4 +1,4 @@
-"""What a format of quantized checkpoints is: `CheckpointFormat`, and `NVFP4Format`, what those of NVFP4 share.
+"""The interface of a format of quantized checkpoints, `CheckpointFormat`; `NVFP4Format` is the part that NVFP4's share.
 Called by modelopt, compressed_tensors and mxfp4, which are formats, and by registry; calls modules, files and formats.
 
 Legend: E experts, N output features, K input features.
@@ -35,7 +35,7 @@ _E4M3_NAN = 0x7F
 
 
 class CheckpointFormat(ABC):
-    """How a kind of checkpoints says that it is quantized, and keeps its packed weights.
+    """A form of checkpoints: how its config names the quantization, and how it stores packed weights.
 
     Attributes:
         method: the quant_method of its config.
@@ -120,7 +120,7 @@ class CheckpointFormat(ABC):
     def read_dense_weight(
         self, files: TensorFiles, module: Module, part: tuple[int, int, int] | None = None
     ) -> PackedWeight:
-        """The weight (1, N, K) of a 4-bit module that is no expert, views of the file where that is possible.
+        """The weight (1, N, K) of a 4-bit module that is not an expert, views of the file where that is possible.
 
         Args:
             files: the files.
@@ -143,7 +143,7 @@ class CheckpointFormat(ABC):
     def read_dense(
         self, files: TensorFiles, module: Module, dtype: torch.dtype, device: torch.device | str
     ) -> torch.Tensor:
-        """The dequantized weight (N, K) of a module that is no expert."""
+        """The dequantized weight (N, K) of a module that is not an expert."""
         return dequantize(self.read_dense_weight(files, module).to(device), dtype)[0]
 
 
@@ -193,18 +193,18 @@ class NVFP4Format(CheckpointFormat):
 
 
 def has_e4m3_nan(codes: torch.Tensor) -> bool:
-    """Whether uint8 codes of E4M3 have NaN, 0x7F or 0xFF: the largest of signed and of unsigned bytes, found 50 times
+    """True if uint8 codes of E4M3 have NaN, 0x7F or 0xFF: the largest of signed and of unsigned bytes, found 50 times
     faster than by a mask (12 GB/s)."""
     return codes.numel() > 0 and (int(codes.view(torch.int8).max()) == _E4M3_NAN or int(codes.max()) == 0xFF)
 
 
 def has_invalid_scales(bits: torch.Tensor) -> bool:
-    """Whether bytes of E4M3 scales have NaN or negative numbers: from 0x7F on."""
+    """True if bytes of E4M3 scales have NaN or negative numbers: from 0x7F on."""
     return bits.numel() > 0 and int(bits.max()) >= _E4M3_NAN
 
 
 def has_invalid_global_scales(scale: torch.Tensor) -> bool:
-    """Whether a number is not finite or not positive."""
+    """True if a number is not finite or not positive."""
     return not bool((torch.isfinite(scale) & (scale > 0)).all())
 
 

@@ -66,7 +66,7 @@ class ModelOpt(NVFP4Format):
                 check_group_size(weights.get("group_size"))
 
     def has_mxfp8(self, quantization: dict[str, Any]) -> bool:
-        """Whether a quantization_config names MXFP8, for all weights or those of a layer."""
+        """True if a quantization_config names MXFP8, for all weights or those of a layer."""
         layers = subdict(quantization, "quantized_layers")
         algos = [subdict(layers, layer).get("quant_algo") for layer in layers]
         mixed = _is_algo(quantization.get("quant_algo"), MIXED)
@@ -265,5 +265,5 @@ def _block_size(algo: Any) -> int:
 
 
 def _is_algo(word: Any, *algos: str) -> bool:
-    """Whether a config's word is one of these; in lower case, too, as some writers have it."""
+    """True if a config's word is one of these; in lower case, too, as some writers have it."""
     return isinstance(word, str) and word.upper() in algos

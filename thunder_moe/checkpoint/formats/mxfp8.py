@@ -48,14 +48,14 @@ class _MXFP8Modules(CheckpointFormat):
                 raise ValueError(f"{key}: got {value!r} in a config of MXFP8, wanted {wanted[0]!r}")
 
     def is_named(self, quantization: dict[str, Any]) -> bool:
-        """Whether a quantization_config is of MXFP8 alone: "mxfp8" (MiniMax), or "fp8" with MXFP8's blocks and scales,
+        """True if a quantization_config is of MXFP8 alone: "mxfp8" (MiniMax), or "fp8" with MXFP8's blocks and scales,
         as transformers has it."""
         if quantization.get("quant_method") == self.method:
             return True
         return self.is_allowed(quantization) and quantization.get("scale_fmt") == "ue8m0"
 
     def is_allowed(self, quantization: dict[str, Any]) -> bool:
-        """Whether a quantization_config is of "fp8" in MXFP8's blocks, whose scales tell which it is by their dtype."""
+        """True if a quantization_config is of "fp8" in MXFP8's blocks, whose scales tell which it is by their dtype."""
         block = quantization.get("weight_block_size")
         return quantization.get("quant_method") == "fp8" and block == [1, self.block]
 

@@ -62,13 +62,13 @@ def check_quantization(quantization: dict[str, Any]) -> str:
 
 
 def is_fp8_alone(quantization: dict[str, Any]) -> bool:
-    """Whether the weights of a checkpoint are FP8 and none of them packed, by its quantization_config."""
+    """True if the weights of a checkpoint are FP8 and none of them packed, by its quantization_config."""
     fp8 = find_fp8(quantization)
     return fp8 is not None and fp8.alone and not MXFP8_MODULES.is_named(quantization)
 
 
 def has_mxfp8(quantization: dict[str, Any]) -> bool:
-    """Whether the quantization_config of a checkpoint says that it has MXFP8 weights, or allows for them."""
+    """True if the quantization_config of a checkpoint says that it has MXFP8 weights, or allows for them."""
     if MXFP8_MODULES.is_named(quantization) or MXFP8_MODULES.is_allowed(quantization):
         return True
     known = {MODELOPT.method: MODELOPT.has_mxfp8, COMPRESSED_TENSORS.method: COMPRESSED_TENSORS.has_mxfp8}
@@ -77,6 +77,6 @@ def has_mxfp8(quantization: dict[str, Any]) -> bool:
 
 
 def _remedy(quantization: dict[str, Any]) -> str:
-    """What to do with a checkpoint in FP8, empty for others."""
+    """Return the remedy for a checkpoint in FP8, as text; empty for others."""
     words = "; `python -m thunder_moe convert SOURCE DESTINATION` makes it NVFP4"
     return words if is_fp8_alone(quantization) else ""

@@ -75,7 +75,7 @@ def unavailable_reason(device: torch.device | None = None) -> str | None:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The same as `dequantize` of the format's module, bit for bit: (E, N, K)."""
+    """Return the bits of `dequantize` of the format's module: (E, N, K)."""
     out = torch.empty(weight.shape, dtype=dtype)
     _dequantize_into(out, _linear(weight))
     return out
@@ -288,7 +288,7 @@ linear_router = functools.partial(routing.linear_router, choose=router)
 
 @functools.lru_cache(maxsize=4096)
 def _router_of(shape: tuple[int, int], form: RouterForm, dtype: torch.dtype, scores_dtype: torch.dtype) -> Any:
-    """What runs a router on contiguous logits (T, E) of a dtype and a float32 bias, or None."""
+    """Return the function that runs a router on contiguous logits (T, E) and a float32 bias; None without one."""
     (tokens, experts), of_slots = shape, (shape[0], form.top_k)
     run = _extension().thunder_moe_router
     numbers = (
@@ -355,7 +355,7 @@ def _measured_limits(dtype: torch.dtype, onednn: bool, format: BlockFormat) -> L
 
 
 def _gradient_by_panels(dtype: torch.dtype) -> bool:
-    """Whether panels serve the gradient: wherever they run, at any number of rows, unless limits by hand forbid it."""
+    """True if panels serve the gradient: wherever they run, at any number of rows, unless limits by hand forbid it."""
     limits = limits_by_hand() or Limits(panel=1)
     return limits.panel != NEVER and "panel" in _kernels(dtype, torch._C._get_mkldnn_enabled())
 

@@ -221,6 +221,6 @@ def _are_numbers(numbers: object) -> bool:
 
 
 def _write(file: pathlib.Path, contents: Mapping[str, object]) -> None:
-    """A directory that cannot be written is no error."""
+    """A directory that cannot be written is not an error."""
     with contextlib.suppress(OSError):
         code_cache.replace(file, json.dumps(contents, indent=1).encode())

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class GemmArguments(ctypes.Structure):
-    """Of the grouped GEMMs; in grouped_mm.cuh."""
+    """The argument struct of the grouped GEMMs, in grouped_mm.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "qdata", "scale", "global_scale", "offsets")),

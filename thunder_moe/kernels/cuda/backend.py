@@ -73,7 +73,7 @@ Packed = TypeVar("Packed", bound=PackedWeight)
 
 
 def unavailable_reason(device: torch.device | None = None) -> str | None:
-    """None when the backend can run on a device (by default the current one), else a sentence that says why not."""
+    """Return None when the backend can run on a device (by default the current one), else the reason in words."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     capability = torch.cuda.get_device_capability(device)
@@ -267,7 +267,7 @@ def swiglu(
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The same as `dequantize` of the module of the weight's format, bit for bit: (E, N, K) of bfloat16 or float16."""
+    """Return the bits of `dequantize` of the weight's format: (E, N, K) of bfloat16 or float16."""
     num_experts, n, k = weight.shape
     weight = weight if weight.layout == TILED else to_linear(weight, "the kernels of gradients")
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -391,7 +391,7 @@ def launch_per_block(
 
 
 def _way(weight: PackedWeight, rows: int) -> str | None:
-    """How so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
+    """Return how so many rows are multiplied by a weight: one of `many_rows.WAYS`, or None."""
     capability = target(weight.device).capability
     return many_rows.way(weight.layout, weight.shape, weight.format.name, rows, capability)
 

@@ -145,7 +145,7 @@ class GemmConfig:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline of kernels of tiled weights: as many as shared memory holds."""
+        """Return the stages of the pipeline of tiled weights' kernels: as many as shared memory holds."""
         return min(12, (_SHARED_BYTES - _TABLES_BYTES - self._other_bytes) // self._stage_bytes)
 
     @property
@@ -154,7 +154,7 @@ class GemmConfig:
         return self.warps_k * CHUNK if self.layout != TILED else self.splits * self.warps_k * self.depth * 64
 
     def fitted(self, k: int) -> GemmConfig:
-        """The same, adapted to a K: stages that divide it, no stream-K where an int32 would overflow."""
+        """Return the configuration adapted to K: stages that divide it, no stream-K where an int32 would overflow."""
         fitted = self
         if self.kernel in ("tiled_wgmma", "tiled_cluster"):
             fitted = replace(self, depth=math.gcd(self.depth, max(k // 64 // self.warps_k, 1)))
@@ -173,7 +173,7 @@ class GemmConfig:
 
     @property
     def _stage_bytes(self) -> int:
-        """Of kernels of tiled weights: weights, tokens (whose rows "tiled_mma" pads by 16 bytes), the footer."""
+        """Return the bytes of a stage: weights, tokens ("tiled_mma" pads a row by 16 bytes), footer."""
         blocks, k_blocks = self.warps_n * self.row_blocks, self.warps_k * self.depth
         padding, align = (16, 128) if self.kernel == "tiled_mma" else (0, 1024)
         footer = 16 if self.kernel == "tiled_cluster" else 48  # `StageBarriers`, `StageFooter`
@@ -220,7 +220,7 @@ class GemmConfig:
         return math.ceil(rows / (8 * self.token_blocks)) * 8 * self.token_blocks / rows
 
     def clusters(self, point: Point) -> int:
-        """Of "tiled_cluster", at a point; 0 for other kernels."""
+        """Return the number of clusters that "tiled_cluster" launches at a point; 0 for other kernels."""
         tiles = -(-math.ceil(point.rows) // (8 * self.token_blocks)) * -(-point.features // self.tile_features(False))
         return tiles if self.kernel == "tiled_cluster" else 0
 
@@ -306,7 +306,7 @@ def choose_config(spec: GemmSpec) -> GemmConfig:
 
 
 def most_shared_bytes(capability: tuple[int, int]) -> int:
-    """What kernels may take for a block: on any other device than SM90 no more than Ada and consumer Blackwell have."""
+    """Return the bytes of shared memory that a block may take: what Ada and consumer Blackwell have, on SM90 more."""
     return _SHARED_BYTES if capability == (9, 0) else 99 << 10
 
 
@@ -344,7 +344,7 @@ def dense_candidates(
 
 
 def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[GemmConfig]:
-    """Those of which all blocks run at once."""
+    """Return the configurations whose blocks all run at once."""
     least = next((c for c in _TILED_CLUSTER_TOKENS if 8 * c >= rows), 0)
     tokens = {least, *(c for c in (8, 12, 16, 24) if 8 * c < rows <= 512)} - {0}
     for c, (warps_n, warps_k, depth), splits in itertools.product(sorted(tokens), _TILED_CLUSTER_SPLITS, range(1, 9)):
@@ -361,7 +361,7 @@ def _cluster_candidates(rows: int, n: int, k: int, format: str) -> Iterator[Gemm
 
 @functools.lru_cache(maxsize=4096)
 def _fastest_cluster(rows: int, n: int, k: int, format: str) -> GemmConfig | None:
-    """That of `_cluster_candidates` which is estimated to be the fastest; None where there is none."""
+    """Return the candidate of `_cluster_candidates` with the least estimated time; None without one."""
     return min(_cluster_candidates(rows, n, k, format), key=lambda config: _cluster_time(config, n, k), default=None)
 
 
@@ -417,7 +417,7 @@ def _measured(
 
 
 def _by_rule_tiled(point: Point) -> GemmConfig:
-    """Where nothing was measured: configurations that won on an H200 at many shapes."""
+    """Return a configuration that won on an H200 at many shapes, for shapes that were not measured."""
     if point.rows <= 16:
         return GemmConfig("tiled_mma", 1 if point.rows <= 8 else 2, row_blocks=2, warps_n=1, warps_k=2, depth=2)
     blocks = 6 if point.rows <= 48 else 10 if point.rows <= 80 else 16

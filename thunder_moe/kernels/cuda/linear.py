@@ -196,15 +196,15 @@ def reads_eight(dtype: torch.dtype, *sizes: int) -> bool:
 
 
 def serves_rank(dtype: torch.dtype, n: int, k: int, rank: int) -> bool:
-    """Whether the kernels of a LoRA adapter take its operands; n and k: of the weight beside it."""
+    """True if the kernels of a LoRA adapter take its operands; n and k: of the weight beside it."""
     return reads_eight(dtype, n, k, rank) and 0 < rank <= MAX_RANK
 
 
 def torch_is_faster(
     dtype: torch.dtype, capability: tuple[int, int], rows_per_expert: float, least: float = _TORCHS_ROWS
 ) -> bool:
-    """Whether to take torch's grouped GEMM: where it does not synchronize with the host, and has `least` rows an
-    expert, or no kernel by wgmma beside it."""
+    """True if torch's grouped GEMM is to run: it does not synchronize with the host, and has `least` rows an expert,
+    or no kernel by wgmma beside it."""
     if dtype != torch.bfloat16 or capability[0] not in (9, 10):
         return False
     return rows_per_expert >= least or capability != (9, 0)

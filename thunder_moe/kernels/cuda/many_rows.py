@@ -31,7 +31,7 @@ _MOST_ROWS_ALONE = {"nvfp4": 2048, "mxfp8": 256}
 
 
 def way(layout: str, shape: tuple[int, int, int], format: str, rows: int, capability: tuple[int, int]) -> str | None:
-    """How rows are multiplied by a weight: converted to one of `WAYS`, or None, as it is.
+    """Return the way in which rows are multiplied by a weight: one of `WAYS`, or None without a conversion.
 
     Args:
         layout: of the weight.

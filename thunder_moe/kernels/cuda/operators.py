@@ -1,4 +1,4 @@
-"""What a call launches: for an operator's arguments of one kind, a chain of the kernels that compute its result.
+"""Builds the chain of kernels that computes an operator's result, for arguments of one kind.
 Called by backend.py and ops/operator.py (through kernels/select.py); calls plan.py, prepared.py and router.py.
 
 Every condition of a chain is here: `describe` gives the reason where there is none. A chain reads the arguments without
@@ -63,7 +63,7 @@ class _Call(NamedTuple):
         return self.samples[place] if len(self.samples) > place else None
 
     def address(self, place: int) -> Any:
-        """Of an argument; None where it is not given."""
+        """Return the address of an argument; None where it is not given."""
         return self.places[place] if len(self.places) > place else None
 
 

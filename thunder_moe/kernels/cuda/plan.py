@@ -22,7 +22,7 @@ _FEW_ROWS = 32  # up to so many, no more than there are experts, tiles have one 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """What of a launch depends on shapes and dtypes alone.
+    """The part of a launch that depends on shapes and dtypes alone.
 
     Attributes:
         config: the kernel and its template parameters.

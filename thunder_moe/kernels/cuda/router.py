@@ -40,7 +40,7 @@ _BLOCKS = ((8192, 128), (2**31, 256))  # and about so many blocks (Qwen3, 65536 
 
 
 def unserved_reason(experts: int, form: RouterForm) -> str | None:
-    """What the kernels do not serve; None when they do."""
+    """Return why the kernels do not serve a router; None when they do."""
     for value, most, what in (
         (experts, MAX_EXPERTS, "experts"),
         (form.top_k, MAX_TOP_K, "experts per token"),
@@ -91,7 +91,7 @@ def append_router(chain: ChainBuilder, spec: RouterSpec, logits: Address, bias: 
 
 
 def serves_linear(shape: tuple[int, int], hidden_size: int, form: RouterForm, dtype: torch.dtype) -> bool:
-    """Whether one kernel is to compute the logits (T, E) of rows (T, H) of a dtype, too."""
+    """True if one kernel is to compute the logits (T, E) of rows (T, H) of a dtype, too."""
     tokens, _ = shape
     few = 0 < tokens <= routing.LINEAR_ROUTER_TOKENS and tokens * form.top_k <= _LINEAR_THREADS
     return few and hidden_size % 8 == 0 and dtype != torch.float32 and unserved_reason(shape[1], form) is None

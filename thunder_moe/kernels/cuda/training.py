@@ -277,7 +277,7 @@ def scaled_swiglu_gradient(
 def swiglu_gradient_and_value(
     grad: Tensor, y: Tensor, scales: Tensor | None, offsets: Tensor | None, *, form: GLU, needs_scales: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `scaled_swiglu_gradient` gives for both, or y alone, and what `scaled_swiglu` gives, in one pass."""
+    """Return the results of `scaled_swiglu_gradient` (for both, or y alone) and of `scaled_swiglu`, in one pass."""
     value = torch.empty_like(grad, dtype=y.dtype, memory_format=torch.contiguous_format)
     of_y, of_scales = _backward(grad, _Input(y, scales, offsets, form), (True, needs_scales), value)
     assert of_y is not None
@@ -349,7 +349,7 @@ def _ends(offsets: Tensor, rows: int) -> Tensor:
 
 
 class _Input(NamedTuple):
-    """What an activation reads: y (M, 2I) with a form of SwiGLU, (M, I) without; the rest as in `scaled_swiglu`."""
+    """The operands of an activation: y (M, 2I) with a form of SwiGLU, else (M, I); the rest as in `scaled_swiglu`."""
 
     y: Tensor
     scales: Tensor | None

@@ -126,7 +126,7 @@ def _kernel(x: Tensor, grad: Tensor, out: Tensor, capability: tuple[int, int]) -
     if kernel == "any" and x.dtype != torch.float32:
         what, remedy = "a weight whose main_grad lies at no multiple of 16 bytes", "align it"
         if not reads_eight(x.dtype, n, k):
-            what = f"a weight of out_features {n} and in_features {k}, which are no multiples of 8"
+            what = f"a weight of out_features {n} and in_features {k}, which are not multiples of 8"
             remedy = "pad the weight"
         warn_once(("wgrad", what), f"the gradient of {what}, is added to main_grad many times slower: {remedy}")
     return kernel
@@ -137,7 +137,7 @@ def _map(rows: Tensor) -> Any:
 
 
 def _columns(k: int, rows_per_expert: float, dtype: torch.dtype) -> int:
-    """Of a tile: narrow ones for few rows of a float32 result, else those that waste least, of these the widest.
+    """Return the width of a tile: narrow for few rows of a float32 result, else the widest of those that waste least.
 
     H200, adding, in us with 128, 192 and 256 columns. Qwen3 (1536, 2048): 64 rows per expert 1094, 1163, 1243, 256 rows
     1315, 1355, 1374. Mixtral (28672, 4096): 128 rows 2692, 2896, 3006, 1024 rows 5337, 5170, 4851. GPT-OSS (2880,

@@ -107,7 +107,7 @@ def _filled(size: int, device: torch.device) -> Tensor:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of `device` is being captured; torch's function asks about the current device."""
+    """True if the current stream of `device` is being captured; torch's function asks about the current device."""
     if launch.current_device() == device.index:
         return bool(launch.is_capturing())
     with torch.cuda.device(device):
