@@ -13,7 +13,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 QUIET := --disable-pip-version-check --quiet --quiet
 PIP := $(BIN)/python -m pip $(QUIET) install
 
-.PHONY: demo test test-all lint docs bench test-matrix clean
+.PHONY: demo test test-all lint docs package bench test-matrix clean
 
 demo: .venv/installed-bench
 	$(BIN)/python examples/llama4_moe_text.py
@@ -37,6 +37,14 @@ lint: .venv/installed-dev
 # The documentation site, into build/site; a warning is an error (with --quiet it would not be). Needs Python 3.11.
 docs: .venv/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# An sdist and the wheel made from it, in dist; the wheel alone then quantizes a layer and compiles a kernel.
+package: .venv/installed-dev
+	rm -rf dist build/lib build/wheel
+	$(BIN)/python -m build --no-isolation . > build.log || { cat build.log; exit 1; }
+	$(PIP) --no-deps --target build/wheel dist/*.whl
+	rm build.log
+	cd build/wheel && PYTHONPATH=. ../../$(BIN)/python ../../tests/installed_wheel.py
 
 bench: .venv/installed-bench
 	$(BIN)/python -m benchmarks gemm
