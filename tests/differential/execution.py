@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import linecache
 import re
+import time
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ from .runtime import Call, Run, checkpoint, device, exact, gc, is_exact
 
 __all__ = ["COMPILERS", "Outcome", "check", "run_source", "script", "shrink"]
 
-COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder")
+COMPILERS = ("dynamo-eager", "dynamo-aot", "dynamo-inductor", "thunder", "thunderfx")
 _BACKENDS = {"dynamo-eager": "eager", "dynamo-aot": "aot_eager", "dynamo-inductor": "inductor"}
 # Relative Frobenius error of one tensor: bfloat16 rounds at other places; a stale or unscaled weight is far beyond.
 TOLERANCE = 0.02
@@ -40,17 +42,29 @@ _INVALID = (NameError, AttributeError, SyntaxError)
 
 @dataclass
 class Outcome:
-    """What came of a program: `failure` is None when compiled and eager execution agree; `rewritten` and `gemms` are
-    numbers of grouped GEMMs in the report; `invalid`: eager execution failed; `refused`: by one of `REFUSALS`."""
+    """What came of a program.
+
+    Attributes:
+        failure: None when compiled and eager execution agree.
+        gemms: numbers of grouped GEMMs in the report, by decision.
+        invalid: eager execution failed.
+        refused: the one of `REFUSALS` that ended it.
+        stock_fails: how the compiler fails without thunder_moe, where both fail.
+        eager_raised: eager execution raised in a call.
+        details: of what is no failure.
+    """
 
     failure: str | None = None
-    rewritten: int = 0
-    gemms: int = 0
+    gemms: Counter[str] = field(default_factory=Counter)
     invalid: bool = False
-    refused: bool = False
-    stock_fails: bool = False
+    refused: str | None = None
+    stock_fails: str | None = None
     eager_raised: bool = False
     details: list[str] = field(default_factory=list)
+
+    @property
+    def rewritten(self) -> int:
+        return self.gemms.total() - self.gemms["16-bit"]
 
 
 def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs: int = 30) -> Outcome:
@@ -65,7 +79,7 @@ def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs
     if ask_stock and outcome.failure is not None and not outcome.failure.startswith("report"):
         stock = _compare(program, source, compiler, expected, noise_runs, stock=True)
         if stock.failure is not None:
-            return Outcome(stock_fails=True, details=[outcome.failure, stock.failure])
+            return Outcome(stock_fails=_reason(stock.failure), details=[outcome.failure, stock.failure])
     return outcome
 
 
@@ -80,13 +94,13 @@ def _compare(
         functions.append(_compiled(model, compiler, program.fullgraph, stock))
         return functions[-1]
 
-    if stock and compiler == "thunder":
+    if stock and compiler.startswith("thunder"):
         source = source.replace("torch._grouped_mm(", "loop_grouped_mm(").replace("F.grouped_mm(", "loop_grouped_mm(")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         actual = _execute(program, source, compile_)
     last = actual.calls[-1].raised or ""
-    outcome.refused = any(refusal in last for refusal in REFUSALS)
+    outcome.refused = next((refusal for refusal in REFUSALS if refusal in last), None)
     if outcome.refused:  # what was done before that has to be right
         actual.calls.pop()
         del expected.calls[len(actual.calls) :]
@@ -112,6 +126,10 @@ def _compiled(model: nn.Module, compiler: str, fullgraph: bool, stock: bool) -> 
         import thunder
 
         return thunder.jit(model, executors=[] if stock else [moe_executor])
+    if compiler == "thunderfx":
+        from thunder.dynamo import thunderfx
+
+        return thunderfx(model, executors=[] if stock else [moe_executor], fullgraph=fullgraph)
     inner = _BACKENDS[compiler]
     if stock:
         return torch.compile(model, backend=inner, fullgraph=fullgraph)
@@ -239,7 +257,7 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
         entries = list(rewrite_report(function))
     except ValueError:
         return [] if outcome.eager_raised or outcome.refused else ["report: there is none"]
-    outcome.gemms, outcome.rewritten = len(entries), sum(entry.rewritten for entry in entries)
+    outcome.gemms.update(entry.decision for entry in entries)
     problems = [f"report: {entry.gemm.weight} has no reason" for entry in entries if not entry.reason]
     if outcome.eager_raised or outcome.refused:
         return problems
@@ -262,16 +280,25 @@ def _unreported(program: Program, source: str, compiler: str, function: Any, out
     return problems
 
 
-def shrink(program: Program, compiler: str, attempts: int = 300) -> Program:
+def shrink(program: Program, compiler: str, attempts: int = 300, seconds: float = float("inf")) -> Program:
     """The program without the statements that its failure does not need, as far as so many attempts tell."""
+    end = time.monotonic() + seconds
     kind, smaller = _kind(check(program, compiler, ask_stock=False, noise_runs=3)), _smaller(program)
     for _ in range(attempts):
         candidate = next(smaller, None)
-        if candidate is None:
+        if candidate is None or time.monotonic() > end:
             break
         if _kind(check(candidate, compiler, ask_stock=False, noise_runs=3)) == kind:
             program, smaller = candidate, _smaller(candidate)
     return program
+
+
+def _reason(failure: str) -> str:
+    """The first line of a failure without what differs from program to program."""
+    line = failure.split("\n")[0].split(" while tracing")[0]
+    for pattern, text in ((r"^call \d+: ", ""), (r"\d+(\.\d+)?(e[-+]\d+)?", "N"), (r"\b[a-z]+N\b", "NAME")):
+        line = re.sub(pattern, text, line)
+    return line[:200]
 
 
 def _kind(outcome: Outcome) -> str | None:

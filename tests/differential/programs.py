@@ -93,7 +93,10 @@ DISABLED: dict[str, dict[str, str]] = {
     "dynamo-eager": {},
     "dynamo-aot": {},
     "dynamo-inductor": {},
+    "thunderfx": {},
     "thunder": {
+        "aten": _UNTRACED,
+        "weight aten": _UNTRACED,
         "cond": _UNTRACED,
         "graph break": "Thunder has none",
         "out=": _UNTRACED,
