@@ -31,7 +31,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that run them (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after so many (default: all)")
     parser.add_argument("--limit", type=float, default=120, help="seconds of a program: a longer one hangs")
-    parser.add_argument("--shrink", type=float, default=60, help="seconds to shrink a failing program; 0: print it whole")
+    parser.add_argument(
+        "--shrink", type=float, default=60, help="seconds to shrink a failing program; 0: print it whole"
+    )
     parser.add_argument("--failures", type=int, default=100, help="stop after so many (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder to write failing programs to")
     parser.add_argument("--output", type=Path, help="JSON file to write the summary and the failures to")

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_moe import moe_executor, refresh_, rewrite_report
+from thunder_moe.compilers.thunder.compat import original_thunderfx
 
 from .programs import Program, Statement
 from .runtime import Call, Run, checkpoint, device, exact, gc, is_exact
@@ -78,8 +80,12 @@ def check(program: Program, compiler: str, *, ask_stock: bool = True, noise_runs
     outcome = _compare(program, source, compiler, expected, noise_runs)
     if ask_stock and outcome.failure is not None and not outcome.failure.startswith("report"):
         stock = _compare(program, source, compiler, expected, noise_runs, stock=True)
-        if stock.failure is not None:
-            return Outcome(stock_fails=_reason(stock.failure), details=[outcome.failure, stock.failure])
+        # No error of the compiler's own excuses a wrong number.
+        if stock.failure is not None and (_raised(outcome) or not _raised(stock)):
+            reason = _reason(outcome.failure)
+            if _reason(stock.failure) != reason:
+                reason = f"{reason} | alone: {_reason(stock.failure)}"
+            return Outcome(stock_fails=reason, details=[outcome.failure, stock.failure])
     return outcome
 
 
@@ -91,7 +97,7 @@ def _compare(
     functions: list[Any] = []
 
     def compile_(model: nn.Module) -> Callable:
-        functions.append(_compiled(model, compiler, program.fullgraph, stock))
+        functions.append(_compiled(model, compiler, program, stock))
         return functions[-1]
 
     if stock and compiler.startswith("thunder"):
@@ -121,19 +127,32 @@ def _compare(
     return outcome
 
 
-def _compiled(model: nn.Module, compiler: str, fullgraph: bool, stock: bool) -> Callable:
+def _compiled(model: nn.Module, compiler: str, program: Program, stock: bool) -> Callable:
     if compiler == "thunder":
         import thunder
 
-        return thunder.jit(model, executors=[] if stock else [moe_executor])
-    if compiler == "thunderfx":
-        from thunder.dynamo import thunderfx
+        return thunder.jit(model, executors=[]) if stock else thunder.jit(
+            model, executors=[moe_executor], moe_format=program.format
+        )  # fmt: skip
+    function: Any = model
+    if program.entry == "function":
 
-        return thunderfx(model, executors=[] if stock else [moe_executor], fullgraph=fullgraph)
+        def function(*arguments: Tensor) -> Any:
+            return model(*arguments)
+
+    options: dict[str, Any] = dict(fullgraph=program.fullgraph, dynamic=program.dynamic)
+    if compiler == "thunderfx":
+        from thunder.dynamo import ThunderCompiler, thunderfx
+
+        if not stock:
+            return thunderfx(function, executors=[moe_executor], moe_format=program.format, **options)
+        # Thunder's own does not run on torch 2.12 and newer without this.
+        return torch.compile(function, backend=partial(original_thunderfx, ThunderCompiler(executors=[])), **options)
     inner = _BACKENDS[compiler]
     if stock:
-        return torch.compile(model, backend=inner, fullgraph=fullgraph)
-    return torch.compile(model, backend="thunder_moe", fullgraph=fullgraph, options={"thunder_moe.inner": inner})
+        return torch.compile(function, backend=inner, **options)
+    chosen = {"thunder_moe.inner": inner, "thunder_moe.format": program.format}
+    return torch.compile(function, backend="thunder_moe", options=chosen, **options)
 
 
 def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Callable]) -> Run:
@@ -142,14 +161,16 @@ def _execute(program: Program, source: str, compile_: Callable[[nn.Module], Call
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     eager = compile_.__name__ == "<lambda>"
     names = dict(
-        torch=torch, nn=nn, F=F, checkpoint=checkpoint, exact=exact, gc=gc, loop_grouped_mm=_loop_grouped_mm,
+        torch=torch, nn=nn, F=F, checkpoint=checkpoint, copy=copy, exact=exact, gc=gc,
+        loop_grouped_mm=_loop_grouped_mm,
         cond=_eager_cond if eager else torch.cond, noisy=_noisy,
     )  # fmt: skip
     exec(compile(source, filename, "exec"), names)
 
-    def make() -> tuple[nn.Module, Callable]:
-        with device():
-            model = names["Model"]()
+    def make(model: nn.Module | None = None) -> tuple[nn.Module, Callable]:
+        if model is None:
+            with device():
+                model = names["Model"]()
         return model, _Checked(model) if eager else compile_(model)
 
     run = Run(*make(), program.sizes, refresh_, make)
@@ -293,9 +314,14 @@ def shrink(program: Program, compiler: str, attempts: int = 300, seconds: float 
     return program
 
 
+def _raised(outcome: Outcome) -> bool:
+    first = (outcome.failure or "").split("\n")[0]
+    return "raised" in first and "raised None" not in first
+
+
 def _reason(failure: str) -> str:
     """The first line of a failure without what differs from program to program."""
-    line = failure.split("\n")[0].split(" while tracing")[0]
+    line = failure.replace(" raised:\n", " raised: ").split("\n")[0].split(" while tracing")[0]
     for pattern, text in ((r"^call \d+: ", ""), (r"\d+(\.\d+)?(e[-+]\d+)?", "N"), (r"\b[a-z]+N\b", "NAME")):
         line = re.sub(pattern, text, line)
     return line[:200]
@@ -340,7 +366,7 @@ def _paths(statements: list[Statement]) -> Iterator[tuple[int, ...]]:
 
 def script(program: Program, compiler: str, device: str = "cpu") -> str:
     """A script that runs the program by itself, from the root of the repository."""
-    fields = {name: getattr(program, name) for name in ("seed", "sizes", "fullgraph")}
+    fields = {name: getattr(program, name) for name in ("seed", "sizes", "fullgraph", "format", "dynamic", "entry")}
     return (
         f"# {', '.join(sorted(program.features))}\n"
         "import sys\n\n"
