@@ -73,6 +73,7 @@ class Summary:
         self.refused: Counter[str] = Counter()
         self.stock_fails: Counter[str] = Counter()
         self.features: Counter[str] = Counter()
+        self.examples: dict[str, int] = {}
         self.slowest: tuple[float, int] = (0.0, 0)
         self.failures: list[dict[str, Any]] = []
 
@@ -90,6 +91,8 @@ class Summary:
         self.refused.update(filter(None, [outcome.refused]))
         self.stock_fails.update(filter(None, [outcome.stock_fails]))
         self.features.update(finished.features)
+        for reason in filter(None, (outcome.refused, outcome.stock_fails)):
+            self.examples.setdefault(reason, finished.seed)
         self.slowest = max(self.slowest, (finished.seconds, finished.seed))
         if outcome.failure is None:
             return
@@ -117,6 +120,7 @@ class Summary:
             gemms=dict(self.gemms.most_common()),
             refused=dict(self.refused.most_common()),
             stock_fails=dict(self.stock_fails.most_common()),
+            examples=self.examples,
             features=dict(self.features.most_common()),
             failures=self.failures,
         )

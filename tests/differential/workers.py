@@ -60,7 +60,7 @@ class Finished:
 
 def outcomes(seeds: range, settings: Settings, *, workers: int, seconds: float) -> Iterator[Finished]:
     """Yields what came of each seed as it ends; none is started after so many seconds."""
-    start, remaining = time.monotonic(), iter(seeds)
+    start, remaining, threads = time.monotonic(), iter(seeds), torch.get_num_threads()
     torch.set_num_threads(1)
     forked = torch.device(settings.device).type == "cpu"
     tensors_on(settings.device)
@@ -97,6 +97,8 @@ def outcomes(seeds: range, settings: Settings, *, workers: int, seconds: float) 
     finally:
         for worker in busy.values():
             worker.end()
+        gc.unfreeze()
+        torch.set_num_threads(threads)
 
 
 class _Worker:
