@@ -321,6 +321,8 @@ def _raised(outcome: Outcome) -> bool:
 
 def _reason(failure: str) -> str:
     """The first line of a failure without what differs from program to program."""
+    if "between calls" in failure:  # then the last line of the traceback
+        failure = "between calls: " + failure.split(", eagerly None")[0].strip().splitlines()[-1]
     line = failure.replace(" raised:\n", " raised: ").split("\n")[0].split(" while tracing")[0]
     for pattern, text in ((r"^call \d+: ", ""), (r"\d+(\.\d+)?(e[-+]\d+)?", "N"), (r"\b[a-z]+N\b", "NAME")):
         line = re.sub(pattern, text, line)
