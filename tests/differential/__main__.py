@@ -74,6 +74,7 @@ class Summary:
         self.stock_fails: Counter[str] = Counter()
         self.features: Counter[str] = Counter()
         self.examples: dict[str, int] = {}
+        self.cpu_seconds = 0.0
         self.slowest: tuple[float, int] = (0.0, 0)
         self.failures: list[dict[str, Any]] = []
 
@@ -93,6 +94,7 @@ class Summary:
         self.features.update(finished.features)
         for reason in filter(None, (outcome.refused, outcome.stock_fails)):
             self.examples.setdefault(reason, finished.seed)
+        self.cpu_seconds += finished.seconds
         self.slowest = max(self.slowest, (finished.seconds, finished.seed))
         if outcome.failure is None:
             return
@@ -115,7 +117,8 @@ class Summary:
             missing=sorted(set(range(first, after)) - self._ended),
             seconds=round(seconds, 1),
             workers=arguments.workers,
-            slowest=dict(seconds=round(self.slowest[0], 1), seed=self.slowest[1]),
+            cpu_seconds=round(self.cpu_seconds, 1),
+            slowest=dict(cpu_seconds=round(self.slowest[0], 1), seed=self.slowest[1]),
             counts=dict(self.counts),
             gemms=dict(self.gemms.most_common()),
             refused=dict(self.refused.most_common()),
@@ -128,7 +131,7 @@ class Summary:
             arguments.output.write_text(json.dumps(document, indent=1) + "\n")
         print(f"\n{arguments.compiler}, {arguments.device}, torch {torch.__version__}, seeds {first} to {after - 1}:")
         for title, table in (
-            (f"in {seconds:.0f} s", self.counts),
+            (f"in {seconds:.0f} s, {self.cpu_seconds / max(len(self._ended), 1):.2f} CPU s each", self.counts),
             ("grouped GEMMs by decision", self.gemms),
             ("refused", self.refused),
             ("the compiler alone fails", self.stock_fails),

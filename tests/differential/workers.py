@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 
 from .execution import Outcome, check, script, shrink
 from .programs import generate
@@ -49,7 +50,8 @@ class Settings:
 
 @dataclass
 class Finished:
-    """The outcome of a seed's program, its features, seconds, and a script of it where it failed."""
+    """The outcome of a seed's program, its features, CPU seconds (compilers it started included), and a script of it
+    where it failed."""
 
     seed: int
     outcome: Outcome
@@ -62,6 +64,7 @@ def outcomes(seeds: range, settings: Settings, *, workers: int, seconds: float) 
     """Yields what came of each seed as it ends; none is started after so many seconds."""
     start, remaining, threads = time.monotonic(), iter(seeds), torch.get_num_threads()
     torch.set_num_threads(1)
+    inductor.compile_threads = 1  # no pool of processes for each of ours
     forked = torch.device(settings.device).type == "cpu"
     tensors_on(settings.device)
     if forked:
@@ -155,6 +158,7 @@ class _Worker:
 def _serve(pipe: Connection, settings: Settings, traceback: str, parent: int) -> None:
     """Executes the programs of the seeds that come through a pipe, until its other end is closed."""
     torch.set_num_threads(1)
+    inductor.compile_threads = 1
     tensors_on(settings.device)
     with open(traceback, "w") as file:
         faulthandler.enable(file)
@@ -165,11 +169,11 @@ def _serve(pipe: Connection, settings: Settings, traceback: str, parent: int) ->
                 seed = pipe.recv()
             except EOFError:
                 return
-            start = time.monotonic()
+            start = _cpu_seconds()
             faulthandler.dump_traceback_later(settings.limit, exit=True, file=file)
             program = generate(seed, settings.disabled)
             outcome = check(program, settings.compiler)
-            seconds = time.monotonic() - start
+            seconds = _cpu_seconds() - start
             source = script(program, settings.compiler, settings.device) if outcome.failure else ""
             pipe.send(Finished(seed, outcome, frozenset(program.features), seconds, source))
             if outcome.failure and settings.shrinking:
@@ -180,3 +184,7 @@ def _serve(pipe: Connection, settings: Settings, traceback: str, parent: int) ->
             faulthandler.cancel_dump_traceback_later()
             if seed % 25 == 0:
                 gc.collect()
+
+
+def _cpu_seconds() -> float:
+    return sum(os.times()[:4])
