@@ -1,6 +1,7 @@
 """Random programs, compiled and eager: both agree, and most programs have a GEMM in NVFP4.
 Called by pytest; calls programs, execution and workers. The fast set runs three programs per compiler except inductor
-and thunderfx, all tests two with inductor and ten and more with the others, ``python -m tests.differential`` thousands.
+and thunderfx, all tests two with inductor, five with thunderfx and twenty and more with the others,
+``python -m tests.differential`` thousands.
 """
 
 import os
@@ -20,7 +21,7 @@ from .workers import Settings, outcomes
 
 FAST = range(3)  # seeds
 PROGRAMS = 5  # of one slow test
-CHUNKS = {"dynamo-eager": 6, "dynamo-aot": 6, "thunder": 4, "thunderfx": 2}
+CHUNKS = {"dynamo-eager": 6, "dynamo-aot": 6, "thunder": 4, "thunderfx": 1}
 TESTS = [pytest.param(compiler, FAST, id=f"{compiler}-fast") for compiler in CHUNKS if compiler != "thunderfx"] + [
     pytest.param(
         compiler,
@@ -125,3 +126,14 @@ def test_no_program_is_started_when_the_time_is_over(monkeypatch):
     monkeypatch.setattr(workers, "check", lambda program, compiler: time.sleep(0.1) or Outcome())
     found = list(outcomes(range(1000), Settings("dynamo-eager", frozenset()), workers=1, seconds=0.5))
     assert 1 <= len(found) <= 5
+
+
+@pytest.mark.slow
+def test_a_failure_is_told_when_the_time_is_over_while_it_shrinks(monkeypatch):
+    monkeypatch.setattr(workers, "check", lambda program, compiler: Outcome(failure="wrong"))
+    monkeypatch.setattr(workers, "shrink", lambda program, compiler, seconds: time.sleep(60))
+    monkeypatch.setattr(workers, "GRACE", 0.1)
+    settings = Settings("dynamo-eager", frozenset(), shrinking=60)
+    (found,) = outcomes(range(7, 8), settings, workers=1, seconds=3)
+    assert (found.seed, found.outcome.failure) == (7, "wrong")
+    assert "run_source(" in found.script

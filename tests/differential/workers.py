@@ -80,6 +80,7 @@ def outcomes(seeds: range, settings: Settings, *, workers: int, seconds: float) 
         while busy:
             left = start + seconds + GRACE - time.monotonic()
             if left < 0:
+                yield from [worker.failed for worker in busy.values() if worker.failed is not None]
                 return
             for pipe in wait(list(busy), timeout=min(left, 1e6)):
                 worker = busy[pipe]  # type: ignore[index]
@@ -110,7 +111,7 @@ class _Worker:
     def __init__(self, context: Any, settings: Settings) -> None:
         self.settings, self.programs = settings, 0
         self.running: int | None = None
-        self._result: Finished | None = None
+        self.failed: Finished | None = None  # while the process shrinks it
         self._traceback = tempfile.NamedTemporaryFile("r", prefix="differential-")  # noqa: SIM115
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(
@@ -133,11 +134,11 @@ class _Worker:
             result: Finished = self.pipe.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            result = self._result or self._crashed(self.running)
-        if self._result is None and result.outcome.failure and self.settings.shrinking and self.process.is_alive():
-            self._result = result
+            result = self.failed or self._crashed(self.running)
+        if self.failed is None and result.outcome.failure and self.settings.shrinking and self.process.is_alive():
+            self.failed = result
             return None
-        self.running = self._result = None
+        self.running = self.failed = None
         self.programs += 1
         return result
 
